@@ -24,7 +24,7 @@ PROPERTIES = {
 # Labels of counted rows. (Rows of layers that the guard holds dense count as sparse: other layers run them so.)
 OF_A_ROW = {
     Fallback.NON_CAUSAL, Fallback.PREFIX_LM, Fallback.CASCADE, Fallback.TOO_SHORT, Fallback.SHORT_QUERY,
-    Fallback.NEVER_FASTER, Fallback.NO_ROOM, Fallback.REQUESTED, Fallback.GUARD,
+    Fallback.NEVER_FASTER, Fallback.NO_ROOM, Fallback.REQUESTED, Fallback.GUARD, Fallback.UNNAMED,
 }  # fmt: skip
 
 

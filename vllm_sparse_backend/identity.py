@@ -28,6 +28,22 @@ def is_ours(backend: Any) -> bool:
     return backend is custom and custom.is_overridden() and custom.get_path() == BACKEND
 
 
+def displaced() -> str | None:
+    """Why the flag cannot mean this backend: another plugin has vLLM's one place for it; None where none has.
+
+    Plugins load in the order of their entry points, so the other one may come before ours or after it.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    custom = AttentionBackendEnum.CUSTOM
+    if not custom.is_overridden() or custom.get_path() == BACKEND:
+        return None
+    return (
+        f"another plugin has taken vLLM's one place for a custom attention backend ({custom.get_path()}). Choose "
+        "plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
+    )
+
+
 @lru_cache
 def package_version(name: str) -> str:
     """A package's version; of one that is on the path without having been installed, what it says itself."""

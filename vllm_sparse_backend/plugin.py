@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, OLDEST, RELEASES, TOO_NEW
+from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, OLDEST, RELEASES, TOO_NEW, displaced
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 logger = logging.getLogger(LOGGER)
@@ -59,22 +59,20 @@ def _said_where_it_cannot_be(register: Callable[[], None]) -> Callable[[], None]
 
 @_said_where_it_cannot_be
 def register() -> None:
-    """Entry point of the group ``vllm.general_plugins``. Idempotent."""
+    """Entry point of the group ``vllm.general_plugins``. Idempotent.
+
+    Most processes that it runs in serve with another backend, or do not know yet with which. So it alters only what
+    ``hooks.install`` names: where a backend is looked up, and where a process gets its configuration.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_sparse_backend.serving import hooks
 
-    custom = AttentionBackendEnum.CUSTOM
-    if custom.is_overridden() and custom.get_path() != BACKEND:
-        logger.warning(
-            "sparse-prefill is not available: another plugin has taken vLLM's one place for a custom attention backend "
-            "(%s). Choose plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill.",
-            custom.get_path(),
-        )
+    if (why := displaced()) is not None:
+        logger.warning("sparse-prefill is not available: %s", why)
         return
     hooks.install()
+    custom = AttentionBackendEnum.CUSTOM
     register_backend(custom, BACKEND)
     for name in NAMES:
         AttentionBackendEnum._member_map_[name] = custom
-    if (problem := hooks.install_counters()) is not None:
-        logger.warning("%s", problem)

@@ -12,8 +12,7 @@ import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend import served
 from tests.backend.served import layer_name, make_builder, make_common, make_config, make_layers, make_model, make_step
 from tests.helpers.folders import profile_file
-from vllm_sparse_backend import plugin
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.hooks import FOR_NO_REQUEST
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import model_layers
@@ -220,9 +219,9 @@ class TestCounting:
             step.forward(layers[0], builder.build(0, step.common))
             return args, more
 
-        plugin.register()
+        assert hooks.install_counters() is None
         wrapper = WorkerWrapperBase()
-        wrapper.worker = SimpleNamespace(**{call: run})
+        wrapper.worker = SimpleNamespace(vllm_config=builder.vllm_config, **{call: run})
         assert run_method(wrapper, call, (1,), {"two": 2}) == ((1,), {"two": 2})
         assert builder.recorder.samples() == ([], False)
         run()

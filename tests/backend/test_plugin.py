@@ -6,6 +6,9 @@ That processes which vLLM spawns have it, and none that VLLM_PLUGINS leaves it o
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +30,9 @@ import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_config, make_model
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend import plugin
+from vllm_sparse_backend.serving import hooks
 from vllm_sparse_backend.serving.metrics_page import MetricsEndpoint
+from vllm_sparse_backend.serving.unread import unread_settings
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 CUSTOM = registry.AttentionBackendEnum.CUSTOM
@@ -85,14 +90,16 @@ class TestRegistration:
         assert backend.get_class().__name__ == "SparsePrefillBackend"
         assert registry.AttentionBackendEnum[backend.get_class().get_name()] is backend
 
-    def test_without_a_place_for_it_there_is_a_line_and_a_server(
-        self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    def test_without_a_place_for_levels_a_server_of_ours_does_not_start(
+        self, untouched: type, default_model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Its requests' levels would not be read. A server of another backend starts as ever."""
         monkeypatch.delattr("vllm.plugins.load_endpoint_plugins")
         plugin.register()
-        assert [line for line in lines if "vllm.plugins.load_endpoint_plugins is missing" in line] == lines
-        assert "no counters on /metrics" in lines[0]
-        assert AttentionConfig(backend="sparse-prefill").backend is CUSTOM
+        assert lines == []
+        make_config(default_model, backend=None)
+        with pytest.raises(ConfigurationError, match=r"vllm\.plugins\.load_endpoint_plugins is missing"):
+            make_config(default_model, {"method": "dense"})
 
     @pytest.mark.parametrize("backend", ["sparse-prefill", None])
     def test_only_servers_of_this_backend_have_a_page(self, untouched: type, backend: str | None) -> None:
@@ -121,6 +128,31 @@ class TestRegistration:
         registry.register_backend(CUSTOM, "other.plugin.Backend")
         assert path_of(CUSTOM) != plugin.BACKEND
 
+    def test_the_flag_is_refused_where_another_plugin_takes_its_place_later(
+        self, untouched: type, lines: list[str]
+    ) -> None:
+        """In the words of the other order. Who asks for CUSTOM asks for the other plugin."""
+        plugin.register()
+        registry.register_backend(CUSTOM, "other.plugin.Backend")
+        with pytest.raises(ConfigurationError) as caught:
+            AttentionConfig(backend="sparse-prefill")
+        for part in ("not available: another plugin has taken", "(other.plugin.Backend). Choose plugins with VLLM_PLU"):
+            assert part in str(caught.value)
+        assert AttentionConfig(backend="CUSTOM").backend is CUSTOM
+        plugin.register()
+        assert str(caught.value).partition("not available: ")[2] == lines[0].partition("not available: ")[2]
+
+    def test_a_process_in_which_its_place_is_taken_does_not_serve_under_its_flag(
+        self, untouched: type, default_model: Any
+    ) -> None:
+        """Another plugin may load in workers alone: what the front process checked as ours would run on its backend."""
+        config = make_config(default_model, {"method": "dense"})
+        assert hooks.serves(config)
+        registry.register_backend(CUSTOM, "other.plugin.Backend")
+        with pytest.raises(ConfigurationError, match=r"not available in this process: .*\(other\.plugin\.Backend\)"):
+            hooks.serves(config)
+        assert not hooks.serves(make_config(default_model, backend=None))
+
     @pytest.mark.parametrize(("change", "why"), UNAVAILABLE)
     def test_where_it_cannot_be_a_line_says_why(
         self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, why: str
@@ -146,6 +178,58 @@ class TestRegistration:
     def test_releases_that_it_is_made_for(self, versions: tuple[str, ...], are_known: bool) -> None:
         """Builds that do not say are taken for such."""
         assert [plugin.unsupported(version) is None for version in versions] == [are_known] * len(versions)
+
+
+def test_a_process_of_another_backend_is_left_alone(tmp_path: Path) -> None:
+    """Registration alters what it names and nothing else, nor does a configuration of another backend. A spawned
+    process gets its hooks as its executor or its worker is made, from the configuration that came to it."""
+    command = [sys.executable, "-m", "tests.backend.registered", str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    stages = [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
+    registered, with_another, in_core, in_worker = stages
+    named = {hook.function for hook in hooks.HOOKS if hook.where in hooks.REGISTRATION}
+    assert {name.rpartition(".")[2] for name in registered} == named
+    assert with_another == registered
+    modules = ("block_pool", "kv_cache_utils")
+    hashes = {f"vllm.v1.core.{module}.generate_block_hash_extra_keys" for module in modules}
+    core = {f"vllm.v1.engine.core.EngineCore.{name}" for name in ("preprocess_add_request", "collective_rpc")}
+    assert in_core - registered == hashes | core
+    assert in_worker - in_core == {"vllm.v1.worker.worker_base.WorkerWrapperBase.__getattr__"}
+
+
+class TestUnreadSettings:
+    """A line says that settings of this backend are not read, and what attention runs on."""
+
+    @pytest.fixture(autouse=True)
+    def said_anew(self) -> None:
+        from vllm import logger
+
+        for cached in ("_print_info_once", "_print_debug_once", "_print_warning_once"):
+            if hasattr(function := getattr(logger, cached, None), "cache_clear"):
+                function.cache_clear()
+
+    @pytest.mark.parametrize(
+        ("backend", "runs"),
+        [(None, "CPU_ATTN, vLLM's own choice, as no --attention-backend"), ("CPU_ATTN", "CPU_ATTN, as configured")],
+    )
+    def test_with_another_backend(self, default_model: Any, lines: list[str], backend: Any, runs: str) -> None:
+        for _ in range(3):
+            make_config(default_model, {"min_tokens": 4096}, backend)
+        (line,) = [line for line in lines if "is not read" in line]
+        assert line.startswith(
+            f"sparse-prefill: sparse_prefill in --additional-config is not read: attention runs on {runs}"
+        )
+        assert "add --attention-backend sparse-prefill" in line
+
+    def test_with_the_variable_of_older_releases(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "SPARSE_PREFILL")
+        assert "(VLLM_ATTENTION_BACKEND=SPARSE_PREFILL is set, and this release of vLLM" in unread_settings(None)
+
+    def test_nothing_is_said_without_such_settings(self, default_model: Any, lines: list[str]) -> None:
+        make_config(default_model, None, None)
+        make_config(default_model, {"method": "dense"})
+        assert not [line for line in lines if "is not read" in line]
 
 
 class TestPlatform:

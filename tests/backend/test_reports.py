@@ -2,7 +2,9 @@
 """How a request was prefilled, for those that ask: what workers tally, and where the answer has it."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,29 +33,82 @@ class TestTally:
         for i, lengths in enumerate(steps):
             before, step = pairs(builder), make_step(layers[0], lengths)
             if i == 1:
-                tallies.begin("1", DEFAULT)
+                tallies.begin("1", DEFAULT, "ticket")
             metadata = builder.build(0, step.common)
             for layer in layers:
                 step.forward(layer, metadata)
             if i == 1:
                 own = {name: n - before[name] for name, n in pairs(builder).items()}
-        (told,) = tallies.about("1")
+        (told,) = tallies.about("ticket")
         assert (told["level"], told["dense_tokens"], told["sparse_tokens"]) == (DEFAULT, 0, 131)
         assert {name: told[name] for name in own} == own
         assert 0 < told["kept_pairs"] < told["causal_pairs"]
 
-    def test_they_are_found_by_the_answers_id_and_the_oldest_go(self) -> None:
-        for req_id in ("cmpl-a-0-ff00", "cmpl-a-1-ff01", "0_cmpl-a-0", "cmpl-ab", "b-cmpl-a"):
-            tallies.begin(req_id, DEFAULT)
-        assert len(tallies.about("cmpl-a")) == 3
+    def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
+        """Whatever their ids, which clients choose: also such as begin with another's, or are another's."""
+        tickets = {"cmpl-a-0-ff00": "t", "cmpl-a-1-ff01": "t", "cmpl-a-1-1-ff02": "u", "cmpl-a-0": "tt", "t": "v"}
+        for req_id, ticket in tickets.items():
+            tallies.begin(req_id, DEFAULT, ticket)
+        tallies.begin("cmpl-a", DEFAULT)  # of one whose report is in the log alone
+        assert [len(tallies.about(ticket)) for ticket in ("t", "u", "tt", "cmpl-a", "cmpl-a-0", "")] == [
+            2,
+            1,
+            1,
+            0,
+            0,
+            0,
+        ]
         for i in range(tallies.MOST_KEPT):
             tallies.begin(str(i), DEFAULT)
-        assert (len(tallies.TALLIES), tallies.about("cmpl-a")) == (tallies.MOST_KEPT, [])
+        assert (len(tallies.TALLIES), tallies.about("t")) == (tallies.MOST_KEPT, [])
 
 
 def pairs(builder: Any) -> dict[str, float]:
     samples, _ = builder.recorder.samples()
     return {name: sum(n for found, _, n in samples if found == name) for name in ("kept_pairs", "causal_pairs")}
+
+
+def test_each_http_request_has_a_report_of_its_own() -> None:
+    """Two clients at a time with the same id, of which one's begins as the other's: neither reads other counts."""
+    sent: dict[str, list[bytes]] = {"a": [], "b": []}
+
+    class Client:
+        engine_core = SimpleNamespace()
+
+        async def collective_rpc(self, method: str, timeout: Any, args: Any) -> Any:
+            return [tallies.about(*args)]
+
+    async def answer(name: str, num_requests: int, pause_s: float) -> None:
+        async def keep(message: dict[str, Any]) -> None:
+            sent[name].append(message.get("body", b""))
+
+        send = reports.Reporting(keep, Client())
+        for number in range(num_requests):
+            extra_args = reports.with_ticket({"sparse_prefill_report": True, "other": 1})
+            assert extra_args is not None
+            tallies.begin(f"cmpl-x-{number}-{name}", DEFAULT, tallies.ticket_in(extra_args) or "")
+            tallies.TALLIES[f"cmpl-x-{number}-{name}"].dense_tokens = 10 if name == "a" else 1
+            await asyncio.sleep(pause_s)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b'{"id": "cmpl-x"}'})
+
+    async def run() -> None:
+        await asyncio.gather(answer("a", 3, 0.01), answer("b", 2, 0.012))
+
+    asyncio.run(run())
+    told = {name: json.loads(b"".join(parts))["sparse_prefill_report"]["dense_tokens"] for name, parts in sent.items()}
+    assert told == {"a": 30, "b": 2}
+
+
+@pytest.mark.parametrize("value", [True, 1, "forged", ["forged"]])
+def test_a_ticket_is_never_a_clients_own(value: Any) -> None:
+    """Where nothing waits for the report, as in the log alone, there is none."""
+    assert reports.with_ticket({"sparse_prefill_report": value, "other": 1}) == {
+        "sparse_prefill_report": True,
+        "other": 1,
+    }
+    assert reports.with_ticket({"sparse_prefill_report": False}) == {"sparse_prefill_report": False}
+    assert reports.with_ticket(None) is None
 
 
 def test_ranks_and_stages_make_one_report() -> None:

@@ -21,7 +21,7 @@ import vllm
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
-from vllm.config import KVTransferConfig
+from vllm.config import AttentionConfig, KVTransferConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import block_pool, kv_cache_utils
@@ -32,12 +32,14 @@ from tests.backend.served import make_builder, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from tests.helpers.folders import profile_file
 from tests.test_crossover import entry, written
+from vllm_sparse_backend.plugin import register
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels, ways_in
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.ways_in import LevelsEndpoint, LevelsMiddleware
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import MARK, SERVER_LEVEL, Mark, RequestLevel, Salt
 from vllm_sparse_kernels.attend import PORTABLE
 
@@ -571,6 +573,8 @@ class TestRunners:
     def of(kind: str) -> Any:
         class Runner:
             def __init__(self) -> None:
+                register()
+                self.vllm_config = SimpleNamespace(attention_config=AttentionConfig(backend="sparse-prefill"))
                 vars(self)[row_levels.REQUESTS] = row_levels.RunnerRequests({"exact", DEFAULT, "fast"})
                 if kind == "older":
                     self.input_batch = SimpleNamespace(req_ids=[])
@@ -630,19 +634,22 @@ class TestRunners:
         other = self.of("older")
         assert other.execute_model(scheduled({}), "a", 1) == [DEFAULT]  # nor by other runners of the process
 
-    def test_a_batch_that_has_not_all_rows_of_its_step_is_an_error(self, runner: Any) -> None:
+    def test_of_a_batch_that_has_not_all_rows_of_its_step_nothing_is_known(self, runner: Any) -> None:
         assert runner.execute_model(scheduled({}), "ab", 1) == [DEFAULT]
-        with pytest.raises(RuntimeError, match="a batch of 1 rows is built in a step of 2 requests, and 2 rows"):
-            runner.execute_model(scheduled({"a": EXACT}), "ab", 1)
+        assert runner.execute_model(scheduled({"a": EXACT}), "ab", 1) is None
         assert requests_of(runner).step is None
 
-    def test_rows_that_nobody_tells_are_an_error(self) -> None:
+    def test_nor_of_rows_that_are_not_told(self) -> None:
         """As in Model Runner V2 with a model whose metadata numbers no rows, were the hook not in."""
         runner = self.of("newer")
         runner.prepare_attn = lambda batch: None
         assert runner.execute_model(scheduled({}), "a", 1) == [DEFAULT]
-        with pytest.raises(RuntimeError, match="and 0 rows are told"):
-            runner.execute_model(scheduled({"a": EXACT}), "a", 1)
+        assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) is None
+
+    def test_an_engine_of_another_backend_in_the_same_process_is_let_pass(self, runner: Any) -> None:
+        """Whatever its clients put where ours have a mark."""
+        runner.vllm_config = SimpleNamespace(attention_config=SimpleNamespace(backend=None))
+        assert runner.execute_model(SimpleNamespace(), "a", 2) == [DEFAULT] * 2
 
     @pytest.mark.parametrize("kind", ["newer", "numbered"])
     def test_a_dummy_batch_has_nobodys_rows(self, kind: str) -> None:
@@ -690,6 +697,25 @@ class TestRows:
                 is_dense = torch.allclose(expected, dense[tokens][cut:], atol=1e-5)
                 assert is_dense == (number not in sparse_at[level]), (number, row)
         assert made[0].impl.worker.memory.arena.overflows == 0  # it has room for every level
+
+    def test_rows_that_are_not_told_run_dense_and_are_counted(
+        self, layers: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        """As where a release builds metadata without naming rows: exact for all, and no engine ends."""
+        made, builder = layers
+        unnamed = row_levels.Step({"0": "exact"}, {str(i): 1 for i in range(len(MIXED))})
+        monkeypatch.setattr(row_levels, "_step", unnamed)
+        step = make_step(made[0], MIXED)
+        for _ in range(2):
+            metadata = builder.build(0, step.common)
+            assert getattr(metadata, "sparse", None) is None
+            for layer in made:
+                assert torch.equal(step.forward(layer, metadata), step.by_dense_backend(layer, builder))
+        samples, _ = builder.recorder.samples()
+        counted = {tuple(labels[:2]): n for name, labels, n in samples if name == "rows"}
+        assert counted["dense", Fallback.UNNAMED] >= 2 * len(SPARSE_ROWS)
+        assert ("sparse", "") not in counted
+        assert len([line for line in lines if Fallback.UNNAMED.explain in line]) == 1
 
     def test_each_row_keeps_the_share_that_its_request_gives(
         self, built: Callable[..., Any], at_step: Any, tmp_path: Any

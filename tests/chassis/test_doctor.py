@@ -190,6 +190,38 @@ def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch
     assert "sparse_prefill" in finding.text
 
 
+@pytest.mark.parametrize("order", [("other", "sparse_prefill"), ("sparse_prefill", "other")])
+def test_another_plugin_that_takes_the_flags_place_in_either_order(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+) -> None:
+    """Plugins load in the order of their entry points."""
+    pytest.importorskip("vllm")
+    from vllm import plugins
+    from vllm.v1.attention.backends import registry
+
+    from vllm_sparse_backend import plugin
+
+    custom = registry.AttentionBackendEnum.CUSTOM
+
+    def take() -> None:
+        registry.register_backend(custom, "other.plugin.Backend")
+
+    ways = {"other": take, "sparse_prefill": plugin.register}
+    monkeypatch.setattr(plugins, "load_plugins_by_group", lambda group: {name: ways[name] for name in order})
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    members = registry.AttentionBackendEnum._member_map_
+    without_ours = {name: member for name, member in members.items() if name not in plugin.NAMES}
+    monkeypatch.setattr(registry.AttentionBackendEnum, "_member_map_", without_ours)
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.ok("plugin", "is there"))
+    findings = [*doctor.registration()]
+    assert [finding.level for finding in findings] == ["bad"]
+    assert findings[0].text == (
+        "not available: another plugin has taken vLLM's one place for a custom attention backend "
+        "(other.plugin.Backend). Choose plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
+    )
+
+
 @pytest.fixture
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")

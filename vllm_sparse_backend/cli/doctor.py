@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill doctor`: what is installed, whether the backend registers, which layers of a model can go sparse."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -15,6 +17,7 @@ from rich.markup import escape
 
 from vllm_sparse_backend.cli import attention_share
 from vllm_sparse_backend.cli.common import Json, MaybeModel
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.settings import modelcheck
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -101,23 +104,52 @@ def without_vllm() -> bool:
 
 
 def registration() -> Iterator[Finding]:
-    """Register as vLLM's plugin loader would, and look the backend up as its command line would."""
+    """Load all plugins as vLLM does, in its order, and look the flag's value up as its command line does."""
     if without_vllm():
         yield note("backend", "not tried, for vLLM is not installed")
         return
+    entry_point = _entry_point()
+    if entry_point.level == "bad":
+        yield entry_point
+        return
+    warnings: list[str] = []
     try:
+        from vllm.plugins import load_general_plugins
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        from vllm_sparse_backend.plugin import register
+        from vllm_sparse_backend.identity import displaced
 
-        register()
+        with _warnings_of_plugin(warnings):
+            load_general_plugins()
+        if (why := displaced()) is not None:
+            yield bad("backend", f"not available: {why}")
+            return
         backend = AttentionBackendEnum["SPARSE-PREFILL"].get_class()
-    except Exception as error:  # whatever vLLM or the plugin raises is the finding
-        yield bad("backend", f"does not register: {type(error).__name__}: {error}")
+    except Exception as error:  # whatever vLLM or a plugin raises is the finding
+        yield bad("backend", " ".join(warnings) or f"does not register: {type(error).__name__}: {error}")
         return
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
-    yield _entry_point()
+    yield entry_point
     yield _delegate()
+
+
+@contextmanager
+def _warnings_of_plugin(lines: list[str]) -> Iterator[None]:
+    """Add to ``lines`` what our plugin warns of meanwhile, which vLLM's logging would not show here."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger(LOGGER), Handler(logging.WARNING)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def _entry_point() -> Finding:
@@ -181,7 +213,7 @@ def counters() -> Iterator[Finding]:
         return
     from vllm_sparse_backend.serving import hooks
 
-    problem = hooks.install_counters()
+    problem = hooks.counters_problem()
     fine = ok("counters", "sparse_prefill_* on the server's own /metrics")
     yield fine if problem is None else note("counters", problem)
 

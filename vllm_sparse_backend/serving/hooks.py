@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every place where this package reaches into vLLM. ``HOOKS``, below the functions that it names, is the table of them.
 
-Each process gets what it needs, once. A function that is no longer what a hook expects, as a later vLLM may have it,
-ends the start with an error that names it: a request must never be run at another level than it asked for. Only for
-``COUNTERS`` it is a warning, as a server without our lines on /metrics still answers right.
+The package is installed on servers of other backends too. There, registration puts in only the hooks of
+``REGISTRATION``: where a backend is looked up, and where a front process, an engine's core and a worker get their
+configuration. These look at the configuration alone. All other hooks are put in once a process holds a configuration
+that is ours, and let pass what belongs to another engine of the same process.
+
+A function that is no longer what a hook expects, as a later vLLM may have it, ends the start with an error that names
+it: a request must never be run at another level than it asked for. Only for ``COUNTERS`` it is a warning, as a server
+without our lines on /metrics still answers right.
 
 Nothing of this package is imported here that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -11,22 +16,28 @@ Nothing of this package is imported here that imports vLLM: plugins are loaded b
 import functools
 import importlib
 import inspect
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
-from vllm_sparse_backend.identity import BACKEND, RELEASES, is_ours
+from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, RELEASES, displaced, is_ours
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.metrics import REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
+from vllm_sparse_backend.settings.keys import DOCUMENTS
+from vllm_sparse_backend.settings.metrics import AGREEMENT_METHOD, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
+
+logger = logging.getLogger(LOGGER)
 
 Function = Callable[..., Any]
 
 EVERY = "every process"
 ON_CPU = "every process, on a CPU"
-COUNTERS = "every process, for /metrics"
+REGISTRATION = (EVERY, ON_CPU)
+"""What registration puts in, whatever backend is configured. All else waits for a configuration that is ours."""
+
+COUNTERS = "workers, for /metrics"
 FRONT = "the front process"
 SERVER = "servers' processes"
 CORE = "the engine's core"
@@ -43,33 +54,91 @@ one from every executor.
 """
 
 
-# --- every process: the platform ---
+# --- every process: the lookup of a backend, and the configuration ---
+
+
+def _looked_up(original: Function) -> Function:
+    """The flag's value is looked up here once all plugins are loaded, one that took CUSTOM after ours among them."""
+
+    def __getitem__(cls: type, name: str) -> Any:
+        member = original(cls, name)
+        if name in NAMES and (why := displaced()) is not None:
+            error = ConfigurationError(f"--attention-backend sparse-prefill: not available: {why}")
+            _end_in_one_line(error)
+            raise error
+        return member
+
+    return __getitem__
 
 
 def _checked(original: Function) -> Function:
-    """vLLM builds its configuration in the front process: a mistake in ours is told there, before any model loads.
+    """vLLM builds its configuration in the front process, where ours is checked before any model loads.
 
-    While it loads, workers derive further ones for its parts (a multimodal model's text stack, a draft model), whose
-    shapes are not the served model's: these are made under a current configuration, and not looked at.
+    While a model loads, workers derive further configurations for its parts (a multimodal model's text stack, a draft
+    model), whose shapes are not the served model's. These are made under a current configuration, and not looked at.
     """
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         from vllm.config import get_current_vllm_config_or_none
 
         original(vllm_config)
-        is_part = get_current_vllm_config_or_none() is not None
-        if is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
-            from vllm_sparse_backend.serving.startup import check
+        if vllm_config.model_config is None or get_current_vllm_config_or_none() is not None:
+            return
+        if not serves(vllm_config):
+            from vllm_sparse_backend.serving.unread import log_unread_settings
 
-            try:
-                check(vllm_config)
-            except ConfigurationError as error:
-                sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
-                raise
-            install_in_front()
-            install_in_core()  # which may be this process
+            log_unread_settings(vllm_config)
+            return
+        from vllm_sparse_backend.serving.startup import check
+
+        try:
+            check(vllm_config)
+        except ConfigurationError as error:
+            _end_in_one_line(error)
+            raise
+        install_in_front()
+        install_in_core()  # which may be this process
 
     return check_and_update_config
+
+
+def serves(vllm_config: Any) -> bool:
+    """Whether an engine of this configuration runs this backend.
+
+    Raises ConfigurationError where it was checked as ours in the front process, and another plugin has taken the
+    backend's place in this one: its rows would run on that plugin's backend under our flag.
+    """
+    if is_ours(vllm_config.attention_config.backend):
+        return True
+    carried = vllm_config.additional_config
+    if isinstance(carried, Mapping) and DOCUMENTS in carried and (why := displaced()) is not None:
+        raise ConfigurationError(f"--attention-backend sparse-prefill: not available in this process: {why}")
+    return False
+
+
+def _begun(install: Callable[[], None]) -> Callable[[Function], Function]:
+    """Around a constructor that takes ``vllm_config``: ``install`` the process's hooks, if that is ours.
+
+    Spawned processes load plugins before they look at their configuration, which comes to them whole: it is not built
+    and checked anew there.
+    """
+
+    def around(original: Function) -> Function:
+        signature = inspect.signature(original)
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if serves(signature.bind(self, *args, **kwargs).arguments["vllm_config"]):
+                install()
+            original(self, *args, **kwargs)
+
+        return __init__
+
+    return around
+
+
+def _end_in_one_line(error: ConfigurationError) -> None:
+    """Have the error's message alone end the process, if nothing catches it."""
+    sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
 
 
 def _in_one_line(
@@ -95,7 +164,7 @@ def _selectable(original: Function) -> Function:
     return get_attn_backend_cls
 
 
-# --- every process: counters ---
+# --- servers' processes ---
 
 
 def _with_our_endpoints(original: Function) -> Function:
@@ -106,18 +175,25 @@ def _with_our_endpoints(original: Function) -> Function:
     """
 
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
+        from vllm_sparse_backend.serving.agreement import AgreementEndpoint
         from vllm_sparse_backend.serving.metrics_page import MetricsEndpoint
         from vllm_sparse_backend.serving.ways_in import LevelsEndpoint
 
-        return [*original(*args, **kwargs), MetricsEndpoint(), LevelsEndpoint()]
+        return [*original(*args, **kwargs), MetricsEndpoint(), LevelsEndpoint(), AgreementEndpoint()]
 
     return load_endpoint_plugins
+
+
+# --- workers: what servers ask them by name ---
 
 
 def _counting(original: Function) -> Function:
     """The wrapper around every worker passes calls by name on to it, from ``collective_rpc`` and from the engine."""
 
     def __getattr__(self: Any, attr: str) -> Any:
+        worker = vars(self).get("worker")  # absent until it is made
+        if worker is None or not is_ours(worker.vllm_config.attention_config.backend):
+            return original(self, attr)
         if attr == WORKER_METHOD:
             from vllm_sparse_backend.serving.samples import worker_samples
 
@@ -126,8 +202,12 @@ def _counting(original: Function) -> Function:
             from vllm_sparse_backend.serving.tallies import about
 
             return about
-        found = original(self, attr)
-        return _uncounted(found) if attr in FOR_NO_REQUEST else found
+        if attr == AGREEMENT_METHOD:
+            from vllm_sparse_backend.serving.agreement import worker_numbers
+
+            return functools.partial(worker_numbers, self.worker)
+        method = original(self, attr)
+        return _uncounted(method) if attr in FOR_NO_REQUEST else method
 
     return __getattr__
 
@@ -153,12 +233,13 @@ def _marked(original: Function) -> Function:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
             return original(self, *args, **kwargs)
+        from vllm_sparse_backend.serving.reports import with_ticket
         from vllm_sparse_backend.serving.requests import mark_of
 
         mark = mark_of(self, signature.bind(self, *args, **kwargs).arguments["params"])
         request = original(self, *args, **kwargs)
         if request.sampling_params is not None:
-            request.sampling_params.extra_args = mark.write(request.sampling_params.extra_args)
+            request.sampling_params.extra_args = with_ticket(mark.write(request.sampling_params.extra_args))
         return request
 
     return process_inputs
@@ -182,7 +263,11 @@ def _with_http_level(original: Function) -> Function:
 
 
 def _salted(original: Function) -> Function:
-    """Hashes go on from block to block: what is in that of the first block past the exact positions is in all later."""
+    """Hashes go on from block to block: what is in that of the first block past the exact positions is in all later.
+
+    A request does not say which engine it is of. Where a process has an engine of ours beside others, a mark in a
+    request of theirs tells its blocks apart as well, which changes no answer.
+    """
     from vllm_sparse_backend.settings.requests import Mark
 
     def generate_block_hash_extra_keys(
@@ -202,9 +287,10 @@ def _switched(original: Function) -> Function:
     """Each request of an engine comes through here, before its blocks are hashed."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        from vllm_sparse_backend.serving import switch
+        if is_ours(self.vllm_config.attention_config.backend):
+            from vllm_sparse_backend.serving import switch
 
-        switch.apply(self, request)
+            switch.apply(self, request)
         return original(self, request)
 
     return preprocess_add_request
@@ -214,6 +300,8 @@ def _switching(original: Function) -> Function:
     """What servers ask an engine's workers by name: of our names the core answers one, and adds to another."""
 
     def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_ours(self.vllm_config.attention_config.backend):
+            return original(self, method, timeout, args, kwargs)
         from vllm_sparse_backend.serving import switch
 
         if method == SWITCH_METHOD:
@@ -235,6 +323,8 @@ def _known(original: Function) -> Function:
     V2 metadata numbers a step's rows (``req_idx``), or its batch comes to ``prepare_attn``, but a dummy run's never."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(self.vllm_config.attention_config.backend):
+            return original(self, scheduler_output, *args, **kwargs)
         from vllm_sparse_backend.serving.row_levels import requests_of
 
         requests = requests_of(self)
@@ -258,6 +348,18 @@ def _batch_told(original: Function) -> Function:
         return original(self, input_batch, *args, **kwargs)
 
     return prepare_attn
+
+
+# --- processes that are spawned ---
+
+
+def _core_begins() -> None:
+    install_in_core()
+
+
+def _worker_begins() -> None:
+    if (problem := install_counters()) is not None:
+        logger.warning("%s", problem)
 
 
 # --- the table ---
@@ -290,7 +392,13 @@ _BLOCK = ("request", "start_token_idx", "end_token_idx")
 # fmt: off
 HOOKS = (
     Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", ("vllm_config",), _checked,
-         "the configuration is checked before a model loads; then the front process and the core get their hooks"),
+         "the configuration is checked before a model loads; if it is ours, the front process gets its hooks"),
+    Hook(EVERY, "vllm.v1.attention.backends.registry", "_AttentionBackendEnumMeta", "__getitem__", ("name",),
+         _looked_up, "the flag is refused where another plugin has taken its backend's place"),
+    Hook(EVERY, "vllm.v1.executor.abstract", "Executor", "__init__", ("vllm_config",), _begun(_core_begins),
+         "an engine's core whose configuration is ours gets its hooks"),
+    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerBase", "__init__", ("vllm_config",), _begun(_worker_begins),
+         "a worker whose configuration is ours gets its hooks"),
     Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
          ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the backend that was asked for"),
     Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoints,
@@ -330,25 +438,30 @@ PARTS = (
 
 
 def install() -> None:
-    """What every process needs, whatever backend is chosen."""
+    """Put in what every process has, whatever backend is configured: ``REGISTRATION``."""
     from vllm.platforms import current_platform
 
     _install(EVERY)
     if current_platform.is_cpu():
         _install(ON_CPU)
-    if "vllm.v1.engine.core" in sys.modules:
-        with suppress(ConfigurationError):  # the front process has refused to start if this backend was asked for
-            install_in_core()
 
 
 def install_counters() -> str | None:
-    """What every process needs for /metrics; why there are no counters, where vLLM has changed."""
+    """Put in what a worker needs for /metrics. Returns why there are no counters, where vLLM has changed."""
     try:
-        _install(SERVER)
         _install(COUNTERS)
     except ConfigurationError as error:
         return f"{error}; no counters on /metrics"
     return None
+
+
+def counters_problem() -> str | None:
+    """Why servers here would have no counters on /metrics; None if they would. For a process that serves nothing."""
+    try:
+        _install(SERVER)
+    except ConfigurationError as error:
+        return f"{error}; no counters on /metrics"
+    return install_counters()
 
 
 def install_in_front() -> None:

@@ -39,7 +39,7 @@ from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT, SHARE
 from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD
+from vllm_sparse_backend.settings.requests import FIELD, SERVER_LEVEL
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -190,9 +190,11 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         threshold = self.reorder_batch_threshold or 1
         if common.max_query_len <= threshold:  # nothing prefills: nobody asks how long rows are
             return [BatchRow(s, end - s, 0, DECODE_ROW if end > s else PADDING_ROW) for s, end in pairwise(starts)]
-        seq_lens, levels = compat.host_seq_lens(common), self.requests.levels_of_rows(common)
+        seq_lens, known_levels = compat.host_seq_lens(common), self.requests.levels_of_rows(common)
+        levels = known_levels or [SERVER_LEVEL] * common.num_reqs
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
-        whole, prefix_lm = _reason_of_batch(common_prefix_len, common), common.mm_req_doc_ranges or {}
+        whole = Fallback.UNNAMED if known_levels is None else _reason_of_batch(common_prefix_len, common)
+        prefix_lm = common.mm_req_doc_ranges or {}
         rows = []
         for i, (start, end) in enumerate(pairwise(starts)):
             query_len, context_len, level = end - start, seq_lens[i] - (end - start), levels[i].name

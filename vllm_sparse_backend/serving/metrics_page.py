@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from vllm_sparse_backend.identity import LOGGER, is_ours
 from vllm_sparse_backend.serving.asking import engines_of, path_of, send_whole
 from vllm_sparse_backend.serving.engine_counts import TIMEOUT_S, EngineReader, SiblingCounts
-from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.serving.resolution import settings_of
 from vllm_sparse_backend.settings.metrics import FRESH_QUERY, METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 
 logger = logging.getLogger(LOGGER)
@@ -223,7 +223,7 @@ class MetricsEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_ours(config.attention_config.backend):
-            settings = load_config(config.additional_config)
+            settings = settings_of(config)
             siblings = SiblingCounts.of_server(config)
             name = config.model_config.served_model_name
             self.page.open(engine_client, name, settings.metrics_interval_s, siblings)

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one request was prefilled, for those that ask by ``sparse_prefill_report``, in its answer.
 
-Each worker keeps a tally for such a request (``tallies.py``). Where an answer is a JSON object with an id, or a stream
-of such (``ANSWERED``), the server asks its workers for what they have of that id, and puts it into the body, or into
-the last chunk before the stream's end. A request that asks for none costs nothing.
+The server's process draws a ticket for such an HTTP request, which goes along with all that the engine is asked for its
+sake. Each worker keeps a tally for these (``tallies.py``). Where an answer is a JSON object with an id, or a stream of
+such (``ANSWERED``), the server asks its workers for what they have under the ticket, and puts it into the body, or into
+the last chunk before the stream's end. Nobody else knows the ticket, so nobody reads another's report. A request that
+asks for none costs nothing.
 """
 
 import json
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from vllm_sparse_backend.identity import LOGGER
@@ -19,17 +23,27 @@ from vllm_sparse_backend.settings.requests import REPORT
 logger = logging.getLogger(LOGGER)
 
 ANSWERED = {"/v1/completions", "/v1/chat/completions"}
-"""Paths whose answers bear the id by which the engine knows the request. What comes by others is in the log alone."""
+"""Paths whose answers are one JSON object, or a stream of such. What comes by others is in the log alone."""
 
 TIMEOUT_S = 10.0
 
+TICKET: ContextVar[str] = ContextVar("sparse_prefill_ticket", default="")
+"""Of the HTTP request at hand, if its answer will bear a report. Ways to the engine carry nothing else."""
 
-async def report(client: Any, answer_id: str) -> dict[str, Any] | None:
-    """All workers' tallies of an answer as one: what its prompts had together. None where nobody has any."""
+
+def with_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A request's ``extra_args`` with the ticket in place of its wish for a report, if it has one."""
+    if not extra_args or not extra_args.get(REPORT):
+        return extra_args
+    return {**extra_args, REPORT: TICKET.get() or True}
+
+
+async def report(client: Any, ticket: str) -> dict[str, Any] | None:
+    """All workers' tallies of an HTTP request as one: what its prompts had together. None where there are none."""
     asks = engines_of(client, REPORT_METHOD)
-    engines, failed = await answers_of({engine: ask(answer_id) for engine, ask in asks.items()}, TIMEOUT_S)
+    engines, failed = await answers_of({engine: ask(ticket) for engine, ask in asks.items()}, TIMEOUT_S)
     for engine, why in failed.items():  # the answer itself is not to go with it
-        logger.warning("sparse-prefill: no report of %s from engine %s: %s", answer_id, engine, why)
+        logger.warning("sparse-prefill: no report from engine %s: %s", engine, why)
     return None if failed else merged([worker for workers in engines.values() for worker in workers])
 
 
@@ -47,10 +61,15 @@ def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | N
 
 
 class Reporting:
-    """An app's ``send`` that puts the report into the answer: a JSON object, or the last event before [DONE]."""
+    """An app's ``send`` that puts the report into the answer: a JSON object, or the last event before [DONE].
+
+    To be made in the context that the app will answer in: what the engine is asked there bears its ticket.
+    """
 
     def __init__(self, send: Any, client: Any) -> None:
         self.send, self.client = send, client
+        self.ticket = secrets.token_hex(16)
+        TICKET.set(self.ticket)
         self.start: dict[str, Any] = {}
         self.streams = False
         self.held = b""
@@ -85,7 +104,8 @@ class Reporting:
         """What is no answer of a request, as an error is not, stays as it is."""
         try:
             answer = json.loads(body)
-            answer_id = answer["id"]
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             return body
-        return json.dumps({**answer, REPORT: await report(self.client, answer_id)}, ensure_ascii=False).encode()
+        if not isinstance(answer, dict) or "id" not in answer:
+            return body
+        return json.dumps({**answer, REPORT: await report(self.client, self.ticket)}, ensure_ascii=False).encode()

@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker import resolve
+from vllm_sparse_backend.serving.resolution import resolve
 from vllm_sparse_backend.settings.config import KEY, OPTION
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
@@ -50,7 +50,8 @@ def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choice
         policy = policy.model_copy(update={"default": EXACT})
     found = known.under(policy)
     if connectors & BY_BLOCK_HASH:
-        salts = {level: f"{level}:{fingerprint(plan)}" for level, plan in resolved.plans.items()}
+        numbers = resolved.numbers()
+        salts = {level: f"{level}:{fingerprint(plan, numbers[level])}" for level, plan in resolved.plans.items()}
     else:
         salts = {level: level for level in (EXACT, *resolved.plans) if level != found.default}
     one_for_all = {EXACT, DEFAULT} if resolved.pools else {*found.levels, DEFAULT}

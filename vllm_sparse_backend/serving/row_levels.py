@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_sparse_backend.serving import tallies
-from vllm_sparse_backend.settings.requests import REPORT, SERVER_LEVEL, Mark, RequestLevel
+from vllm_sparse_backend.settings.requests import SERVER_LEVEL, Mark, RequestLevel
 
 REQUESTS = "sparse_prefill_requests"
 """Attribute of vLLM's runner that holds its ``RunnerRequests``."""
@@ -48,24 +48,28 @@ class RunnerRequests:
         self._names = names
         self._levels: dict[str, RequestLevel] = {}
 
-    def levels_of_rows(self, common: Any) -> list[RequestLevel]:
-        """The level of each row of a batch's metadata; the server's for padding rows."""
+    def levels_of_rows(self, common: Any) -> list[RequestLevel] | None:
+        """The level of each row of a batch's metadata; the server's for padding rows.
+
+        Returns:
+            None where requests of the step have other levels than the server's, and nothing tells which rows are
+            theirs. What is exact for all of them is to run all rows dense.
+        """
         num_rows, step = common.num_reqs, self.step
         if step is None or not step.levels.keys() & step.scheduled.keys():
             return [SERVER_LEVEL] * num_rows
-        rows = step.rows(common)
-        if not 0 < len(rows) <= num_rows:
-            raise RuntimeError(
-                f"sparse-prefill: a batch of {num_rows} rows is built in a step of {len(step.scheduled)} requests, and "
-                f"{len(rows)} rows are told: nothing tells whose rows they are; please report it with the server's "
-                "options"
-            )
+        rows = self.ids_of_rows(common)
+        if not rows:
+            return None
         levels = [step.levels.get(req_id or "", SERVER_LEVEL) for req_id in rows]
         return levels + [SERVER_LEVEL] * (num_rows - len(rows))
 
     def ids_of_rows(self, common: Any) -> Sequence[str | None]:
-        """The request of each row of a batch's metadata, as the engine names it; none where nobody told."""
-        return () if self.step is None else self.step.rows(common)
+        """The request of each row of a batch's metadata, as the engine names it; none where they are not told."""
+        if self.step is None:
+            return ()
+        rows = self.step.rows(common)
+        return rows if len(rows) <= common.num_reqs else ()
 
     def name_rows(self, req_ids: Callable[[], Sequence[str]]) -> None:
         """Tell the step at hand, if there is one, where to ask for its rows' requests when metadata is built."""
@@ -81,8 +85,8 @@ class RunnerRequests:
         for new in scheduler_output.scheduled_new_reqs:
             extra_args = getattr(new.sampling_params, "extra_args", None) or {}
             level = self._level_of(extra_args)
-            if extra_args.get(REPORT):
-                tallies.begin(new.req_id, level.name)
+            if (ticket := tallies.ticket_in(extra_args)) is not None:
+                tallies.begin(new.req_id, level.name, ticket)
             if level == SERVER_LEVEL:
                 self._levels.pop(new.req_id, None)
             else:

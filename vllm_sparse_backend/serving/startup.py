@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import refuse_on_cpu
 from vllm_sparse_backend.serving.requests import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
-from vllm_sparse_backend.serving.worker import resolve
+from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
@@ -24,8 +24,10 @@ from vllm_sparse_backend.settings.resolved import Resolved
 def check(vllm_config: VllmConfig) -> None:
     """Raise ConfigurationError, one line, where the server could not do what was asked for.
 
-    What was read from files goes on to the other processes in the configuration itself: they read none.
+    What was read from files, and the device that ``auto`` is looked up for, go on to the other processes in the
+    configuration itself: they read no file, and resolve the settings to the same.
     """
+    carry_settings(vllm_config)
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
     refuse_on_cpu(resolved.config.engine)
     refuse(vllm_config, resolved)
@@ -41,7 +43,6 @@ def check(vllm_config: VllmConfig) -> None:
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
     warn_of_stores(vllm_config)
-    vllm_config.additional_config = resolved.carry(vllm_config.additional_config)
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:

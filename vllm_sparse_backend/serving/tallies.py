@@ -2,9 +2,8 @@
 """What a worker saw of the requests that ask how they are prefilled: a tally each, told in its log when they end."""
 
 import logging
-import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.batch import BatchRow
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE
+from vllm_sparse_backend.settings.requests import REPORT
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 
@@ -27,6 +27,8 @@ class Tally:
     """What this worker saw of a request: tokens by the way they went, and pairs of its own layers and heads."""
 
     level: str
+    ticket: str = ""
+    """Of the HTTP request that gets the report, as the server's process drew it; empty where only the log tells it."""
     dense_tokens: int = 0
     sparse_tokens: int = 0
     causal_pairs: int = 0
@@ -63,8 +65,16 @@ Spans = Sequence[tuple[int, int, Tally]]
 """(first, end) of a request's sparse tokens in the step, and its tally."""
 
 
-def begin(req_id: str, level: str) -> None:
-    TALLIES[req_id] = Tally(level)
+def ticket_in(extra_args: Mapping[str, object]) -> str | None:
+    """The ticket in a request's ``extra_args``, empty where it has none; None where it asks for no report."""
+    value = extra_args.get(REPORT)
+    if isinstance(value, str):
+        return value
+    return "" if value else None
+
+
+def begin(req_id: str, level: str, ticket: str = "") -> None:
+    TALLIES[req_id] = Tally(level, ticket)
     if len(TALLIES) > MOST_KEPT:
         TALLIES.popitem(last=False)
 
@@ -94,13 +104,15 @@ def add_pairs(spans: Spans, index: SparseIndex) -> None:
                 tally.add_pairs(index, row)
 
 
-def about(answer_id: str) -> list[dict[str, Any]]:
-    """What this worker has of an answer's requests: one for each prompt and choice. Of things that msgpack knows."""
-    mine = re.compile(rf"(\d+_)?{re.escape(answer_id)}(-.*)?")
-    found = [tally for req_id, tally in TALLIES.items() if mine.fullmatch(req_id)]
+def about(ticket: str) -> list[dict[str, Any]]:
+    """What this worker has of the requests with this ticket, one for each prompt and choice of an HTTP request.
+
+    Of things that msgpack knows. Ids are not looked at: clients choose them, and may choose those of others.
+    """
+    tallies = [tally for tally in TALLIES.values() if ticket and tally.ticket == ticket]
     return [
         {
-            "level": one.level, "dense_tokens": one.dense_tokens, "sparse_tokens": one.sparse_tokens,
-            "kept_pairs": one.kept_pairs, "causal_pairs": one.causal_pairs,
-        } for one in found
+            "level": tally.level, "dense_tokens": tally.dense_tokens, "sparse_tokens": tally.sparse_tokens,
+            "kept_pairs": tally.kept_pairs, "causal_pairs": tally.causal_pairs,
+        } for tally in tallies
     ]  # fmt: skip

@@ -7,17 +7,11 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Memory
 from vllm_sparse_backend.serving.guard import Guard
+from vllm_sparse_backend.serving.resolution import log_other_device, resolve
 from vllm_sparse_backend.serving.row_levels import RunnerRequests
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.resolved import Resolved
 from vllm_sparse_kernels.layer import Layer, LayerPlan
-
-
-def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Resolved:
-    """The settings of a process. Raises ConfigurationError where they do not fit the model."""
-    shape, pools = compat.model_shape(vllm_config), compat.pools(vllm_config)
-    return Resolved.of(vllm_config.additional_config, shape, compat.device_name(), tp_rank, tp_size, pools)
 
 
 class Worker:
@@ -27,6 +21,7 @@ class Worker:
         self.vllm_config, self.device = vllm_config, device
         self.rank, size = compat.tensor_parallel(vllm_config)
         self.resolved = resolve(vllm_config, self.rank, size)
+        log_other_device(self.resolved, self.rank)
         # In inference mode, as in the profile run, tensors would be such as nothing outside may write to.
         with torch.inference_mode(False):
             self.recorder = Recorder(device, is_first_rank=self.rank == 0)

@@ -18,15 +18,11 @@ from pydantic import (
 
 from vllm_sparse_backend.settings.crossover import AUTO, TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, Section, looks_like, not_one_of, unexpected
+from vllm_sparse_backend.settings.keys import DEVICE, DOCUMENTS, KEY, OPTION
 from vllm_sparse_backend.settings.methods import make_method, method_names
 from vllm_sparse_backend.settings.profile import EXACT, ON
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods.base import Method
-
-KEY = "sparse_prefill"
-DOCUMENTS = "sparse_prefill_documents"
-"""Beside it, where the server's processes find the files that it names (``documents``)."""
-OPTION = "--additional-config"
 
 
 class GuardConfig(Section):
@@ -175,5 +171,5 @@ def _refuse_slips(additional_config: Mapping[str, Any]) -> None:
     for key in map(str, additional_config):
         if key in SparsePrefillConfig.model_fields:
             raise ConfigurationError(f"{OPTION}: given key {key!r} at the top, expected it inside of {KEY!r}")
-        if key not in (KEY, DOCUMENTS) and looks_like(key, KEY):
+        if key not in (KEY, DOCUMENTS, DEVICE) and looks_like(key, KEY):
             raise ConfigurationError(f"{OPTION}: given key {key!r}, expected {KEY!r}")

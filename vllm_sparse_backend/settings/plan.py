@@ -119,9 +119,16 @@ class Plan:
 
     def exact_tokens(self, table: Crossover, device: str) -> int | None:
         """So many positions of every row are dense on whichever engine; None if all are."""
-        engines = [*self._engines(table, device), "any other"]
-        each = [self.thresholds(table, device, [engine]).min_tokens for engine in engines]
+        each = [min_tokens for min_tokens, _ in self.numbers(table, device).values()]
         return min((tokens for tokens in each if tokens is not None), default=None)
+
+    def numbers(self, table: Crossover, device: str) -> dict[str, list[int | None]]:
+        """[min_tokens, min_query_tokens] by the engines that were measured on this device, and for any other one."""
+        thresholds = {
+            engine: self.thresholds(table, device, [engine])
+            for engine in [*sorted(self._engines(table, device)), "any other"]
+        }
+        return {engine: [found.min_tokens, found.min_query_tokens] for engine, found in thresholds.items()}
 
     def _engines(self, table: Crossover, device: str) -> set[str]:
         """Those with which something was measured on this device."""

@@ -74,6 +74,9 @@ class Fallback(StrEnum):
         "list the layer in dense_layers")
     NEVER_FASTER = ("never_faster",
         "on this device the method was never measured to be faster than dense attention; see the log at start-up")
+    UNNAMED = ("unnamed",
+        "vLLM does not tell which request the row is of, and some request of its step asked for another level; please "
+        "report it with the server's options and vLLM's version")
     NO_ROOM = ("no_room",
         "not even one tile of the row fits into the arena, whose size the log states at start-up; use another method")
     REQUESTED = ("requested",

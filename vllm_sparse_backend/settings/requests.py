@@ -6,8 +6,9 @@ request's sampling parameters, which the engine's core (for the hashes of cached
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from vllm_sparse_backend.identity import PACKAGE, package_version
@@ -15,6 +16,9 @@ from vllm_sparse_backend.settings.config import KEY, OPTION, RequestsConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.profile import EXACT, ON, SHARE
+from vllm_sparse_kernels.layer import LayerPlan, methods_by_head
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
 
 FIELD = "sparse_prefill"
 REPORT = "sparse_prefill_report"
@@ -250,10 +254,35 @@ def _shown(level: str) -> str:
     return ON if level == DEFAULT else level
 
 
-def fingerprint(plan: Plan) -> str:
-    """Tells apart what writes keys and values past the exact positions: every layer's and head's method, and when.
+def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
+    """Tell apart what writes keys and values past the exact positions: each layer's and head's method, and when.
 
     The package's version, too, as another may keep other keys at the same settings.
+
+    Args:
+        plan: Of the whole model at one level.
+        numbers: What ``auto`` stands for on the server's device (``Plan.numbers``); None where nothing is looked up.
+
+    Returns:
+        16 hexadecimal digits, equal for equal settings in every process.
     """
-    parts = (plan.layers, plan.min_tokens, plan.min_query_tokens, plan.shape, package_version(PACKAGE))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    data = {
+        "layers": [None if groups is None else _heads_of(groups) for groups in plan.layers],
+        "min_tokens": plan.min_tokens,
+        "min_query_tokens": plan.min_query_tokens,
+        "numbers": numbers,
+        "shape": asdict(plan.shape),
+        "version": package_version(PACKAGE),
+    }
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _heads_of(groups: LayerPlan) -> list[dict[str, Any]]:
+    """The method of each head, in their order, by its name and all fields: a merged method shows those of no head."""
+    return [_canonical(method) for method in methods_by_head(groups)]
+
+
+def _canonical(method: Method) -> dict[str, Any]:
+    values = {one.name: getattr(method, one.name) for one in fields(method) if one.init}
+    return {"method": name_of(method), "fields": values}

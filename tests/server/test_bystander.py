@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of another backend, on which this package is merely installed, under requests that hold our keys.
+
+It answers as a server that loads no plugin, whatever stands under these keys and wherever they stand, and does not end.
+"""
+
+import json
+import random
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from benchmarks.tiny import VOCAB_SIZE
+from tests.server import scenario
+from vllm_sparse_backend.measure.server import Server
+from vllm_sparse_backend.settings.keys import DEVICE, DOCUMENTS, KEY
+from vllm_sparse_backend.settings.metrics import REPORT_METHOD, SWITCH_PATH, WORKER_METHOD
+from vllm_sparse_backend.settings.requests import FIELD, MARK, REPORT
+
+pytestmark = pytest.mark.server
+pytest.importorskip("vllm")
+
+SEED = 20
+SETTINGS = {"method": "dense", "min_tokens": 64, "switch": True}
+KEYS = (FIELD, REPORT, MARK, MARK, DOCUMENTS, DEVICE, REPORT_METHOD, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
+"""The mark twice as often: the engine's core and workers read it where the backend is ours."""
+
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, 5, -1, 1 << 70, 0.5, -0.0, 1e308, "", "exact", "default", "fastest", "\x00", "é" * 300,
+    "[]", [], ["exact"], ["exact", "salt", 0], ["exact", None, 0], ["exact", "salt", -5], ["exact", "salt", "0"],
+    ["exact", "salt", 1 << 70], ["exact", "salt", 0, 1], [1, 2, 3], [[]], [None, None, None], {}, {"level": "exact"},
+    {"exact": ["salt", {"0": []}]},
+)  # fmt: skip
+PLACES = (
+    ("vllm_xargs",), ("vllm_xargs",), ("vllm_xargs",), (), ("extra_body",), ("extra_body", "vllm_xargs"),
+    ("extra_args",), ("metadata",), ("sampling_params",), ("sampling_params", "extra_args"), ("chat_template_kwargs",),
+    ("kv_transfer_params",), ("messages", "0"), ("messages", "0", "vllm_xargs"), ("stream_options",),
+)  # fmt: skip
+PATHS = ("/v1/completions",) * 6 + ("/v1/chat/completions", "/v1/responses", "/tokenize", "/nothing", SWITCH_PATH)
+CHANGES = re.compile(
+    r'"(created|created_at|completed_at)":\s*[0-9.]+|\b(resp|msg|rs|req|item|chatcmpl|cmpl)[-_][0-9a-f]{8,}'
+)
+"""What is another in each answer."""
+
+
+class Hostile(NamedTuple):
+    path: str
+    body: bytes
+    headers: dict[str, str]
+
+
+class Said(NamedTuple):
+    status: int
+    text: str
+
+
+def place(body: dict[str, Any], where: tuple[str, ...], key: str, value: Any) -> None:
+    """Put the key into a part of the body, which is made where there is none."""
+    part: Any = body
+    for name in where:
+        part = part[int(name)] if isinstance(part, list) else part.setdefault(name, {})
+    part[key] = value
+
+
+def hostile(number: int) -> Hostile:
+    """One request, always the same for a number. Its prompt fills a block, which the engine's core hashes."""
+    source = random.Random(f"{SEED} {number}")
+    path = source.choice(PATHS)
+    tokens = [source.randrange(2, VOCAB_SIZE) for _ in range(source.choice((3, 140, 300)))]
+    body: dict[str, Any] = {"max_tokens": source.choice((1, 8, 140)), "temperature": 0, "ignore_eos": True}
+    if path == "/v1/chat/completions":
+        body["messages"] = [{"role": "user", "content": " ".join(map(str, tokens[:20]))}]
+    elif path == "/v1/responses":
+        body["input"] = " ".join(map(str, tokens[:20]))
+    else:
+        body["prompt"] = tokens
+        body["messages"] = [{}]
+    if source.random() < 0.2:
+        body["stream"] = True
+    for _ in range(source.choice((1, 1, 2, 5))):
+        place(body, source.choice(PLACES), source.choice(KEYS), source.choice(VALUES))
+    if source.random() < 0.1:
+        body[source.choice(("vllm_xargs", "extra_body", *KEYS))] = source.choice(VALUES)
+    if path != "/v1/chat/completions" and source.random() < 0.7:
+        del body["messages"]
+    text = json.dumps(body).encode()
+    if source.random() < 0.05:
+        text = text[: source.randrange(len(text))]
+    headers = {"Content-Type": "application/json", "X-Request-Id": f"hostile-{number}", MARK: "exact"}
+    return Hostile(path, text, headers)
+
+
+def ask(server: Server, request: Hostile) -> Said:
+    message = urllib.request.Request(server.url + request.path, request.body, request.headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(message, timeout=120) as response:
+            said = Said(response.status, response.read().decode())
+    except urllib.error.HTTPError as error:
+        said = Said(error.code, error.read().decode())
+    return said._replace(text=CHANGES.sub("", said.text.replace(server.url, "")))
+
+
+class Pair(NamedTuple):
+    without: Server
+    """Loads no plugin."""
+    bystander: Server
+    """Has the package. Settings of it, which both have, are not read."""
+
+
+@pytest.fixture(scope="module")
+def pair(small_model: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.delenv("VLLM_PLUGINS", raising=False)
+        args = ("--served-model-name", "small", "--additional-config", json.dumps({KEY: SETTINGS}))
+        without = Server(small_model, (*args, *scenario.SERVER_ARGS), env={"VLLM_PLUGINS": "none"})
+        bystander = Server(small_model, (*args, *scenario.SERVER_ARGS))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(stack.enter_context, (without, bystander)))
+        yield Pair(without, bystander)
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.full)])
+def test_it_answers_as_a_server_without_plugins(pair: Pair, count: int) -> None:
+    """The same requests in the same order, one after another: what is cached is the same too."""
+    statuses, differing = [], []
+    for number in range(count):
+        request = hostile(number)
+        with ThreadPoolExecutor(2) as pool:
+            expected, said = pool.map(ask, pair, (request, request))
+        statuses.append(said.status)
+        if said != expected:
+            differing.append((number, request.path, request.body[:500], expected.text[-300:], said.text[-300:]))
+            assert pair.bystander.exit_code() is None, (differing[-1], pair.bystander.tail())
+    assert not differing, (len(differing), differing[:5])
+    assert [server.exit_code() for server in pair] == [None, None]
+    assert statuses.count(200) > count // 10
+
+
+def test_a_mark_of_a_client_does_not_end_its_engine(pair: Pair) -> None:
+    """With enough tokens for a whole block, decoded ones among them, which are hashed as they come."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "temperature": 0, "vllm_xargs": {MARK: 5}}
+    request = Hostile("/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    answers = [json.loads(said.text)["choices"] for said in map(ask, pair, (request, request))]
+    assert answers[0] == answers[1]
+    assert pair.bystander.exit_code() is None
+
+
+def test_its_log_says_that_settings_are_not_read(pair: Pair) -> None:
+    """By which it is known, too, that the plugin was loaded there."""
+    log = pair.bystander.log_path.read_text(errors="replace")
+    assert log.count("sparse_prefill in --additional-config is not read: attention runs on ") == 1
+    assert "sparse_prefill_" not in pair.bystander.get("/metrics")
+    assert "is not read: attention runs on" not in pair.without.log_path.read_text(errors="replace")

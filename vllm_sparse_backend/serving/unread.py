@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of this backend on a server that runs another one: a line in its log, as nothing else tells the operator."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.settings.keys import KEY, OPTION
+
+VARIABLE = "VLLM_ATTENTION_BACKEND"
+"""What older releases of vLLM read in place of the flag."""
+
+
+def log_unread_settings(vllm_config: Any) -> None:
+    """Log once, where the configuration has settings of this backend, that they are not read, and what runs instead.
+
+    Args:
+        vllm_config: A configuration whose backend is another one.
+    """
+    from vllm.logger import init_logger
+
+    if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
+        init_logger(LOGGER).info_once(unread_settings(vllm_config.attention_config.backend))
+
+
+def unread_settings(backend: Any) -> str:
+    """The line about settings that are not read.
+
+    Args:
+        backend: vLLM's enum member for the configured backend; None where the choice is vLLM's.
+    """
+    line = (
+        f"sparse-prefill: {KEY} in {OPTION} is not read: attention runs on {_name_of(backend)}; add "
+        "--attention-backend sparse-prefill to use these settings, or leave them out"
+    )
+    if (value := os.environ.get(VARIABLE)) is not None and not _is_read(VARIABLE):
+        line += f" ({VARIABLE}={value} is set, and this release of vLLM does not read it)"
+    return line
+
+
+def _name_of(backend: Any) -> str:
+    from vllm.platforms import current_platform
+
+    if backend is None:
+        chosen = "CPU_ATTN, " if current_platform.is_cpu() else ""
+        return f"{chosen}vLLM's own choice, as no --attention-backend is given"
+    path = f" ({backend.get_path()})" if backend.is_overridden() else ""
+    return f"{backend.name}{path}, as configured"
+
+
+def _is_read(variable: str) -> bool:
+    from vllm import envs
+
+    return variable in envs.environment_variables
