@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.cli import attention_share
-from vllm_sparse_backend.cli.common import Json, MaybeModel
+from vllm_sparse_backend.cli.common import Json, MaybeModel, failures
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.settings import modelcheck
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -55,7 +55,8 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
             mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
             console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
     if json_path is not None:
-        write_json(json_path, [asdict(finding) for finding in findings])
+        with failures():
+            write_json(json_path, [asdict(finding) for finding in findings])
     bad = next((finding for finding in findings if finding.level == "bad"), None)
     if bad is not None:
         console.print(f"[red]Cannot work here.[/] {bad.subject}: {escape(bad.text)}", highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_sparse_backend.cli import making
-from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, say
+from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, new_output, say
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import format_ranges
 
@@ -71,7 +71,7 @@ def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = No
 def import_file(
     file: Annotated[Path, typer.Argument(help="MInference's patterns, or SharePrefill's clusters.")],
     model: Model,
-    out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
+    out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.", callback=new_output)],
 ) -> None:
     """Turn what another tool saved as JSON into a profile."""
     from vllm_sparse_backend.profiling.importers import import_profile
@@ -80,7 +80,7 @@ def import_file(
         imported = import_profile(file, model)
         if imported.model is not None:
             imported.check_model(imported.model, str(file))
-        making.write_whole(imported, out)
+        making.write_profile(imported, out)
     _describe(imported, imported.model)
     say(f"{imported.provenance.source}\nWritten to {out}")
 
@@ -200,8 +200,4 @@ def _told_of_heads(level: "Level", shape: ModelShape, layer: int) -> list[str]:
     return [told(method) for method in level.methods_of(layer, shape.num_heads)]
 
 
-for command in making.COMMANDS:
-    method = " --method sale" if command.__name__ == "calibrate" else ""
-    profile_app.command(epilog=f"Example: sparse-prefill profile {command.__name__} MODEL{method} --out mine.yaml")(
-        command
-    )
+making.add_commands(profile_app)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from vllm_sparse_backend.measure.client import Endpoint
@@ -42,13 +43,17 @@ class Contestant:
         return at or [self]
 
     @staticmethod
-    def running(label: str, url: str, levels: Sequence[float | str] = ()) -> "list[Contestant]":
-        """A server at each of the levels, if it is one of this backend."""
+    def running(label: str, url: str, levels: Sequence[float | str] = (), max_len: int = 0) -> "list[Contestant]":
+        """A server at each of the levels, if it is one of this backend.
+
+        Raises BenchError where none answers at ``url``, or it takes no requests of ``max_len`` tokens.
+        """
         endpoint = Endpoint.connect(label or url, url)
-        found = Contestant(
+        endpoint.require_room(max_len)
+        server = Contestant(
             label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint), True
         )
-        return found.at(levels) if PREFIX in endpoint.metrics() else [found]
+        return server.at(levels) if PREFIX in endpoint.metrics() else [server]
 
     @staticmethod
     def served(label: str, model: Path, args: Sequence[str], what: str) -> "Contestant":
@@ -85,7 +90,8 @@ def asked_for(
     if useless := [name for name, value in (("--settings", settings), ("--server-args", server_args)) if value]:
         raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
     names_of = labels or [""] * len(urls)
-    return [one for name, at in zip(names_of, urls) for one in Contestant.running(name, at, levels)]
+    servers = [Contestant.running(name, url, levels, max_len) for name, url in zip(names_of, urls)]
+    return list(chain.from_iterable(servers))
 
 
 def started(

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_sparse_backend.measure.outputs import whole_file
 from vllm_sparse_backend.measure.report import write_json
-from vllm_sparse_backend.profiling.outside import needed, read_json, readable, safetensors
+from vllm_sparse_backend.profiling.outside import needed, read_json, readable, safetensors, writable
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
@@ -63,7 +64,8 @@ class Capture:
 
     def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
         """Write a layer, its tensors contiguous."""
-        safetensors().save_file(tensors._asdict(), self._path(layer))
+        with whole_file(self._path(layer)) as path, writable(path):
+            safetensors().save_file(tensors._asdict(), path)
         self.scales[layer] = scale
 
     def _path(self, layer: int) -> Path:
@@ -101,13 +103,27 @@ def capture_each(
         yield made
 
 
-def require_model(model: Path, num_tokens: int) -> None:
-    """Raise ConfigurationError where ``model`` is no folder here (nothing is fetched), or has fewer positions."""
+def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
+    """Tokens of a prompt that is captured.
+
+    Args:
+        model: The model's folder.
+        tokens: What ``--tokens`` names, or None.
+        default: Tokens where that is None and the model has as many positions; otherwise all that it has.
+
+    Raises:
+        ConfigurationError: ``model`` is no folder here (nothing is fetched), or has fewer positions than ``tokens``.
+    """
     config = read_config(model)
     stretched = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor")
-    most = config.get("max_position_embeddings")
-    if isinstance(most, int) and num_tokens > most and not stretched:
-        raise ConfigurationError(f"--tokens: {unexpected(num_tokens, f'at most {most}, the positions of {model}')}")
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or stretched:
+        return default if tokens is None else tokens
+    if tokens is None:
+        return min(default, positions)
+    if tokens > positions:
+        raise ConfigurationError(f"--tokens: {unexpected(tokens, f'at most {positions}, the positions of {model}')}")
+    return tokens
 
 
 def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
@@ -120,7 +136,8 @@ def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     """An empty one in ``folder``, whatever that held. Layers are put into it with ``Capture.add``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
     return _empty(model, token_ids, folder)
 
