@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles: what a file says, and what is refused and in which words."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from vllm_sparse_backend.settings import strict_yaml
+from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.figures import HeadFigures
 from vllm_sparse_backend.settings.methods import make_method

