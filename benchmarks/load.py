@@ -175,8 +175,8 @@ class Load:
         with failures():
             require_pandas()
             mix = Mix(
-                self.requests, self.rate, tuple(token_counts("--short", self.short)), tuple(token_counts("--long", self.long)),
-                clients=None if self.rate else self.clients,
+                self.requests, self.rate, tuple(token_counts("--short", self.short)),
+                tuple(token_counts("--long", self.long)), clients=None if self.rate else self.clients,
             )  # fmt: skip
             contestants = asked_for(None, (), levels_of(self.level), self.url, self.label or (), 0, "")
             report = Report("serve", device_name(), self.json_path)

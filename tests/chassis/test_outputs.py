@@ -124,11 +124,13 @@ def test_a_disk_that_fills_during_the_work_is_one_line(folder: Path, monkeypatch
 def test_a_write_that_fails_leaves_what_was_there(failing: str, folder: Path) -> None:
     path = folder / "a.json"
     path.write_text("before")
+    report = Report("serve", "CPU", path)
+    write = {
+        "text": lambda: outputs.write_text(path, "x" * 2000),
+        "a report": lambda: report.add_case({"case": "x" * 2000}),
+    }
     with full_disk(), pytest.raises(ConfigurationError, match=r"a\.json: cannot be written: File too large"):
-        if failing == "text":
-            outputs.write_text(path, "x" * 2000)
-        else:
-            Report("serve", "CPU", path).add_case({"case": "x" * 2000})
+        write[failing]()
     assert path.read_text() == "before"
     assert not list(folder.glob(".*"))
 

@@ -64,11 +64,11 @@ def local_model(model: Path | None) -> Path | None:
     """An argument's way to a model's folder: a name stands for its files in the local hub cache; nothing is fetched."""
     if model is None or model.is_dir() or model.is_file():
         return model
-    given = f"MODEL: given {str(model)!r}"
+    problem = f"MODEL: given {str(model)!r}"
     if os.path.lexists(model):
-        raise failure(f"{given}, which is {kind_of_file(model)}; expected a model folder")
+        raise failure(f"{problem}, which is {kind_of_file(model)}; expected a model folder")
     if not HUB_NAME.fullmatch(str(model)):
-        raise failure(f"{given}, and there is no such folder; expected a model folder, or a name in the hub cache")
+        raise failure(f"{problem}, and there is no such folder; expected a model folder, or a name in the hub cache")
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -78,7 +78,7 @@ def local_model(model: Path | None) -> Path | None:
     if isinstance(cached_config, str):
         return Path(cached_config).parent
     raise failure(
-        f"{given}, expected a model folder, or a name whose files lie in the local hub cache: "
+        f"{problem}, expected a model folder, or a name whose files lie in the local hub cache: "
         f"`hf download {model}` puts them there"
     )
 
@@ -151,7 +151,8 @@ def split(text: str) -> list[str]:
 def levels_of(texts: Sequence[str] | None) -> list[float | str]:
     """As requests have them: numbers as such, 0 and 1 whole."""
     return [
-        int(one) if one in ("0", "1") else float(one) if re.fullmatch(r"0\.\d+", one) else one for one in texts or ()
+        int(text) if text in ("0", "1") else float(text) if re.fullmatch(r"0\.\d+", text) else text
+        for text in texts or ()
     ]
 
 

@@ -110,12 +110,12 @@ class Endpoint:
         Levels share a cache's first blocks, which are dense in all of them. Here none finds what another one left: the
         same prompts are asked at each.
         """
-        asked = replace(self, extra={"vllm_xargs": {FIELD: level}, "cache_salt": f"level {level}"})
+        endpoint = replace(self, extra={"vllm_xargs": {FIELD: level}, "cache_salt": f"level {level}"})
         try:
-            asked.ask([1] * 16, 1)
+            endpoint.ask([1] * 16, 1)
         except RequestError as error:
             raise BenchError(f"{self.name}: level {level!r}: {error}") from None
-        return asked
+        return endpoint
 
     def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
         """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError on anything else.
@@ -157,8 +157,8 @@ class Endpoint:
         """
         with _failures():
             body = self._body(prompt, 1) | {"prompt_logprobs": 1}
-            found = _client(self.url).post("/completions", body=body, cast_to=object)
-            returned = found["choices"][0].get("prompt_logprobs")
+            answer = _client(self.url).post("/completions", body=body, cast_to=object)
+            returned = answer["choices"][0].get("prompt_logprobs")
         if not isinstance(returned, list):
             raise RequestError("the answer has no prompt_logprobs: expected a vLLM server")
         return returned
@@ -219,11 +219,11 @@ def _bos_token(folder: str | None) -> str | None:
 def _tokens_of(event: Any) -> int:
     """Of a streamed event. Raises RequestError on a log-probability that no healthy model gives."""
     choices = event.get("choices") or [{}]
-    found = (choices[0].get("logprobs") or {}).get("token_logprobs") or ()
-    for logprob in found:
+    logprobs = (choices[0].get("logprobs") or {}).get("token_logprobs") or ()
+    for logprob in logprobs:
         if logprob is None or not -1e4 < logprob <= 1e-6:
             raise RequestError(f"log-probability {logprob}: not a number that a healthy model gives")
-    return len(found)
+    return len(logprobs)
 
 
 @cache

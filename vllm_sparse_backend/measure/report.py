@@ -71,12 +71,12 @@ def write_json(path: Path, data: object) -> None:
 
 def versions() -> dict[str, str]:
     """Of what decides about speed."""
-    found = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
+    versions_by_name = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
     with suppress(ImportError):
         import torch
 
-        found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return found
+        versions_by_name |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return versions_by_name
 
 
 def table_of(

@@ -73,8 +73,8 @@ class Taken:
     @property
     def token_ms(self) -> float | None:
         """The median of requests, each from its first token to its last, by the tokens between."""
-        each = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
-        return median(each) if each else None
+        request_ms = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
+        return median(request_ms) if request_ms else None
 
     @property
     def pause_ms(self) -> float | None:
@@ -98,17 +98,17 @@ def ask_in_turn(
     """Each prompt of all servers, there and back. Prompts depend on what was taken of ``prompts`` before, no more."""
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
     for length in lengths:
-        asked = [(server, Taken()) for server in servers]
+        taken_by_server = [(server, Taken()) for server in servers]
         prefix = prefixes.get(length.cached_tokens, [])
         for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
-            for server, taken in asked if i % 2 else asked[::-1]:
+            for server, taken in taken_by_server if i % 2 else taken_by_server[::-1]:
                 before = parse(server.metrics()).pairs if i == 0 else Pairs()
                 _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
                 if i == 0:
                     taken.pairs = parse(server.metrics()).pairs - before
                 step()
-        yield length, [taken for _, taken in asked]
+        yield length, [taken for _, taken in taken_by_server]
 
 
 def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: Taken, timed: bool) -> None:
@@ -183,14 +183,14 @@ def compare(contestants: Sequence[Contestant], asking: Asking, report: Report, s
     if len(set(labels)) < len(labels):
         raise BenchError(f"servers to compare to the first: {', '.join(labels)}; expected each --label once")
     how = (asking.output_tokens, asking.most_repeats, step)
-    for _, group in groupby(contestants, key=lambda one: one.is_running or one.open):
+    for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
         with opened(members := list(group)) as servers:
             prompts = Prompts.of(servers[0], asking.text)  # each time the same
             for length, taken in ask_in_turn(servers, asking.lengths, prompts, *how):
-                for one, of_server in zip(members, taken, strict=True):
+                for contestant, of_server in zip(members, taken, strict=True):
                     if first.setdefault(length, of_server) is not of_server:
                         first_label = contestants[0].label
-                        report.add_case(case_of(one.label, length, first[length], of_server, first_label))
+                        report.add_case(case_of(contestant.label, length, first[length], of_server, first_label))
     for label in labels:
         density = Pairs.of_cases(case for case in report.cases if case["label"] == label).density
         report.add_case({"part": "density", "label": label, "density": density})

@@ -77,8 +77,8 @@ class Capture:
         path = folder / "capture.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
-        found: Capture = read_json(path, Capture, "capture the prompt again")
-        return dataclasses.replace(found, folder=folder)
+        capture: Capture = read_json(path, Capture, "capture the prompt again")
+        return dataclasses.replace(capture, folder=folder)
 
 
 def capture_each(
@@ -130,8 +130,8 @@ def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
     """The capture of this prompt by this model, if ``folder`` holds it."""
     if not (folder / "capture.json").is_file():
         return None
-    found, wanted = Capture.open(folder), _empty(model, token_ids, folder)
-    return found if dataclasses.replace(found, scales={}, left_out={}) == wanted else None
+    held, wanted = Capture.open(folder), _empty(model, token_ids, folder)
+    return held if dataclasses.replace(held, scales={}, left_out={}) == wanted else None
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
@@ -163,7 +163,7 @@ class _Network:
         plain = transformers.AttentionInterface()["sdpa"]
 
         def record(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any,
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *more_arguments: Any,
             scaling: float | None = None, **more: Any,
         ) -> Any:  # fmt: skip
             """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
@@ -174,7 +174,7 @@ class _Network:
                 scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
                 parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
                 self.made.add(module.layer_idx, LayerTensors(*parts), scale)
-            return plain(module, query, key, value, mask, *rest, scaling=scaling, **more)
+            return plain(module, query, key, value, mask, *more_arguments, scaling=scaling, **more)
 
         transformers.AttentionInterface.register(ATTENTION, record)
         transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
@@ -205,14 +205,14 @@ def weights_sha256(model: Path) -> str:
     """Of a model folder's config, and of its weights by their files' names, sizes and last 64 KiB: a model that was
     trained on is another one.
     """
-    found = hashlib.sha256((model / "config.json").read_bytes())
+    digest = hashlib.sha256((model / "config.json").read_bytes())
     for file in sorted(file for kind in ("*.safetensors", "*.bin", "*.pt") for file in model.glob(kind)):
         size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
+        digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as weights:
             weights.seek(max(0, size - TAIL_BYTES))
-            found.update(weights.read())
-    return found.hexdigest()
+            digest.update(weights.read())
+    return digest.hexdigest()
 
 
 def prompt_sha256(token_ids: Sequence[int]) -> str:

@@ -140,12 +140,12 @@ def _threads(
             at = rng.randrange(len(passages) - length)
             yield [list(passages[at : at + length])] * 2
         return
-    each = HOPS + 1 if kind == "hops" else 1
+    num_names = HOPS + 1 if kind == "hops" else 1
     for i, value in enumerate(rng.sample(range(1_000_000, 10_000_000), count)):
-        if i % (len(NAMES) // each) == 0:
+        if i % (len(NAMES) // num_names) == 0:
             names = rng.sample(NAMES, len(NAMES))
-        yield [encode(f"\n{line}\n") for line in _lines(names[-each:], value)]
-        del names[-each:]
+        yield [encode(f"\n{line}\n") for line in _lines(names[-num_names:], value)]
+        del names[-num_names:]
 
 
 def _lines(names: Sequence[str], value: int) -> list[str]:
@@ -190,12 +190,12 @@ def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
                     yield str(where), _text_of(json.loads(line), tokenizer)
 
 
-def _text_of(given: object, tokenizer: Any) -> str:
-    match given:
+def _text_of(line: object, tokenizer: Any) -> str:
+    match line:
         case {"messages": [*messages]} if all(
-            isinstance(one, dict) and {"role", "content"} <= {*one} for one in messages
+            isinstance(message, dict) and {"role", "content"} <= {*message} for message in messages
         ):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         case {"text": str(text)} | {"prompt": str(text)}:
             return text
-    raise ValueError(unexpected(given, "an object with messages, each with role and content, or with a text or prompt"))
+    raise ValueError(unexpected(line, "an object with messages, each with role and content, or with a text or prompt"))
