@@ -47,17 +47,19 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     checks: list[Callable[[], Iterator[Finding]]] = [packages]
     if model is not None:
         checks.append(lambda: model_layers(model))
-    # These import torch and vLLM, which takes most of the time: what is known without them is said first.
+    # What needs neither torch nor vLLM is said first: their imports take most of the time.
     checks += [device, registration, lambda: attention(model), counters]
     findings = []
     console = Console()
     for check in checks:
-        if check is device:
-            Console(stderr=True).print("Importing torch and vLLM, which may take half a minute ...", highlight=False)
         for finding in check():
             findings.append(finding)
             mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
             console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
+        if check is packages:
+            Console(stderr=True).print(
+                "Importing transformers, torch and vLLM: up to half a minute ...", highlight=False
+            )
     if json_path is not None:
         with failures():
             write_json(json_path, [asdict(finding) for finding in findings])
