@@ -33,6 +33,7 @@ from benchmarks.options import (
     is_default,
 )
 from vllm_sparse_backend.cli.bench import show
+from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.measure.card import Card, Span
 from vllm_sparse_backend.measure.data import Heads, without_nan
@@ -187,28 +188,33 @@ def shares(option: str, text: str) -> list[float]:
     return found
 
 
-def main(
-    contexts: Contexts = "24576,122880",
-    chunk: Chunk = 8192,
-    blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, by comma.")] = "128,64,32",
-    densities: Annotated[str, typer.Option(help="Shares of blocks to keep, by comma.")] = "1,0.5,0.2,0.08,0.03",
-    stripes: Annotated[str, typer.Option(help="Single keys a tile, by comma; empty for none.")] = "1024,8192",
-    engines: Engines = "",
-    model: Model = None,
-    page_size: Page = 128,
-    json_path: Json = None,
-    results: Results = None,
-) -> None:
-    with failures():
-        cases = cases_of(
-            token_counts("--contexts", contexts, least=0), chunk, token_counts("--blocks", blocks),
-            shares("--densities", densities), token_counts("--stripes", stripes, or_none=True),
-        )  # fmt: skip
-        card, heads = Card(), Heads.of(model, page_size)
-        report = Report("attend", card.name, json_path, results)
-        rows = run_attend(card, heads, cases, engines_named(card, split(engines)), report)
-        show(f"attend beside {card.dense_name}, {card.name}, {heads}", COLUMNS, rows)
+@dataclass(frozen=True, kw_only=True)
+class Attend:
+    """`attend` over random indices against FlashAttention on the same pages."""
+
+    contexts: Contexts = "24576,122880"
+    chunk: Chunk = 8192
+    blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, by comma.")] = "128,64,32"
+    densities: Annotated[str, typer.Option(help="Shares of blocks to keep, by comma.")] = "1,0.5,0.2,0.08,0.03"
+    stripes: Annotated[str, typer.Option(help="Single keys a tile, by comma; empty for none.")] = "1024,8192"
+    engines: Engines = ""
+    model: Model = None
+    page_size: Page = 128
+    json_path: Json = None
+    results: Results = None
+
+    def run(self) -> None:
+        """Measure, and show what was measured."""
+        with failures():
+            cases = cases_of(
+                token_counts("--contexts", self.contexts, least=0), self.chunk, token_counts("--blocks", self.blocks),
+                shares("--densities", self.densities), token_counts("--stripes", self.stripes, or_none=True),
+            )  # fmt: skip
+            card, heads = Card(), Heads.of(self.model, self.page_size)
+            report = Report("attend", card.name, self.json_path, self.results)
+            rows = run_attend(card, heads, cases, engines_named(card, split(self.engines)), report)
+            show(f"attend beside {card.dense_name}, {card.name}, {heads}", COLUMNS, rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_alone(Attend)

@@ -6,6 +6,7 @@ Caches are as vLLM lays them out, with shuffled pages whose unused places are po
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -53,6 +54,15 @@ def write_row(cache: PagedCache, block_table_row: torch.Tensor, k: torch.Tensor,
     cache.keys[slots], cache.values[slots] = k, v
 
 
+class Placement(TypedDict, total=False):
+    """How a random batch lies in memory."""
+
+    layout: str
+    """Of the cache, as ``shuffled_cache`` takes it; NHD unless given."""
+    gap_tokens: int
+    """Tokens of q between rows, which are NaN; none unless given."""
+
+
 def random_batch(
     lengths: Sequence[tuple[int, int]],
     num_heads: int,
@@ -62,13 +72,10 @@ def random_batch(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
-    layout: str = "NHD",
-    gap_tokens: int = 0,
+    **placement: Unpack[Placement],
 ) -> Batch:
-    """Rows of (context_len, query_len) with standard normal q, k, v.
-
-    The cache is ``shuffled_cache``'s; the ``gap_tokens`` tokens of q between rows are NaN.
-    """
+    """Rows of (context_len, query_len) with standard normal q, k, v. The cache is ``shuffled_cache``'s."""
+    layout, gap_tokens = placement.get("layout", "NHD"), placement.get("gap_tokens", 0)
     generator = torch.Generator(device).manual_seed(seed)
     seq_lens = [c + n for c, n in lengths]
     cache, block_table = shuffled_cache(
@@ -111,7 +118,7 @@ def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) ->
     lengths = list(zip(rows.context_lens, rows.query_lens, strict=True))
     other = random_batch(
         lengths, batch.num_heads, cache.num_kv_heads, cache.head_dim, page_size, batch.q.dtype, str(batch.q.device),
-        seed, layout,
+        seed, layout=layout,
     )  # fmt: skip
     for row, seq_len in enumerate(rows.seq_lens):
         write_row(other.cache, other.rows.block_table[row], *cache.gather(rows.block_table[row], seq_len))

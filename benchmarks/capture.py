@@ -12,7 +12,8 @@ import torch
 import typer
 
 from benchmarks.options import Device, Text
-from vllm_sparse_backend.cli.common import device_of, failures, folder_for
+from vllm_sparse_backend.cli.common import device_of, failures
+from vllm_sparse_backend.measure.outputs import require_output_folder
 from vllm_sparse_backend.measure.texts import read_text
 from vllm_sparse_backend.profiling.capture import (
     Capture,
@@ -20,7 +21,7 @@ from vllm_sparse_backend.profiling.capture import (
     capture_each,
     default_text,
     load_tokenizer,
-    require_model,
+    prompt_tokens,
 )
 from vllm_sparse_backend.profiling.prompts import MOST_CHARS
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
@@ -29,15 +30,17 @@ from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of a model in Hugging Face's format.")],
     folder: Annotated[Path, typer.Argument(help="Where the capture is written.")],
-    tokens: Annotated[int, typer.Option(help="Length of the prompt.", min=1)] = 32768,
+    tokens: Annotated[
+        int | None, typer.Option(help="Length of the prompt; 32,768, or the model's positions.", min=1)
+    ] = None,
     text: Text = None,
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out before the prompt.", min=0)] = 0,
     device: Device = None,
 ) -> None:
     with failures():
-        require_model(model, tokens)
-        ids = read_tokens(model, text or default_text(), tokens, skip=skip)
-        made = capture(model, ids, folder_for("FOLDER", folder), device_of(device))
+        require_output_folder("FOLDER", folder)
+        ids = read_tokens(model, text or default_text(), prompt_tokens(model, tokens, 32768), skip=skip)
+        made = capture(model, ids, folder, device_of(device))
         left_out = f", left out: {made.left_out}" if made.left_out else ""
         print(f"{made.num_tokens:,} tokens of {made.model} in {folder}: {len(made.scales)} layers{left_out}")
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.options import Json
+from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import Text, failures, levels_of, token_counts, wide_console
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
 from vllm_sparse_backend.measure.contestants import asked_for, opened
@@ -154,35 +155,39 @@ def compare(servers: Sequence[tuple[str, Endpoint]], mix: Mix, text: str | None,
             report.add_case({**sent, "server": server, "label": label})
 
 
-def main(
-    url: Annotated[list[str], typer.Option(help="A running server; repeat it: the first is compared to.")],
-    label: Annotated[list[str] | None, typer.Option(help="Names of the --url, in their order.")] = None,
-    level: Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")] = None,
-    short: Annotated[str, typer.Option(help="Tokens of short prompts, by comma.")] = "1024,2048,4096",
-    long: Annotated[str, typer.Option(help="Tokens of long ones, a quarter of all.")] = "32768,65536,131072",
-    requests: Annotated[int, typer.Option(help="How many.", min=2)] = 48,
-    rate: Annotated[float | None, typer.Option(help="Of them a second; --clients unless given.")] = None,
-    clients: Annotated[int, typer.Option(help="So many that wait for answers.", min=1)] = 8,
-    text: Text = None,
-    json_path: Json = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Load:
     """Exit code 1 if a request fails."""
-    with failures():
-        require_pandas()
-        mix = Mix(
-            requests, rate, tuple(token_counts("--short", short)), tuple(token_counts("--long", long)),
-            clients=None if rate else clients,
-        )  # fmt: skip
-        contestants = asked_for(None, (), levels_of(level), url, label or (), 0, "")
-        report = Report("serve", device_name(), json_path)
-        with opened(contestants) as endpoints:
-            named = [(one.label, endpoint) for one, endpoint in zip(contestants, endpoints, strict=True)]
-            compare(named, mix, read_text(text) if text else None, report)
-    for name in dict.fromkeys(case["label"] for case in report.cases):
-        wide_console().print(table_of(name, COLUMNS, [case for case in report.cases if case["label"] == name]))
-    if any(case["failures"] for case in report.cases):
-        raise typer.Exit(1)
+
+    url: Annotated[list[str], typer.Option(help="A running server; repeat it: the first is compared to.")]
+    label: Annotated[list[str] | None, typer.Option(help="Names of the --url, in their order.")] = None
+    level: Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")] = None
+    short: Annotated[str, typer.Option(help="Tokens of short prompts, by comma.")] = "1024,2048,4096"
+    long: Annotated[str, typer.Option(help="Tokens of long ones, a quarter of all.")] = "32768,65536,131072"
+    requests: Annotated[int, typer.Option(help="How many.", min=2)] = 48
+    rate: Annotated[float | None, typer.Option(help="Of them a second; --clients unless given.")] = None
+    clients: Annotated[int, typer.Option(help="So many that wait for answers.", min=1)] = 8
+    text: Text = None
+    json_path: Json = None
+
+    def run(self) -> None:
+        """Measure, and show what was measured."""
+        with failures():
+            require_pandas()
+            mix = Mix(
+                self.requests, self.rate, tuple(token_counts("--short", self.short)),
+                tuple(token_counts("--long", self.long)), clients=None if self.rate else self.clients,
+            )  # fmt: skip
+            contestants = asked_for(None, (), levels_of(self.level), self.url, self.label or (), 0, "")
+            report = Report("serve", device_name(), self.json_path)
+            with opened(contestants) as endpoints:
+                named = [(one.label, endpoint) for one, endpoint in zip(contestants, endpoints, strict=True)]
+                compare(named, mix, read_text(self.text) if self.text else None, report)
+        for name in dict.fromkeys(case["label"] for case in report.cases):
+            wide_console().print(table_of(name, COLUMNS, [case for case in report.cases if case["label"] == name]))
+        if any(case["failures"] for case in report.cases):
+            raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_alone(Load)

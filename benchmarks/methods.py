@@ -13,7 +13,7 @@ against the same method on bf16, selection and all.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -43,6 +43,7 @@ from benchmarks.options import (
 )
 from benchmarks.structured import structured_clusters, structured_prompts
 from vllm_sparse_backend.cli.bench import show
+from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.measure.card import Card, Run
 from vllm_sparse_backend.measure.data import Heads, Prompt
@@ -80,21 +81,28 @@ FP8_COLUMNS = {
 }
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Prompts that methods are measured on."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    """By layer."""
+    unrounded: Sequence[Prompt] = ()
+    """What prompts in fp8 were before."""
+
+
 def run_methods(
     card: Card,
-    prompts: Sequence[Prompt],
-    data: str,
+    inputs: Inputs,
     plans: Sequence[tuple[Asked | str, Plan]],
     contexts: Sequence[int],
     query_len: int,
     engines: Sequence[str],
     report: Report,
-    unrounded: Sequence[Prompt] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Each method after each context with each engine; yields each case as it is reported.
-
-    ``unrounded``: what prompts in fp8 were before.
-    """
+    """Each method after each context with each engine; yields each case as it is reported."""
+    prompts, unrounded = inputs.prompts, inputs.unrounded
     for context_len in contexts:
         chunks = [prompt.chunk(context_len, query_len) for prompt in prompts]
         dense_outs = [chunk.empty_out() for chunk in chunks]
@@ -105,7 +113,7 @@ def run_methods(
         for asked, plan in plans:
             for engine in (card.engines[name] for name in engines):
                 layers = layers_of(prompts, plan.layers, context_len, query_len, engine.name)
-                row = {"data": data, "method": str(asked), "engine": engine.name, "context_len": context_len}
+                row = {"data": inputs.name, "method": str(asked), "engine": engine.name, "context_len": context_len}
                 row["query_len"] = query_len
                 if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
                     row["problem"] = why
@@ -205,44 +213,54 @@ def of_capture(
     return captured_prompts(found, copies, card.device), plans, found.model
 
 
-def main(
-    method: Methods = None,
-    profile: Annotated[list[str] | None, typer.Option(help="Of a capture's model; may be repeated.")] = None,
-    captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`; else structured data.")] = None,
-    clusters: Clusters = None,
-    contexts: Contexts = "24576,122880",
-    chunk: Chunk = 8192,
-    layers: Annotated[int, typer.Option(help="Layers of structured data, each of its own.", min=1)] = 2,
-    repeat_heads: Annotated[int, typer.Option(help="Heads that captured ones are repeated to.")] = 32,
-    engines: Engines = "",
-    model: Model = None,
-    page_size: Page = 128,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: of the cache, and of queries then.")] = "auto",
-    json_path: Json = None,
-    results: Results = None,
-) -> None:
-    with failures():
-        if kv_cache_dtype not in (known := ("auto", "fp8")):
-            raise BenchError(f"--kv-cache-dtype: {not_one_of(kv_cache_dtype, known)}")
-        if profile and captured is None:
-            raise BenchError("--profile: given without --captured, expected a capture of the profile's model")
-        is_fp8, lengths = kv_cache_dtype == "fp8", token_counts("--contexts", contexts, least=0)
-        card, heads, texts, profiles = Card(), Heads.of(model, page_size), method or (), profile or ()
-        plans: list[tuple[Asked | str, Plan]]
-        if captured is not None:
-            prompts, plans, name = of_capture(captured, clusters, repeat_heads, texts, profiles, card)
-        else:
-            shape, alike, name = heads.model(layers), structured_clusters(heads, layers), "structured"
-            prompts = structured_prompts(heads, max(lengths) + chunk, layers, card.device)
-            plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts)]
-        data = f"{name} in fp8" if is_fp8 else name
-        report, chosen = Report("methods", card.name, json_path, results), engines_named(card, split(engines))
-        # As a server rounds whose checkpoint has no scales: all are 1.
-        given = [Prompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
-        rows = run_methods(card, given, data, plans, lengths, chunk, chosen, report, prompts if is_fp8 else ())
-        title = f"methods beside {card.dense_name}, {card.name}, {data}, chunk of {chunk:,}"
-        show(title, FP8_COLUMNS if is_fp8 else COLUMNS, rows)
+@dataclass(frozen=True, kw_only=True)
+class MeasureMethods:
+    """Whole methods beside dense attention."""
+
+    method: Methods = None
+    profile: Annotated[list[str] | None, typer.Option(help="Of a capture's model; may be repeated.")] = None
+    captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`; else structured data.")] = None
+    clusters: Clusters = None
+    contexts: Contexts = "24576,122880"
+    chunk: Chunk = 8192
+    layers: Annotated[int, typer.Option(help="Layers of structured data, each of its own.", min=1)] = 2
+    repeat_heads: Annotated[int, typer.Option(help="Heads that captured ones are repeated to.")] = 32
+    engines: Engines = ""
+    model: Model = None
+    page_size: Page = 128
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: of the cache, and of queries then.")] = "auto"
+    json_path: Json = None
+    results: Results = None
+
+    def run(self) -> None:
+        """Measure, and show what was measured."""
+        with failures():
+            if self.kv_cache_dtype not in (known := ("auto", "fp8")):
+                raise BenchError(f"--kv-cache-dtype: {not_one_of(self.kv_cache_dtype, known)}")
+            if self.profile and self.captured is None:
+                raise BenchError("--profile: given without --captured, expected a capture of the profile's model")
+            is_fp8, lengths = self.kv_cache_dtype == "fp8", token_counts("--contexts", self.contexts, least=0)
+            card, heads = Card(), Heads.of(self.model, self.page_size)
+            texts, profiles = self.method or (), self.profile or ()
+            plans: list[tuple[Asked | str, Plan]]
+            if self.captured is not None:
+                prompts, plans, name = of_capture(
+                    self.captured, self.clusters, self.repeat_heads, texts, profiles, card
+                )
+            else:
+                shape, alike, name = heads.model(self.layers), structured_clusters(heads, self.layers), "structured"
+                prompts = structured_prompts(heads, max(lengths) + self.chunk, self.layers, card.device)
+                plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts)]
+            data = f"{name} in fp8" if is_fp8 else name
+            report = Report("methods", card.name, self.json_path, self.results)
+            engines = engines_named(card, split(self.engines))
+            # As a server rounds whose checkpoint has no scales: all are 1.
+            measured = [Prompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
+            inputs = Inputs(data, measured, prompts if is_fp8 else ())
+            rows = run_methods(card, inputs, plans, lengths, self.chunk, engines, report)
+            title = f"methods beside {card.dense_name}, {card.name}, {data}, chunk of {self.chunk:,}"
+            show(title, FP8_COLUMNS if is_fp8 else COLUMNS, rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_alone(MeasureMethods)

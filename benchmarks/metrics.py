@@ -89,15 +89,15 @@ def counting(recorder: Recorder, number: int, layer: Layer) -> Run:
 def run_prefill(
     card: Card,
     prompts: Sequence[Prompt],
-    plan: Plan,
+    named_plan: tuple[str, Plan],
     context_len: int,
     query_len: int,
     products: Sequence[Run],
-    name: str,
     report: Report,
     budget_s: float = 2.0,
 ) -> dict[str, Any]:
-    """A chunk after a context. ``name``: of the method."""
+    """A chunk after a context. ``named_plan``: what a figure calls the method, and its plan."""
+    name, plan = named_plan
     engine, layers = layers_served(card, prompts, plan, context_len, query_len)
     for layer in layers:
         layer.select()
@@ -106,7 +106,7 @@ def run_prefill(
     counts = [counting(recorder, number, layer) for number, layer in enumerate(layers)]
     step = [partial(layer.run, engine) for layer in layers] + [run for run in products for _ in layers]
     spans = [[("layer", run) for run in step], [("count", run) for run in counts]]
-    taken = {name: median(ms) / len(layers) for name, ms in card.spans_ms(spans, new_step(layers), budget_s).items()}
+    taken = {span: median(ms) / len(layers) for span, ms in card.spans_ms(spans, new_step(layers), budget_s).items()}
     rows_us = host_us(card, lambda: recorder.count_rows(("sparse", None, DEFAULT)))
     row: dict[str, Any] = {"what": f"{query_len:,} tokens after {context_len:,}", "engine": engine.name}
     row |= {"layer_ms": taken["layer"], "step_ms": taken["layer"] * NUM_LAYERS}
@@ -156,10 +156,10 @@ def main(
 ) -> None:
     card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
     prompts = structured_prompts(heads, max(lengths) + chunk, 2, card.device)
-    name, plan = plan_asked(method, heads.model(2))
+    named_plan = plan_asked(method, heads.model(2))
     report = Report("metrics", card.name, json_path, results)
     products = projections(heads, chunk, card.device, SHAPE["hidden_size"], SHAPE["intermediate_size"])
-    rows = [run_prefill(card, prompts, plan, length, chunk, products, name, report) for length in lengths]
+    rows = [run_prefill(card, prompts, named_plan, length, chunk, products, report) for length in lengths]
     rows.append(run_decodes(card, copied_ms(card, WEIGHT_BYTES), report))
     Console(width=180).print(table_of(f"counting beside what is counted, {card.name}", COLUMNS, rows))
 

@@ -28,6 +28,7 @@ import typer
 from benchmarks.counters import Audit, Bound, Look, Served, audit, wait_until_idle
 from benchmarks.figures import Report
 from benchmarks.options import Json, Results
+from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import (
     ServedModel,
     ServerArgs,
@@ -399,52 +400,78 @@ def resident_bytes_of(pid: int) -> int:
     return total
 
 
-def main(
-    model: ServedModel = None,
-    url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
-    settings: Annotated[
-        str | None,
-        typer.Option(help="The sparse_prefill object as JSON, or a profile; with --url for the audit of its counters."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="For how long requests are sent.", min=1.0)] = 600.0,
-    clients: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16,
-    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompts.", min=1)] = 16,
-    longest: Annotated[int, typer.Option(help="Tokens of the longest.", min=2)] = 131072,
-    levels: Annotated[str, typer.Option(help="Levels that requests ask for, by comma; '' for none.")] = "0,1",
-    aborts: Annotated[float, typer.Option(help="Share of requests that are broken off.", min=0.0, max=1.0)] = 0.1,
-    chunk: Annotated[int, typer.Option(help="The server's --max-num-batched-tokens.", min=128)] = 8192,
-    text: Text = None,
-    more_args: ServerArgs = "",
-    seed: Annotated[int, typer.Option(help="Of lengths, levels and prefixes.")] = 0,
-    json_path: Json = None,
-    results: Results = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Soak:
     """Exit code 1 if a request fails or has a log-probability that is no number, memory of the server or its devices
     grows by more than 3 %, a kernel is compiled, a tensor misses the arena, the guard trips, or counters do not fit
     what was sent.
     """
-    exit_on_sigterm()
-    with failures():
-        if (model is None) == (url is None) or shortest > longest:
-            raise BenchError("soak: expected a MODEL to serve or --url, and --shortest at most --longest")
-        asked = tuple(levels_of(split(levels)))
-        asking = Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
-        report = Report("soak", device_name(), json_path, results)
-        own, given_text = Settings.parse(settings or "{}", model=model), read_text(text) if text else None
-        with ExitStack() as stack:
-            resident_bytes = None
-            if model is not None:
-                room = longest + asking.most_output_tokens + 16
-                args = ["--max-model-len", str(room), "--max-num-batched-tokens", str(chunk), *split_args(more_args)]
-                server = stack.enter_context(Server(model, (*args, *sparse_args(own.values)), env=SERVER_ENV))
-                url, resident_bytes = server.url, partial(resident_bytes_of, server.pid)
-            endpoint = Endpoint.connect("server", url or "")
-            served = served_by(endpoint, own.values, model, chunk) if model or settings else None
-            done = soak_and_check(endpoint, asking, Prompts.of(endpoint, given_text), resident_bytes, served)
-        add_figures(report, asking, done, f"{Path(model or endpoint.model).name}, {own}")
-        print("\n".join([*lines(asking, done), *done.problems]))
-        raise typer.Exit(bool(done.problems))
+
+    model: ServedModel = None
+    url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None
+    settings: Annotated[
+        str | None,
+        typer.Option(help="The sparse_prefill object as JSON, or a profile; with --url for the audit of its counters."),
+    ] = None
+    seconds: Annotated[float, typer.Option(help="For how long requests are sent.", min=1.0)] = 600.0
+    clients: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16
+    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompts.", min=1)] = 16
+    longest: Annotated[int, typer.Option(help="Tokens of the longest.", min=2)] = 131072
+    levels: Annotated[str, typer.Option(help="Levels that requests ask for, by comma; '' for none.")] = "0,1"
+    aborts: Annotated[float, typer.Option(help="Share of requests that are broken off.", min=0.0, max=1.0)] = 0.1
+    chunk: Annotated[int, typer.Option(help="The server's --max-num-batched-tokens.", min=128)] = 8192
+    text: Text = None
+    more_args: ServerArgs = ""
+    seed: Annotated[int, typer.Option(help="Of lengths, levels and prefixes.")] = 0
+    json_path: Json = None
+    results: Results = None
+
+    def run(self) -> None:
+        """Measure, and show what was measured."""
+        exit_on_sigterm()
+        with failures():
+            if (self.model is None) == (self.url is None) or self.shortest > self.longest:
+                raise BenchError("soak: expected a MODEL to serve or --url, and --shortest at most --longest")
+            levels = tuple(levels_of(split(self.levels)))
+            asking = Asking(
+                self.seconds,
+                self.clients,
+                self.shortest,
+                self.longest,
+                (None, *levels),
+                abort_share=self.aborts,
+                seed=self.seed,
+            )
+            report = Report("soak", device_name(), self.json_path, self.results)
+            settings = Settings.parse(self.settings or "{}", model=self.model)
+            text = read_text(self.text) if self.text else None
+            with ExitStack() as stack:
+                url, resident_bytes = self.url or "", None
+                if self.model is not None:
+                    room = self.longest + asking.most_output_tokens + 16
+                    args = [
+                        "--max-model-len",
+                        str(room),
+                        "--max-num-batched-tokens",
+                        str(self.chunk),
+                        *split_args(self.more_args),
+                    ]
+                    server = stack.enter_context(
+                        Server(self.model, (*args, *sparse_args(settings.values)), env=SERVER_ENV)
+                    )
+                    url, resident_bytes = server.url, partial(resident_bytes_of, server.pid)
+                endpoint = Endpoint.connect("server", url)
+                endpoint.require_room(self.longest + asking.most_output_tokens)
+                served = (
+                    served_by(endpoint, settings.values, self.model, self.chunk)
+                    if self.model or self.settings
+                    else None
+                )
+                done = soak_and_check(endpoint, asking, Prompts.of(endpoint, text), resident_bytes, served)
+            add_figures(report, asking, done, f"{Path(self.model or endpoint.model).name}, {settings}")
+            print("\n".join([*lines(asking, done), *done.problems]))
+            raise typer.Exit(bool(done.problems))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_alone(Soak)

@@ -27,6 +27,7 @@ import typer
 
 from benchmarks.figures import Report
 from benchmarks.shape import kv_bytes
+from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.server import Server, Settings, device_name, sparse_args
 
@@ -118,59 +119,73 @@ def _end(servers: Iterable[Server]) -> None:
     os._exit(143)
 
 
-def main(
-    answering: Annotated[Path, typer.Argument(help="Model folder whose answers are compared.")],
-    shape: Annotated[Path, typer.Argument(help="Model folder that is timed, with dummy weights.")],
-    text: Annotated[Path, typer.Option(help="Text file, or folder of *.py and *.md, that questions are put into.")],
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """Tensor parallelism on two cards beside one."""
+
+    answering: Annotated[Path, typer.Argument(help="Model folder whose answers are compared.")]
+    shape: Annotated[Path, typer.Argument(help="Model folder that is timed, with dummy weights.")]
+    text: Annotated[Path, typer.Option(help="Text file, or folder of *.py and *.md, that questions are put into.")]
     answers_settings: Annotated[str, typer.Option(help="For the answers: JSON, or a profile.")] = (
         '{"min_tokens": 2048, "min_query_tokens": 1}'
-    ),
-    speed_settings: Annotated[str, typer.Option(help="For the speed.")] = '{"method": "a_shape"}',
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts with questions, by comma.")] = "32000,130000",
-    prompts: Annotated[int, typer.Option(help="Prompts of each.", min=1)] = 2,
-    length: Annotated[int, typer.Option(help="Tokens of the prompts that are timed.")] = 131072,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None,
-    results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
-) -> None:
-    longest = max(int(n) for n in lengths.split(","))
-    speed, answers = Settings.parse(speed_settings), Settings.parse(answers_settings)
-    wanted = {("answers", cards, True): Wanted(answering, cards, answers, longest + 1) for cards in CARDS}
-    for cards in CARDS:
-        for ours in (False, True):
-            of = speed if ours else None
-            wanted["speed", cards, ours] = Wanted(shape, cards, of, length + 16, ("--load-format", "dummy"))
-    command = f"python -m benchmarks.tensor_parallel {answering.name} {shape.name} --text {text.name}"
-    command += f" --lengths {lengths} --prompts {prompts} --length {length}"
-    report = Report("tensor parallelism", f"2 × {device_name()}", json_path, results, command)
-    with ExitStack() as stack, ThreadPoolExecutor(len(wanted)) as pool, TemporaryDirectory() as folder:
-        servers = {name: one.server() for name, one in wanted.items()}
-        signal.signal(signal.SIGTERM, lambda *_: _end(servers.values()))
-        starting = {name: pool.submit(stack.enter_context, server) for name, server in servers.items()}
+    )
+    speed_settings: Annotated[str, typer.Option(help="For the speed.")] = '{"method": "a_shape"}'
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts with questions, by comma.")] = "32000,130000"
+    prompts: Annotated[int, typer.Option(help="Prompts of each.", min=1)] = 2
+    length: Annotated[int, typer.Option(help="Tokens of the prompts that are timed.")] = 131072
+    json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None
+    results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None
 
-        def urls_of(what: str) -> dict[tuple[int, bool], str]:
-            """Of these servers, once all of them are up. Raises BenchError where one is not."""
-            for (of, cards, ours), future in starting.items():
-                if of == what and (error := future.exception()) is not None:
-                    raise BenchError(f"{what}, TP {cards}, {'ours' if ours else 'stock'}: {error}")
-            return {(cards, ours): servers[of, cards, ours].url for of, cards, ours in servers if of == what}
+    def run(self) -> None:
+        """Measure, and show what was measured."""
+        longest = max(int(n) for n in self.lengths.split(","))
+        speed, answers = Settings.parse(self.speed_settings), Settings.parse(self.answers_settings)
+        wanted = {("answers", cards, True): Wanted(self.answering, cards, answers, longest + 1) for cards in CARDS}
+        for cards in CARDS:
+            for ours in (False, True):
+                of = speed if ours else None
+                wanted["speed", cards, ours] = Wanted(
+                    self.shape, cards, of, self.length + 16, ("--load-format", "dummy")
+                )
+        command = (
+            f"python -m benchmarks.tensor_parallel {self.answering.name} {self.shape.name} --text {self.text.name}"
+        )
+        command += f" --lengths {self.lengths} --prompts {self.prompts} --length {self.length}"
+        report = Report("tensor parallelism", f"2 × {device_name()}", self.json_path, self.results, command)
+        with ExitStack() as stack, ThreadPoolExecutor(len(wanted)) as pool, TemporaryDirectory() as folder:
+            servers = {name: one.server() for name, one in wanted.items()}
+            signal.signal(signal.SIGTERM, lambda *_: _end(servers.values()))
+            starting = {name: pool.submit(stack.enter_context, server) for name, server in servers.items()}
 
-        failed = []
-        for part in ("answers", "speed"):
-            try:
-                urls = urls_of(part)
-                print(time.strftime("%T"), f"servers for {part} are up", flush=True)
-                if part == "answers":
-                    compare_answers(
-                        {cards: urls[cards, True] for cards in CARDS}, text, lengths, prompts, Path(folder), report
-                    )
-                else:
-                    compare_speed(urls, speed, length, Path(folder), report)
-            except (BenchError, subprocess.TimeoutExpired) as error:
-                failed.append(str(error))
-                print(error, flush=True)
-    if failed:
-        raise typer.Exit(1)
+            def urls_of(what: str) -> dict[tuple[int, bool], str]:
+                """Of these servers, once all of them are up. Raises BenchError where one is not."""
+                for (of, cards, ours), future in starting.items():
+                    if of == what and (error := future.exception()) is not None:
+                        raise BenchError(f"{what}, TP {cards}, {'ours' if ours else 'stock'}: {error}")
+                return {(cards, ours): servers[of, cards, ours].url for of, cards, ours in servers if of == what}
+
+            failed = []
+            for part in ("answers", "speed"):
+                try:
+                    urls = urls_of(part)
+                    print(time.strftime("%T"), f"servers for {part} are up", flush=True)
+                    if part == "answers":
+                        compare_answers(
+                            {cards: urls[cards, True] for cards in CARDS},
+                            self.text,
+                            self.lengths,
+                            self.prompts,
+                            Path(folder),
+                            report,
+                        )
+                    else:
+                        compare_speed(urls, speed, self.length, Path(folder), report)
+                except (BenchError, subprocess.TimeoutExpired) as error:
+                    failed.append(str(error))
+                    print(error, flush=True)
+        if failed:
+            raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_alone(TensorParallel)

@@ -41,7 +41,7 @@ def test_all_wrong_fields_are_named_at_once() -> None:
     message = refused({"method": "nothing", "min_tokens": "8k", "dense_layers": [1, -2], "min_tokns": 1})
     assert "sparse_prefill.method: given 'nothing'" in message
     assert "sparse_prefill.min_tokens: given '8k', expected an integer" in message
-    assert "sparse_prefill.dense_layers.1: given -2, expected greater than or equal to 0" in message
+    assert "sparse_prefill.dense_layers: given [-2, 1], expected numbers and ranges such as '0-3,7'" in message
     assert "sparse_prefill.min_tokns: unknown field" in message
     assert "did you mean 'min_tokens'?" in message
 
@@ -95,3 +95,10 @@ def test_every_registered_method_can_be_named_and_written_down(name: str) -> Non
     assert written.pop("method") == name
     assert make_method(name, written) == method
     assert SparsePrefillConfig(method=name).uniform_method() == method
+
+
+@pytest.mark.parametrize(
+    ("given", "layers"), [("0-4", (0, 1, 2, 3, 4)), ("7,0-1", (0, 1, 7)), (3, (3,)), ([2, 1], (1, 2))]
+)
+def test_dense_layers_are_written_as_in_profiles(given: object, layers: tuple[int, ...]) -> None:
+    assert load_config({"sparse_prefill": {"dense_layers": given}}).dense_layers == layers

@@ -118,8 +118,13 @@ def test_numbers_that_are_set_need_no_measurement() -> None:
     assert resolved(table(), min_tokens=500, min_query_tokens=20) == Thresholds(500, 20)
     assert resolved(table(entry(9000, 700)), min_tokens=500) == Thresholds(500, 700)
     assert resolved(table(entry(9000, 700)), min_query_tokens=20) == Thresholds(9000, 20)
-    assert resolved(table(), min_tokens=500).notes
-    assert resolved(table(), min_query_tokens=20).notes
+    for setting, names in (
+        ({"min_tokens": 500}, "auto stands for min_query_tokens 1024 there"),
+        ({"min_query_tokens": 20}, "auto stands for min_tokens 16384 there"),
+        ({}, "auto stands for min_tokens 16384 and min_query_tokens 1024 there"),
+    ):
+        (note,) = resolved(table(), **setting).notes
+        assert names in note
 
 
 def mixed(tmp_path: Path, default: str, head: str, **config: Any) -> SparsePrefillConfig:

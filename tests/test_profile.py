@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles: what a file says, and what is refused and in which words."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from vllm_sparse_backend.settings import strict_yaml
+from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.figures import HeadFigures
 from vllm_sparse_backend.settings.methods import make_method
@@ -83,7 +86,7 @@ def test_profiles_for_any_model_load_by_name() -> None:
 
 
 def test_unknown_profile_names_the_bundled_ones(tmp_path: Path) -> None:
-    for missing in ("streeming", str(tmp_path / "none.yaml"), str(tmp_path), "~nosuchuser/x.yaml", "x" * 300, "a\0b"):
+    for missing in ("streeming", str(tmp_path / "none.yaml"), "~nosuchuser/x.yaml", "x" * 300, "a\0b"):
         with pytest.raises(ConfigurationError, match=r"no such file; given .* minference, .*, streaming"):
             load_profile(missing)
 
@@ -319,3 +322,15 @@ def test_figures_by_head() -> None:
     row = (*(0.1235,) * 7, 0.2)
     assert figures.rows("density", SHAPE) == [(1.0,) * 8, row, None, None, None, (0.5,) * 8]
     assert figures.rows("error", SHAPE) == [None] * 6
+
+
+def test_what_is_no_file_is_called_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "broken").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe")
+    kinds = {"": "a folder", "pipe": "a fifo", "loop": "a loop of links", "broken": "a link to nothing"}
+    for name, kind in kinds.items():
+        path = str(tmp_path / name) if name else str(tmp_path)
+        for load in (load_profile, load_crossover):
+            with pytest.raises(ConfigurationError, match=f"{re.escape(path)} is {kind}, expected a file"):
+                load(path)

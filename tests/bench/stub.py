@@ -29,6 +29,7 @@ class Api:
     """What a server answers; derived classes say more."""
 
     root: Path | None = None
+    max_model_len = 16_384
     status = 200
     """Of the answer to who asks for models."""
 
@@ -117,7 +118,8 @@ def running(api: Api) -> Iterator[str]:
             if self.path.partition("?")[0] == "/metrics":
                 self.reply(api.metrics(), kind="text/plain")
             else:
-                self.reply({"data": [{"id": MODEL, "root": str(api.root)}]}, api.status)
+                card = {"id": MODEL, "root": str(api.root), "max_model_len": api.max_model_len}
+                self.reply({"data": [card]}, api.status)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

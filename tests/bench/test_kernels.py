@@ -14,6 +14,7 @@ from benchmarks import attend, methods
 from benchmarks.asked import methods_asked
 from tests.bench.conftest import HEADS
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.measure import crossover
 from vllm_sparse_backend.measure.data import planted_prompt
 from vllm_sparse_backend.settings.methods import make_method
@@ -21,7 +22,7 @@ from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.methods import METHODS
 
-LAB = {"attend": attend.main, "methods": methods.main}
+LAB = {"attend": attend.Attend, "methods": methods.MeasureMethods}
 
 
 A_SHAPE = '{"method": "a_shape"}'
@@ -33,7 +34,7 @@ def run(command: str, *args: object):
     given, to_run = list(map(str, args)), app
     if command in LAB:
         to_run = typer.Typer()
-        to_run.command()(LAB[command])
+        add_command(to_run, LAB[command])
     else:
         given = ["bench", command, *given]
     return CliRunner().invoke(to_run, given, catch_exceptions=False)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
+from vllm_sparse_backend.profiling.capture import prompt_tokens
 from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -88,3 +89,10 @@ def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, 
         code, said = command("best", *words, "--text", text, "--device", "cpu")
         assert (code, problem in said) == (1, True), said
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_prompts_of_a_short_model_are_as_long_as_it_has_positions(tmp_path):
+    code, said = command("best", NEEDLE, "--out", tmp_path / "x.yaml", "--text", tmp_path / "none", "--device", "cpu")
+    assert (code, "--tokens" in said, "--text: given" in said) == (1, False, True), said
+    assert [prompt_tokens(NEEDLE, tokens, 32768) for tokens in (None, 512)] == [16384, 512]
+    assert not list(tmp_path.iterdir())

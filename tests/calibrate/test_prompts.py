@@ -3,10 +3,12 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
+from vllm_sparse_backend.profiling import prompts
 from vllm_sparse_backend.profiling.capture import load_tokenizer
 from vllm_sparse_backend.profiling.prompts import PromptSet, make_prompts, read_prompts
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -96,3 +98,44 @@ def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):
     path.write_text(text.replace("fine", '{"text": "fine"}'))
     with pytest.raises(ConfigurationError, match=problem):
         read_prompts(NEEDLE, [path], 64)
+
+
+class ByteTokenizer:
+    """A token for each byte, as some models have it."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **_):
+        return SimpleNamespace(input_ids=list(text.encode()))
+
+
+@pytest.fixture
+def _by_bytes(monkeypatch):
+    monkeypatch.setattr(prompts, "load_tokenizer", lambda model: ByteTokenizer())
+
+
+@pytest.mark.usefixtures("_by_bytes")
+@pytest.mark.parametrize("num_tokens", [2048, 16384])
+def test_a_tokenizer_of_bytes_gets_fewer_lines(text, num_tokens):
+    (ids,) = make_prompts(NEEDLE, text, num_tokens, 1, seed=0).prompts
+    assert len(ids) == num_tokens
+    whole = bytes(ids).decode(errors="replace")
+    for start in (
+        "# The magic number of",
+        "# The number of",
+        "# Question: what is the magic",
+        "# Question: what is the n",
+    ):
+        assert start in whole
+
+
+@pytest.mark.usefixtures("_by_bytes")
+def test_prompts_too_short_for_their_lines_are_refused_with_what_to_do(text):
+    with pytest.raises(ConfigurationError) as caught:
+        make_prompts(NEEDLE, text, 512, 1, seed=0)
+    said = str(caught.value)
+    assert re.search(r"given 512 tokens, expected at least [\d,]+, as lines to be looked up take half", said), said
+    assert re.search(rf"the tokenizer of {NEEDLE} makes \d+ of a line of retrieval, \d+ of a line of hops", said)
+    assert "ask for longer prompts with --tokens" in said
+    needed = int(re.search(r"at least ([\d,]+)", said)[1].replace(",", ""))
+    make_prompts(NEEDLE, text, 2 * needed, 1, seed=0)

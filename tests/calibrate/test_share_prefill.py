@@ -119,7 +119,7 @@ def test_survey_asks_each_head_by_itself_and_in_its_cluster():
     judge = FakeJudge(head(0.8), head(0.7, 0.9), head(0.5, 0.99), head(0.5), head(0.9995, 0.8), head(0.3, 0.8))
     clusters = (0, 0, 0, NOISE, 1, 1)
     choices = survey_layer(judge, BOUND, LADDER, clusters)
-    assert [one.own for one in choices] == [own(0.8), own(0.7), own(0.5), own(0.5), Dense(), own(0.3)]
+    assert [one.alone for one in choices] == [own(0.8), own(0.7), own(0.5), own(0.5), Dense(), own(0.3)]
     members = [own(0.8), own(0.9), own(0.99), None, own(0.8), None]  # the last keeps less by itself
     expected = [method and replace(method, cluster=number) for method, number in zip(members, clusters, strict=True)]
     assert [one.shared for one in choices] == expected

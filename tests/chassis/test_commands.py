@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all commands have in common: help on one screen, models by name, options of one meaning, errors and Ctrl-C."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from tests.bench.stub import Api, running
 from tests.tools import ROOT
-from vllm_sparse_backend.cli import app, common, making
+from vllm_sparse_backend.cli import app, common, making, progress
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.identity import PACKAGE, package_version
@@ -130,16 +131,38 @@ def test_a_line_a_stage_where_there_is_no_terminal(capsys: pytest.CaptureFixture
     assert (captured.out, captured.err) == ("", "prompts: 1 of 3\na line [of results]\n")
 
 
-def test_an_import_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a full disk."""
+def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter(range(0, 1000, 20))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now_s)))
+    with bar("layers") as shown:  # the first reading
+        shown.begin("layers", 5)
+        for _ in range(5):
+            shown.step()
+    lines = ["layers: 0 of 5", "layers: 2 of 5 after 40 s", "layers: 4 of 5 after 80 s", "layers: 5 of 5 after 100 s"]
+    assert capsys.readouterr().err.splitlines() == lines
 
-    class Full:
-        def to_yaml(self) -> str:
-            raise OSError(28, "No space left on device")
 
-    with pytest.raises(ConfigurationError, match="cannot be written: No space left on device"):
-        making.write_whole(Full(), tmp_path / "out.yaml")  # type: ignore[arg-type]
-    assert not [*tmp_path.iterdir()]
+def test_an_address_without_http_is_refused_with_the_right_one() -> None:
+    result = run("switch", "127.0.0.1:8101", "exact")
+    says = "URL: given '127.0.0.1:8101', expected a server's address such as http://127.0.0.1:8101"
+    assert (result.exit_code, result.stderr.strip()) == (1, says)
+
+
+def test_a_missing_folder_is_no_model_to_download(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, says in (("/nonexistent", "there is no such folder"), (tmp_path / "pipe", "which is a fifo")):
+        result = run("doctor", path)
+        assert result.exit_code == 1
+        assert says in result.stderr
+        assert "hf download" not in result.stderr
+
+
+def test_prompts_longer_than_the_server_takes_are_refused_before_they_are_sent() -> None:
+    with running(Api()) as url:
+        for command in (("bench", "serve", "--url", url), ("eval", "answers", "--facts", 1)):
+            result = run(*command, "--url", url, "--lengths", 99_999)
+            assert result.exit_code == 1
+            assert "expected at most 16,384, the server's max_model_len" in result.stderr, result.stderr
 
 
 def test_one_line_for_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.output.splitlines() == imported.output.splitlines()[:-2]
     assert imported.output.splitlines()[-2] == "imported from MInference's best_pattern.json"
     again = run("import", patterns, model, out)
-    assert (again.exit_code, again.output.strip()) == (1, f"{out}: cannot be written: File exists")
+    assert (again.exit_code, again.output.strip()) == (1, f"OUT: {out} exists already: name another file, or delete it")
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100)",
         "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",

@@ -2,6 +2,7 @@
 """FlashAttention's function for paged caches in plain torch, for machines without one: strict about what it is told."""
 
 import math
+from typing import TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +13,33 @@ from vllm_sparse_kernels.paged import FP8
 STEP_TOKENS = 128
 
 
-def paged_varlen(
-    *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int, seqused_k: torch.Tensor, max_seqlen_k: int, softmax_scale: float, causal: bool,
-    block_table: torch.Tensor, return_softmax_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+class VarlenArguments(TypedDict):
+    """Keywords of vLLM's ``flash_attn_varlen_func``, as the engine passes them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+    seqused_k: torch.Tensor
+    max_seqlen_k: int
+    softmax_scale: float
+    causal: bool
+    block_table: torch.Tensor
+    return_softmax_lse: bool
+
+
+def paged_varlen(**arguments: Unpack[VarlenArguments]) -> tuple[torch.Tensor, torch.Tensor]:
     """As vLLM's ``flash_attn_varlen_func`` with these arguments: (out, log-sum-exp [num_heads, num_tokens]).
 
     Like FlashAttention-3 it multiplies values past a sequence's last key, on the same page, by zero. A sequence without
     keys gives zeros and −∞. Raises AssertionError on what FlashAttention would read or write amiss.
     """
+    assert arguments.keys() == VarlenArguments.__required_keys__, "missing or unknown arguments"
+    q, k, v, out = (arguments[name] for name in ("q", "k", "v", "out"))
+    cu_seqlens_q, seqused_k, block_table = (arguments[name] for name in ("cu_seqlens_q", "seqused_k", "block_table"))
+    max_seqlen_q, max_seqlen_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
     num_sequences, page_size = len(seqused_k), k.shape[1]
     ends, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     assert ends[0] == 0, "cu_seqlens_q must begin with 0"
@@ -33,7 +51,7 @@ def paged_varlen(
     assert q.dtype == k.dtype == v.dtype, "queries, keys and values must be of one dtype"
     out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     assert out.dtype == out_dtype, "the result has q's dtype, bf16 where it is fp8"
-    assert return_softmax_lse
+    assert arguments["return_softmax_lse"]
     lse = torch.full((q.shape[1], len(q)), -math.inf, device=q.device)
     group = q.shape[1] // k.shape[2]
     for i, num_keys in enumerate(lengths):
@@ -46,9 +64,9 @@ def paged_varlen(
         pages = block_table[i, : -(-num_keys // page_size)].long()
         assert 0 <= int(pages.min()) <= int(pages.max()) < len(k), f"sequence {i}: pages {pages.tolist()} of {len(k)}"
         keys, values = (_padded(x[pages].flatten(0, 1).float()).repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), keys) * softmax_scale
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), keys) * arguments["softmax_scale"]
         last_seen = torch.full((num_queries, 1), num_keys - 1, device=q.device)
-        if causal:
+        if arguments["causal"]:
             last_seen -= torch.arange(num_queries, device=q.device).flip(0)[:, None]
         scores.masked_fill_(torch.arange(scores.shape[2], device=q.device) > last_seen, -math.inf)
         out[tokens] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)

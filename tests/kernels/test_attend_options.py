@@ -29,7 +29,9 @@ def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype,
     block of keys, in turn by kv head), each block of keys and tile of queries with a 127 in it. Runs of 128 keys lean
     towards the queries and away from them in turn, so that some steps matter less than others.
     """
-    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout, gap_tokens=3)
+    batch = random_batch(
+        lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout=layout, gap_tokens=3
+    )
     generator = torch.Generator(device).manual_seed(7)
     lean = torch.randint(0, 2, (num_kv_heads, head_dim), generator=generator, device=device) * 36 - 18
     bias = torch.randint(-60, 61, (num_kv_heads, head_dim), generator=generator, device=device)

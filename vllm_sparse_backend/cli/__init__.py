@@ -9,8 +9,8 @@ from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile, switch
 from vllm_sparse_backend.cli.common import group
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from vllm_sparse_backend.identity import PACKAGE, package_version
 
         typer.echo(f"{PACKAGE} {package_version(PACKAGE)}")

@@ -78,10 +78,10 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
     """What the config states of layers' widths and experts, 0 where it says nothing."""
     widths = {name: config.get(name) or 0 for name in WIDTHS}
-    for name, given in widths.items():
-        if type(given) is not int or not 0 <= given <= MOST_COUNT:  # some models have a list of one for each layer
+    for name, width in widths.items():
+        if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models have a list of one for each layer
             expected = f"one number for all layers, at most {MOST_COUNT}"
-            raise ConfigurationError(f"{source}: {name}: {unexpected(given, expected)}")
+            raise ConfigurationError(f"{source}: {name}: {unexpected(width, expected)}")
     return widths
 
 

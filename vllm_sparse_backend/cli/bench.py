@@ -2,6 +2,7 @@
 """`sparse-prefill bench`: speed on this machine, beside dense attention and stock vLLM."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from vllm_sparse_backend.cli import common
+from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.measure.report import BenchError, Report, cell, table_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -19,49 +21,66 @@ if TYPE_CHECKING:
 bench = common.group("Measure speed on this machine, beside dense attention and stock vLLM.")
 
 
-@bench.command(epilog="Example: sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768")
-def serve(
-    model: common.ServedModel = None,
-    settings: common.SparseSettings = None,
-    level: common.Level = None,
-    url: common.Urls = None,
-    label: common.Labels = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens of prompts, by comma; NEW+CACHED after a cached prefix; 1K to 131K.")
-    ] = None,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
-    repeats: Annotated[int, typer.Option(help="Most requests a length; long ones get fewer.", min=1)] = 21,
-    text: common.Text = None,
-    server_args: common.ServerArgs = "",
-    json_path: common.Json = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Serve:
     """TTFT and TPOT of stock vLLM and this backend, for the same prompts, one request at a time.
 
     Exit code 1 if a request fails: it is reported, and never counted. Throughput under load is what `vllm bench serve`
     tells of either server.
     """
-    common.exit_on_sigterm()
-    with common.failures(), bar("connecting") as shown:
-        from vllm_sparse_backend.measure import serve as part
-        from vllm_sparse_backend.measure.contestants import asked_for
-        from vllm_sparse_backend.measure.server import device_name
-        from vllm_sparse_backend.measure.texts import read_text
 
-        asked = _lengths(lengths if lengths is not None else ",".join(map(str, part.fitting(model, output_tokens))))
-        asking = part.Asking(tuple(asked), output_tokens, repeats, read_text(text) if text else None)
-        servers = asked_for(
-            model, settings or (), common.levels_of(level), url or (), label or (), asking.longest, server_args
-        )
-        report = Report("serve", ", ".join(url or ()) or device_name(), json_path)
-        report.on_case = lambda case: shown.print(_line(case))
-        shown.begin("requests", asking.steps * len(servers))
-        part.compare(servers, asking, report, shown.step)
-    _show_serve(report.cases)
+    model: common.ServedModel = None
+    settings: common.SparseSettings = None
+    level: common.Level = None
+    url: common.Urls = None
+    label: common.Labels = None
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of prompts, by comma; NEW+CACHED after a cached prefix; 1K to 131K.")
+    ] = None
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64
+    repeats: Annotated[int, typer.Option(help="Most requests a length; long ones get fewer.", min=1)] = 21
+    text: common.Text = None
+    server_args: common.ServerArgs = ""
+    json_path: common.Json = None
+
+    def run(self) -> None:
+        """Measure, and print tables."""
+        common.exit_on_sigterm()
+        with common.failures(), bar("connecting") as progress:
+            from vllm_sparse_backend.measure import serve
+            from vllm_sparse_backend.measure.contestants import asked_for
+            from vllm_sparse_backend.measure.server import device_name
+            from vllm_sparse_backend.measure.texts import read_text
+
+            levels = common.levels_of(self.level)
+            lengths = self.lengths
+            if lengths is None:
+                lengths = ",".join(map(str, serve.fitting(self.model, self.output_tokens)))
+            text = read_text(self.text) if self.text else None
+            asking = serve.Asking(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
+            if len(self.url or ()) == 1 and len(levels) < 2:
+                raise BenchError(
+                    "--url: given one server, expected two or more: the first is compared to; or two levels of it, "
+                    "each with --level"
+                )
+            servers = asked_for(
+                self.model, self.settings or (), levels, self.url or (), self.label or (), asking.longest,
+                self.server_args,
+            )  # fmt: skip
+            report = Report("serve", ", ".join(self.url or ()) or device_name(), self.json_path)
+            report.on_case = lambda case: progress.print(_line(case))
+            progress.begin("requests", asking.steps * len(servers))
+            serve.compare(servers, asking, report, progress.step)
+        _show_serve(report.cases)
+
+
+add_command(
+    bench, Serve, name="serve", example="sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768"
+)
 
 
 def _line(case: Mapping[str, Any]) -> str:
-
-    hidden = {"answers", "said", "part", "kept_pairs", "causal_pairs"}
+    hidden = {"answers", "said", "part", "first", "kept_pairs", "causal_pairs"}
     return ", ".join(f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None)
 
 
@@ -70,10 +89,10 @@ def _lengths(text: str) -> "list[Length]":
     from vllm_sparse_backend.measure.serve import Length
 
     parts = [part.split("+") for part in common.split(text)]
-    if not parts or any(len(one) > 2 or not all(n.isdecimal() and int(n) for n in one) for one in parts):
+    if not parts or any(len(part) > 2 or not all(n.isdecimal() and int(n) for n in part) for part in parts):
         expected = "whole numbers above 0, or NEW+CACHED, with commas between"
         raise BenchError(f"--lengths: given {text!r}, expected {expected}")
-    return [Length(*map(int, one)) for one in parts]
+    return [Length(*map(int, part)) for part in parts]
 
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
@@ -82,8 +101,9 @@ def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
 
     console = common.wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
-        of = [case for case in cases if (case["label"], case["part"]) == (name, "latency")]
-        console.print(table_of(f"{name}: one request at a time", part.COLUMNS, of))
+        latencies = [case for case in cases if (case["label"], case["part"]) == (name, "latency")]
+        columns = part.columns(latencies[0]["first"]) if latencies else {}
+        console.print(table_of(f"{name}: one request at a time", columns, latencies))
     for case in cases:
         for said in case.get("said", ()):
             console.print(f"[red]failed[/] {case['label']}, {case['case']}: {escape(said)}")
@@ -115,7 +135,7 @@ def crossover(
 
         card, heads = Card(), Heads.of(model)
         shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)
-        methods = part.methods_asked([Settings.parse(one, model).values for one in settings or ()], shape)
+        methods = part.methods_asked([Settings.parse(text, model).values for text in settings or ()], shape)
         report = Report("crossover", card.name, json_path)
         rows = part.run(card, heads, methods, longest, chunk, out, report)
         steps = len(methods) * len(card.engines)
@@ -139,6 +159,6 @@ def show(
             shown.append(row)
             if is_step(row):
                 progress.step()
-            told = [f"{heading} {cell(row[key])}" for key, heading in columns.items() if row.get(key) is not None]
-            progress.print(", ".join(told))
+            values = [f"{heading} {cell(row[key])}" for key, heading in columns.items() if row.get(key) is not None]
+            progress.print(", ".join(values))
     common.wide_console().print(table_of(title, columns, shown))

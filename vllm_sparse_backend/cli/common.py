@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands share: options, how they read lists, levels and models, and what they print."""
 
+import errno
 import os
 import re
 import signal
@@ -14,8 +15,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_sparse_backend.measure.outputs import require_output_file, require_output_folder
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
+from vllm_sparse_backend.settings.strict_yaml import kind_of_file
 
 
 def group(help: str) -> typer.Typer:
@@ -26,39 +29,65 @@ def group(help: str) -> typer.Typer:
     )  # fmt: skip
 
 
-def output(path: Path | None) -> Path | None:
-    """An option's check: what cannot be written is found out before anything is measured."""
-    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise typer.BadParameter(f"given {path}, expected a file in a folder that is there and can be written to")
+def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Check an option or argument that names an output file, before anything is measured."""
+    if path is not None:
+        with failures():
+            require_output_file(name_of_param(param), path)
     return path
 
 
-def local_model(given: Path | None) -> Path | None:
+def new_output(param: typer.CallbackParam, path: Path) -> Path:
+    """Check an option or argument that names an output file which must not exist yet."""
+    name = name_of_param(param)
+    with failures():
+        if os.path.lexists(path):
+            raise ConfigurationError(f"{name}: {path} exists already: name another file, or delete it")
+        require_output_file(name, path)
+    return path
+
+
+def output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Check an option that names a folder to write to, which is made where it does not exist."""
+    if path is not None:
+        with failures():
+            require_output_folder(name_of_param(param), path)
+    return path
+
+
+def name_of_param(param: typer.CallbackParam) -> str:
+    """An option as it is typed, or an argument as the help shows it."""
+    return param.opts[0] if param.opts[0].startswith("-") else str(param.name).upper()
+
+
+def local_model(model: Path | None) -> Path | None:
     """An argument's way to a model's folder: a name stands for its files in the local hub cache; nothing is fetched."""
-    if given is None or given.exists():
-        return given
+    if model is None or model.is_dir() or model.is_file():
+        return model
+    problem = f"MODEL: given {str(model)!r}"
+    if os.path.lexists(model):
+        raise failure(f"{problem}, which is {kind_of_file(model)}; expected a model folder")
+    if not HUB_NAME.fullmatch(str(model)):
+        raise failure(f"{problem}, and there is no such folder; expected a model folder, or a name in the hub cache")
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(str(given), "config.json")
+        cached_config = try_to_load_from_cache(str(model), "config.json")
     except (ImportError, ValueError):  # ValueError: not a name that the hub could have
-        found = None
-    if isinstance(found, str):
-        return Path(found).parent
+        cached_config = None
+    if isinstance(cached_config, str):
+        return Path(cached_config).parent
     raise failure(
-        f"MODEL: given {str(given)!r}, expected a model folder, or a name whose files lie in the local hub cache: "
-        f"`hf download {given}` puts them there"
+        f"{problem}, expected a model folder, or a name whose files lie in the local hub cache: "
+        f"`hf download {model}` puts them there"
     )
 
 
-def folder_for(option: str, path: Path) -> Path:
-    """A folder that is there or can be made: found out before anything is done. Raises BenchError."""
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Of writes that no code of ours can mend: a full disk or quota, a limit on files, a read-only file system."""
 
-    there = next(one for one in (path.absolute(), *path.absolute().parents) if os.path.lexists(one))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise BenchError(f"{option}: given {str(path)!r}, expected a folder that can be written to, or made")
-    return path
-
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""What a model's name looks like; anything else that does not exist is a folder's path."""
 
 MODEL_HELP = "Model folder, or a name in the local hub cache."
 Json = Annotated[Path | None, typer.Option("--json", help="File for all that was found.", callback=output)]
@@ -87,6 +116,10 @@ def failures(go_on: str = "") -> Iterator[None]:
         yield
     except (BenchError, ConfigurationError, ServerError) as error:
         raise failure(error) from error
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        raise failure(f"{error.filename or 'output'}: cannot be written: {error.strerror}") from error
     except KeyboardInterrupt:
         raise failure(f"Stopped. {go_on}".rstrip(), 130) from None
 
@@ -118,7 +151,8 @@ def split(text: str) -> list[str]:
 def levels_of(texts: Sequence[str] | None) -> list[float | str]:
     """As requests have them: numbers as such, 0 and 1 whole."""
     return [
-        int(one) if one in ("0", "1") else float(one) if re.fullmatch(r"0\.\d+", one) else one for one in texts or ()
+        int(text) if text in ("0", "1") else float(text) if re.fullmatch(r"0\.\d+", text) else text
+        for text in texts or ()
     ]
 
 

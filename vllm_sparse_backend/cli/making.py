@@ -1,25 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile best|calibrate`: a profile of one's own model, from prompts."""
 
-import errno
-import inspect
-import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_sparse_backend.cli.common import Chunk, Model, device_of, exit_on_sigterm, failures, folder_for, say
+from vllm_sparse_backend.cli.commands import add_command
+from vllm_sparse_backend.cli.common import (
+    Chunk,
+    Model,
+    device_of,
+    exit_on_sigterm,
+    failures,
+    new_output,
+    output_folder,
+    say,
+)
 from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.measure.outputs import require_output_folder, write_text
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.profiling.job import Job
+    from vllm_sparse_backend.profiling.job import Job, Tell
     from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.profiling.prompts import PromptSet
     from vllm_sparse_backend.settings.crossover import OwnCrossover
     from vllm_sparse_backend.settings.profile import Profile
+
+DEFAULT_TOKENS = 32768
+"""Length of made prompts, for models that have as many positions."""
 
 Level = Annotated[
     list[str] | None,
@@ -30,194 +42,193 @@ Level = Annotated[
 ]
 
 
-def job_of(
-    model: Model,
-    out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.")],
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Options of both commands: a model, prompts, and where the profile goes."""
+
+    model: Model
+    out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.", callback=new_output)]
     prompts: Annotated[
         list[Path] | None,
         typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Else made of --text."),
-    ] = None,
-    held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the check at the end.")] = None,
+    ] = None
+    held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the check at the end.")] = None
     text: Annotated[
         Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Length of made prompts, the most of others.", min=64)] = 32768,
-    count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3,
-    chunk: Chunk = 8192,
+    ] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Length of made prompts, the most of others; 32,768, or the model's positions.", min=64),
+    ] = None
+    count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3
+    chunk: Chunk = 8192
     min_tokens: Annotated[
         int | None,
         typer.Option(help="First positions, dense, as the profile then says; 4,096 not judged.", min=0),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None,
-    work: Annotated[Path | None, typer.Option(help="Folder to go on in after a stop; beside --out.")] = None,
-    tell: Any = None,
-) -> "Job":
-    """The options that both commands have."""
-    from vllm_sparse_backend.profiling.capture import default_text, require_model
-    from vllm_sparse_backend.profiling.job import Job, Tell
-    from vllm_sparse_backend.profiling.judge import Served
-    from vllm_sparse_backend.profiling.prompts import make_prompts, read_prompts
+    ] = None
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None
+    work: Annotated[
+        Path | None, typer.Option(help="Folder to go on in after a stop; beside --out.", callback=output_folder)
+    ] = None
 
-    work = _folders(out, work)
-    require_model(model, tokens)
+    def search(self, make_job: "Callable[[], Job]") -> "Profile":
+        """Make the profile. ``make_job`` makes prompts, which takes time: a command checks its own options first."""
+        raise NotImplementedError
 
-    def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
-        if files:
-            return read_prompts(model, files, tokens)
-        return make_prompts(model, text or default_text(), tokens, count, part, part)
-
-    return Job(
-        model,
-        prompts_of(prompts, count, 0),
-        prompts_of(held_out, max(1, count // 2), 1),
-        Served(chunk, min(4096, tokens // 2) if min_tokens is None else min_tokens),
-        work,
-        device_of(device),
-        None if prompts else 0,
-        min_tokens is not None,
-        tell=tell or Tell(),
-    )
-
-
-def _folders(out: Path, work: Path | None) -> Path:
-    """The run's folder. Raises where that or the profile can't be written."""
-
-    if out.exists():
-        raise ConfigurationError(f"--out {out}: exists already: name another file, or delete it")
-    if not out.absolute().parent.is_dir():
-        raise ConfigurationError(f"--out {out}: there is no folder {out.parent}: make it first")
-    folder_for("--out", out.parent)
-    work = folder_for("--work", work or out.with_suffix(".work"))
-    if work.absolute() == out.absolute():
-        raise ConfigurationError(f"--out {out}: the run's folder has that name: name another file, or another --work")
-    return work
-
-
-def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
-    """A command with the options of ``job_of`` and its own: ``run(job, **own)`` makes the profile, which is written.
-
-    ``run`` is given what makes the job: what is wrong with its own options is told before prompts are made.
-    """
-    own = [p for name, p in inspect.signature(run, eval_str=False).parameters.items() if name != "make_job"]
-    shared = [p for name, p in inspect.signature(job_of).parameters.items() if name != "tell"]
-
-    def command(**given: Any) -> None:
+    def run(self) -> None:
+        """Make the profile, write it, and say what was found."""
         from vllm_sparse_backend.profiling.job import Tell
 
         exit_on_sigterm()
-        mine = {p.name: given.pop(p.name) for p in own}
         jobs: list[Job] = []
+        with failures(f"The same command goes on with what {self.work_folder} holds."), bar("prompts") as progress:
+            self._check_work_folder()
 
-        def make_job() -> "Job":
-            jobs.append(job_of(**given, tell=Tell(shown.begin, shown.step, shown.print)))
-            return jobs[0]
+            def make_job() -> "Job":
+                jobs.append(self._job(Tell(progress.begin, progress.step, progress.print)))
+                return jobs[0]
 
-        work = given["work"] or given["out"].with_suffix(".work")
-        with failures(f"The same command goes on with what {work} holds."), bar("prompts") as shown:
-            profile = run(make_job, **mine)
-            write_whole(profile, given["out"])
+            profile = self.search(make_job)
+            write_profile(profile, self.out)
             jobs[0].clear()
-        _report(profile, given["out"])
+        _report(profile, self.out)
 
-    ordered = sorted([*shared, *own], key=lambda p: p.default is not inspect.Parameter.empty)
-    command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in ordered}
-    command.__doc__, command.__name__ = run.__doc__, run.__name__
-    return command
+    @property
+    def work_folder(self) -> Path:
+        """The run's folder."""
+        return self.work or self.out.with_suffix(".work")
 
+    def _check_work_folder(self) -> None:
+        if self.work_folder.absolute() == self.out.absolute():
+            raise ConfigurationError(
+                f"--out {self.out}: the run's folder has that name: name another file, or another --work"
+            )
+        require_output_folder("--work", self.work_folder)
 
-def write_whole(profile: "Profile", out: Path) -> None:
-    """Whole or not at all, and over no other file. Raises ConfigurationError."""
+    def _job(self, tell: "Tell") -> "Job":
+        from vllm_sparse_backend.profiling.capture import default_text, prompt_tokens
+        from vllm_sparse_backend.profiling.job import Job
+        from vllm_sparse_backend.profiling.judge import Served
+        from vllm_sparse_backend.profiling.prompts import make_prompts, read_prompts
 
-    aside = out.with_name(f".{out.name}.new")
-    try:
-        if out.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        aside.write_text(profile.to_yaml(), encoding="utf-8")
-        aside.replace(out)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise ConfigurationError(f"{out}: cannot be written: {error.strerror}") from error
+        tokens = prompt_tokens(self.model, self.tokens, DEFAULT_TOKENS)
 
+        def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
+            if files:
+                return read_prompts(self.model, files, tokens)
+            return make_prompts(self.model, self.text or default_text(), tokens, count, part, part)
 
-def _report(profile: "Profile", out: Path) -> None:
-    for name in profile.level_names[1:]:
-        level = profile.at_level(name)
-        of = level.provenance
-        bounds = ", ".join(f"{what} {value:g}" for what, value in (of.bounds or {}).items())
-        say(f"{name}: {bounds}; density {of.density:.3f} over all heads")
-        held = ", ".join(f"{what.replace('_', ' ')} {value:.4g}" for what, value in (of.held_out or {}).items())
-        say(f"  on held-out prompts: {held}")
-        say(f"  {pays(level.crossover)}")
-    say(f"Written to {out}")
-
-
-def pays(found: "OwnCrossover | None") -> str:
-    if found is None:
-        return "where it pays was not measured (no CUDA device, or prompts under 4,096 tokens): auto goes by its table"
-    where = f"on {found.device} with {', '.join(found.engines)}, up to {found.longest_tokens:,} tokens"
-    if found.pays:
-        return f"pays from {found.min_tokens:,} tokens on, {found.min_query_tokens:,} of them new: {where}"
-    return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger bound"
+        return Job(
+            self.model,
+            prompts_of(self.prompts, self.count, 0),
+            prompts_of(self.held_out, max(1, self.count // 2), 1),
+            Served(self.chunk, min(4096, tokens // 2) if self.min_tokens is None else self.min_tokens),
+            self.work_folder,
+            device_of(self.device),
+            None if self.prompts else 0,
+            self.min_tokens is not None,
+            tell=tell,
+        )
 
 
-def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
-    from vllm_sparse_backend.profiling.measure import Bound
-    from vllm_sparse_backend.settings.profile import BOUNDS
-
-    found: dict[str, Bound] = {}
-    for text in levels or ("high=0.1:0.4",):
-        name, _, rest = text.partition("=")
-        try:
-            given = [float(number) for number in rest.removesuffix("x").split(":")]
-        except ValueError:
-            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
-        if name not in BOUNDS:
-            raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
-        if not all(number > 0 for number in given) or len(given) > 4 or name in found:
-            raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
-        if rest.endswith("x") and (len(given) > 1 or given[0] < 1):
-            raise ConfigurationError(f"--level: {unexpected(text, 'one number from 1 on before the x')}")
-        found[name] = Bound(of_default=given[0]) if rest.endswith("x") else Bound(*given)
-    return found
-
-
-def best(
-    make_job: "Callable[[], Job]",
-    high: Annotated[float, typer.Option(help="The most that a head loses, ÷ what the default loses.", min=1)] = 1.5,
-    fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=1)] = None,
-    method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
-) -> "Profile":
+@dataclass(frozen=True, kw_only=True)
+class Best(JobOptions):
     """Per head the cheapest of all methods, in time on this device, that loses little more than the default there."""
-    from vllm_sparse_backend.profiling import calibrate as part
-    from vllm_sparse_backend.profiling.measure import Bound
 
-    how = part.best(method or part.by_themselves())
-    bounds = {name: Bound(of_default=times) for name, times in (("high", high), ("fast", fast)) if times}
-    return part.run(make_job(), how, bounds, "sparse-prefill profile best")
+    high: Annotated[float, typer.Option(help="The most that a head loses, ÷ what the default loses.", min=1)] = 1.5
+    fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=1)] = None
+    method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None
+
+    def search(self, make_job: "Callable[[], Job]") -> "Profile":
+        from vllm_sparse_backend.profiling import calibrate
+        from vllm_sparse_backend.profiling.measure import Bound
+
+        strategy = calibrate.best(self.method or calibrate.by_themselves())
+        factors = {"high": self.high, "fast": self.fast}
+        bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
+        return calibrate.run(make_job(), strategy, bounds, "sparse-prefill profile best")
 
 
-def calibrate(
-    make_job: "Callable[[], Job]",
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(JobOptions):
+    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense."""
+
     method: Annotated[
         str,
         typer.Option(
             help="minference, sparge_attn+skip (its λ too), or a method with a ladder; NAME:FIELD=VALUE for a part."
         ),
-    ],
-    level: Level = None,
+    ]
+    level: Level = None
     distance: Annotated[
         float | None, typer.Option(help="Up to which share_prefill joins heads: 10; the authors' is 40.")
-    ] = None,
-) -> "Profile":
-    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense."""
-    from vllm_sparse_backend.profiling import calibrate as part
+    ] = None
 
-    bounds = _bounds(level)
-    how = part.strategy(method, bounds, distance)
-    cut = "" if distance is None else f" --distance {distance:g}"
-    return part.run(make_job(), how, bounds, f"sparse-prefill profile calibrate --method {method}{cut}")
+    def search(self, make_job: "Callable[[], Job]") -> "Profile":
+        from vllm_sparse_backend.profiling import calibrate
+
+        bounds = _bounds(self.level)
+        strategy = calibrate.strategy(self.method, bounds, self.distance)
+        cut = "" if self.distance is None else f" --distance {self.distance:g}"
+        command = f"sparse-prefill profile calibrate --method {self.method}{cut}"
+        return calibrate.run(make_job(), strategy, bounds, command)
 
 
-COMMANDS = tuple(_with_job(run) for run in (best, calibrate))
-"""Of ``sparse-prefill profile``."""
+def add_commands(app: typer.Typer) -> None:
+    """Add both commands to ``sparse-prefill profile``."""
+    add_command(app, Best, name="best", example="sparse-prefill profile best MODEL --out mine.yaml")
+    example = "sparse-prefill profile calibrate MODEL --method sale --out mine.yaml"
+    add_command(app, Calibrate, name="calibrate", example=example)
+
+
+def write_profile(profile: "Profile", out: Path) -> None:
+    """Write a profile as a whole or not at all, and over no other file. Raises ConfigurationError."""
+    if out.exists():
+        raise ConfigurationError(f"{out}: cannot be written: File exists")
+    write_text(out, profile.to_yaml())
+
+
+def _report(profile: "Profile", out: Path) -> None:
+    for name in profile.level_names[1:]:
+        level = profile.at_level(name)
+        provenance = level.provenance
+        bounds = ", ".join(f"{quantity} {value:g}" for quantity, value in (provenance.bounds or {}).items())
+        say(f"{name}: {bounds}; density {provenance.density:.3f} over all heads")
+        figures = (provenance.held_out or {}).items()
+        held_out = ", ".join(f"{quantity.replace('_', ' ')} {value:.4g}" for quantity, value in figures)
+        say(f"  on held-out prompts: {held_out}")
+        say(f"  {pays(level.crossover)}")
+    say(f"Written to {out}")
+
+
+def pays(crossover: "OwnCrossover | None") -> str:
+    """From which lengths on a level pays, in a sentence."""
+    if crossover is None:
+        return "where it pays was not measured (no CUDA device, or prompts under 4,096 tokens): auto goes by its table"
+    where = f"on {crossover.device} with {', '.join(crossover.engines)}, up to {crossover.longest_tokens:,} tokens"
+    if crossover.pays:
+        return f"pays from {crossover.min_tokens:,} tokens on, {crossover.min_query_tokens:,} of them new: {where}"
+    return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger bound"
+
+
+def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
+    """The bounds that --level options state, by the level's name."""
+    from vllm_sparse_backend.profiling.measure import Bound
+    from vllm_sparse_backend.settings.profile import BOUNDS
+
+    bounds: dict[str, Bound] = {}
+    for text in levels or ("high=0.1:0.4",):
+        name, _, numbers = text.partition("=")
+        is_factor = numbers.endswith("x")
+        try:
+            limits = [float(number) for number in numbers.removesuffix("x").split(":")]
+        except ValueError:
+            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
+        if name not in BOUNDS:
+            raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
+        if not all(limit > 0 for limit in limits) or len(limits) > 4 or name in bounds:
+            raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
+        if is_factor and (len(limits) > 1 or limits[0] < 1):
+            raise ConfigurationError(f"--level: {unexpected(text, 'one number from 1 on before the x')}")
+        bounds[name] = Bound(of_default=limits[0]) if is_factor else Bound(*limits)
+    return bounds

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_sparse_backend.cli import making
-from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, say
+from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, new_output, say
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import format_ranges
 
@@ -71,7 +71,7 @@ def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = No
 def import_file(
     file: Annotated[Path, typer.Argument(help="MInference's patterns, or SharePrefill's clusters.")],
     model: Model,
-    out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
+    out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.", callback=new_output)],
 ) -> None:
     """Turn what another tool saved as JSON into a profile."""
     from vllm_sparse_backend.profiling.importers import import_profile
@@ -80,7 +80,7 @@ def import_file(
         imported = import_profile(file, model)
         if imported.model is not None:
             imported.check_model(imported.model, str(file))
-        making.write_whole(imported, out)
+        making.write_profile(imported, out)
     _describe(imported, imported.model)
     say(f"{imported.provenance.source}\nWritten to {out}")
 
@@ -148,7 +148,7 @@ def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
 
 def _told(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_told(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {_told(item)}" for name, item in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -170,12 +170,14 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
     densities, errors = (figures.rows(name, shape) for name in ("density", "p99_error"))
 
     def row(layer: int) -> tuple[str, ...]:
-        told = _told_of_heads(level, shape, layer)
-        counts = Counter(one.partition(" ")[0] if one != DENSE_LAYER else one for one in told).most_common()
+        settings = _told_of_heads(level, shape, layer)
+        counts = Counter(
+            setting.partition(" ")[0] if setting != DENSE_LAYER else setting for setting in settings
+        ).most_common()
         density, error = densities[layer], errors[layer]
         return (
             ", ".join(f"{count} {name}" for name, count in counts),
-            f"{len(set(told))}",
+            f"{len(set(settings))}",
             f"{sum(density) / len(density):.4g}" if density else "",
             f"{max(error):.4g}" if error else "",
         )
@@ -186,9 +188,9 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
 
 def _setting_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
     """Heads, their setting and its layers; those of most heads first."""
-    places = [(one, layer) for layer in range(shape.num_layers) for one in _told_of_heads(level, shape, layer)]
-    for setting, count in Counter(one for one, _ in places).most_common():
-        yield count, setting, format_ranges(layer for one, layer in places if one == setting)
+    places = [(setting, layer) for layer in range(shape.num_layers) for setting in _told_of_heads(level, shape, layer)]
+    for common_setting, count in Counter(setting for setting, _ in places).most_common():
+        yield count, common_setting, format_ranges(layer for setting, layer in places if setting == common_setting)
 
 
 def _told_of_heads(level: "Level", shape: ModelShape, layer: int) -> list[str]:
@@ -200,8 +202,4 @@ def _told_of_heads(level: "Level", shape: ModelShape, layer: int) -> list[str]:
     return [told(method) for method in level.methods_of(layer, shape.num_heads)]
 
 
-for command in making.COMMANDS:
-    method = " --method sale" if command.__name__ == "calibrate" else ""
-    profile_app.command(epilog=f"Example: sparse-prefill profile {command.__name__} MODEL{method} --out mine.yaml")(
-        command
-    )
+making.add_commands(profile_app)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a long command has come, and how long it will take: a bar on stderr, or a line a stage in a log."""
+"""How far a long command has come, and how long it will take: a bar on stderr, or lines now and then in a log."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,21 +9,35 @@ from rich import progress as rich_bar
 from rich.console import Console
 from rich.markup import escape
 
+LOG_INTERVAL_S = 30.0
+"""Between two lines of a stage, where no terminal shows a bar."""
+
 
 class Bar:
     """One stage at a time."""
 
     def __init__(self, progress: rich_bar.Progress, task: rich_bar.TaskID) -> None:
         self._progress, self._task = progress, task
+        self._stage, self._steps, self._done = "", 0, 0
+        self._began_s = self._logged_s = time.monotonic()
 
     def begin(self, what: str, steps: int, done: int = 0) -> None:
         """A stage, and how many steps it has; ``done`` of them were done by an earlier run."""
         self._progress.reset(self._task, description=escape(what), total=steps, completed=done)
-        if self._progress.disable:  # a log shows that a stage began, and nothing until it ends
+        self._stage, self._steps, self._done = what, steps, done
+        self._began_s = self._logged_s = time.monotonic()
+        if self._progress.disable:
             self.print(f"{what}: {done} of {steps}")
 
     def step(self) -> None:
+        """One step more of the stage is done; a log gets a line every ``LOG_INTERVAL_S`` and when all are done."""
         self._progress.advance(self._task)
+        self._done += 1
+        now_s = time.monotonic()
+        is_due = now_s - self._logged_s >= LOG_INTERVAL_S or self._done == self._steps
+        if self._progress.disable and self._stage and is_due:
+            self._logged_s = now_s
+            self.print(f"{self._stage}: {self._done} of {self._steps} after {now_s - self._began_s:.0f} s")
 
     def print(self, line: str) -> None:
         """Above the bar; to stderr too where there is none."""

@@ -29,8 +29,10 @@ def switch(
 
     The server must allow it: "switch": true in its settings.
     """
+    from vllm_sparse_backend.measure.client import server_url
+
     with failures():
-        ask(url.rstrip("/").removesuffix("/v1"), to)
+        ask(server_url(url, "URL"), to)
     say(f"{url}: all new requests {'are exact' if to is To.EXACT else 'have what they ask for'}")
 
 

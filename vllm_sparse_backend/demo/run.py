@@ -96,9 +96,9 @@ def _ask(server: Server, console: Console) -> list[bool]:
     right = []
     for question in make_questions(count_tokens, PROMPT_TOKENS):
         began, text = time.monotonic(), f"{question.text}\n{question.question}"
-        asked = {"messages": [{"role": "user", "content": text}], "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": ANSWER_TOKENS, "temperature": 0}
         with console.status("Waiting for an answer ..."):
-            answer = server.post("/v1/chat/completions", {"model": server.model, **asked})
+            answer = server.post("/v1/chat/completions", {"model": server.model, **body})
         said, usage = answer["choices"][0]["message"]["content"], answer["usage"]
         if usage["prompt_tokens"] < PROMPT_TOKENS or not usage["completion_tokens"]:
             raise DemoError(f"It used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
@@ -116,6 +116,8 @@ def _show(report: Report, console: Console) -> None:
     console.print(table_of("Rows (requests in a step) by the way they went", {n: n for n in rows[0]}, rows))
     attention = ", ".join(f"{count} layers by {name}" for name, count in sorted(report.attention.items()))
     columns = {"layer": "layer", "tiles": "tiles", "kept_pairs": "kept pairs", "causal_pairs": "causal pairs"}
-    layers = [{"layer": layer, **vars(of), "density": of.density} for layer, of in sorted(report.layers.items())]
+    layers = [
+        {"layer": layer, **vars(counts), "density": counts.density} for layer, counts in sorted(report.layers.items())
+    ]
     title = f"What the sparse rows computed (attention: {attention})"
     console.print(table_of(title, columns | {"density": "density"}, layers))

@@ -113,7 +113,8 @@ def build_prompt(
     names = rng.sample(NAMES, num_facts)
     values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_facts)]
     facts, questions = (
-        [Line.of(encode, of, *one) for one in zip(names, values)] for of in (templates.fact, templates.question)
+        [Line.of(encode, template, *name_and_value) for name_and_value in zip(names, values)]
+        for template in (templates.fact, templates.question)
     )
     room = num_tokens - len(begin_ids) - sum(len(line.token_ids) for line in (*facts, *questions))
     if 2 * room < num_tokens:
@@ -127,8 +128,8 @@ def build_prompt(
     threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts, questions)]
     ids, places = weave(begin_ids, text_ids[:room], threads, cuts)
     answers = tuple(
-        Answer(name, value, stated + fact.begin, asked + question.begin, asked + question.end)
-        for name, value, fact, question, (stated, asked) in zip(names, values, facts, questions, places)
+        Answer(name, value, stated_at + fact.begin, asked_at + question.begin, asked_at + question.end)
+        for name, value, fact, question, (stated_at, asked_at) in zip(names, values, facts, questions, places)
     )
     return Prompt(ids, answers)
 
@@ -143,9 +144,9 @@ def weave(
 
     A thread is lines in their order; ``cuts`` has for each of them, rising, before how many tokens of the text.
     """
-    placed = sorted((cut, step, i) for i, of in enumerate(cuts) for step, cut in enumerate(of))
+    placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
     ids, at = list(begin_ids), 0
-    places = [[0] * len(of) for of in cuts]
+    places = [[0] * len(thread_cuts) for thread_cuts in cuts]
     for cut, step, i in placed:
         ids += text_ids[at:cut]
         at = cut
@@ -177,10 +178,10 @@ def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Score
     # The first token has none.
     ranks, logprobs = [0], [0.0]
     for place in range(1, len(token_ids)):
-        own = (returned[place] or {}).get(str(token_ids[place]))
-        if own is None:
+        entry = (returned[place] or {}).get(str(token_ids[place]))
+        if entry is None:
             raise RequestError(f"prompt_logprobs: nothing came back for token {token_ids[place]} at place {place}")
-        logprob, rank = own.get("logprob"), own.get("rank")
+        logprob, rank = entry.get("logprob"), entry.get("rank")
         if not isinstance(logprob, int | float) or not -1e5 < logprob <= 1e-3:
             raise RequestError(f"prompt_logprobs: log-probability {logprob} at place {place}")
         if not isinstance(rank, int) or rank < 1:
@@ -197,14 +198,14 @@ class Share:
     """Right answers of those asked for."""
 
     right: int
-    asked: int
+    total: int
 
     @property
     def share(self) -> float:
-        return self.right / self.asked if self.asked else math.nan
+        return self.right / self.total if self.total else math.nan
 
     def __str__(self) -> str:
-        return f"{self.right} of {self.asked}" if self.asked else ""
+        return f"{self.right} of {self.total}" if self.total else ""
 
 
 def standard_error(of_prompts: Sequence[Share]) -> float:
@@ -212,11 +213,11 @@ def standard_error(of_prompts: Sequence[Share]) -> float:
 
     A prompt's answers are no independent draws: a block of keys that is dropped takes many of them with it.
     """
-    whole = Share(sum(one.right for one in of_prompts), sum(one.asked for one in of_prompts))
-    if not whole.asked:
+    whole = Share(sum(share.right for share in of_prompts), sum(share.total for share in of_prompts))
+    if not whole.total:
         return math.nan
-    binomial, count = math.sqrt(whole.share * (1 - whole.share) / whole.asked), len(of_prompts)
+    binomial, count = math.sqrt(whole.share * (1 - whole.share) / whole.total), len(of_prompts)
     if count < 2:
         return binomial
-    squares = math.fsum((one.right - whole.share * one.asked) ** 2 for one in of_prompts)
-    return max(binomial, math.sqrt(squares * count / (count - 1)) / whole.asked)
+    squares = math.fsum((share.right - whole.share * share.total) ** 2 for share in of_prompts)
+    return max(binomial, math.sqrt(squares * count / (count - 1)) / whole.total)

@@ -154,33 +154,40 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
         raise BenchError(f"{path}: not a file of `eval {report.bench}`: {error!r}") from None
     if keys - {key}:
         raise BenchError(f"{path}: holds answers to other prompts, or of other servers: name another file for these")
-    for one in contestants:
-        if (what := held.get(one.label, one.what)) != one.what:
-            raise BenchError(f"{path}: holds {one.label} as {what}, now it is {one.what}: name another file")
+    for contestant in contestants:
+        if (what := held.get(contestant.label, contestant.what)) != contestant.what:
+            raise BenchError(
+                f"{path}: holds {contestant.label} as {what}, now it is {contestant.what}: name another file"
+            )
     report.cases.extend(case for case in cases if not case.get("error"))
 
 
 def unasked(contestants: Sequence[Contestant], asking: Asking, report: Report) -> dict[str, list[At]]:
     """By label the requests that a report does not hold yet. Raises BenchError where a label stands for two."""
-    if len({one.label for one in contestants}) < len(contestants):
-        raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
+    if len({contestant.label for contestant in contestants}) < len(contestants):
+        raise BenchError(
+            f"labels {', '.join(contestant.label for contestant in contestants)}: expected each of them once"
+        )
     there = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
-    return {one.label: [at for at in asking.wanted if (one.label, *at) not in there] for one in contestants}
+    return {
+        contestant.label: [at for at in asking.wanted if (contestant.label, *at) not in there]
+        for contestant in contestants
+    }
 
 
 def ask_all(contestants: Sequence[Contestant], asking: Asking, key: str, report: Report, concurrency: int = 1) -> None:
     """A case for each contestant and request that the report does not hold yet. Raises BenchError, or ServerError."""
     todo = unasked(contestants, asking, report)
-    waiting = [one for one in contestants if todo[one.label]]
-    for _, group in groupby(waiting, key=lambda one: one.open):
+    waiting = [contestant for contestant in contestants if todo[contestant.label]]
+    for _, group in groupby(waiting, key=lambda contestant: contestant.open):
         with opened(levels := list(group)) as endpoints:
             # Prompts are made with the first server that is ready, and the same for all.
             if not asking.make(endpoints[0]):
                 whose = "its tokenizer is another than the first server's"
                 raise BenchError(f"{levels[0].label}: {whose}: prompts would differ")
-            for one, endpoint in zip(levels, endpoints, strict=True):
-                base = {"key": key, "label": one.label, "what": one.what, "model": one.model}
-                for case in _ask_server(endpoint, asking, todo[one.label], concurrency):
+            for contestant, endpoint in zip(levels, endpoints, strict=True):
+                base = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
+                for case in _ask_server(endpoint, asking, todo[contestant.label], concurrency):
                     report.add_case(base | case)
 
 
@@ -211,11 +218,11 @@ def densities(cases: Sequence[Case]) -> dict[str, float | None]:
 
 def failures(cases: Sequence[Case]) -> list[str]:
     """A line for each failed request, and for each server of this backend that ran nothing sparse."""
-    asked = [case for case in cases if case["part"] == "prompt"]
+    prompt_cases = [case for case in cases if case["part"] == "prompt"]
     lines = [
         f"failed, and not counted: {case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: "
         f"{case['error']}"
-        for case in asked
+        for case in prompt_cases
         if case["error"]
     ]
     for label, density in densities(cases).items():
@@ -228,7 +235,7 @@ def _why_dense(cases: Sequence[Case]) -> str:
     """What a server counted its rows as; where there were none, why there were none."""
     rows = sum((Counter(case["dense_rows"]) for case in cases if case["part"] == "density"), Counter[str]())
     if rows:
-        explained = {one.value: one.explain for one in Fallback}
+        explained = {fallback.value: fallback.explain for fallback in Fallback}
         return "; ".join(f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items())
     failed = all(case["error"] for case in cases if case["part"] == "prompt")
     return "all of its requests failed" if failed else "the server's log says why"
@@ -261,27 +268,31 @@ def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> 
 
 def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
     """For each label and length: right of asked, beside the first label's on the prompts that both answered."""
-    asked = {(c["label"], c["tokens"], c["prompt"]): c for c in cases if c["part"] == "prompt"}
+    prompt_cases = {(c["label"], c["tokens"], c["prompt"]): c for c in cases if c["part"] == "prompt"}
     density = densities(cases)
     rows = []
     for length in lengths:
-        base = {i: c for (label, n, i), c in asked.items() if label == labels[0] and n == length and c["error"] is None}
+        base = {
+            i: c
+            for (label, n, i), c in prompt_cases.items()
+            if label == labels[0] and n == length and c["error"] is None
+        }
         for label in labels:
-            of = [c for (name, n, _), c in asked.items() if name == label and n == length]
-            good = {c["prompt"]: c for c in of if c["error"] is None}
+            cases_of_row = [c for (name, n, _), c in prompt_cases.items() if name == label and n == length]
+            good = {c["prompt"]: c for c in cases_of_row if c["error"] is None}
             shares = [Share(sum(right_answers(c)), len(c["answers"])) for c in good.values()]
-            whole = Share(sum(one.right for one in shares), sum(one.asked for one in shares))
-            both = base.keys() & good.keys()
-            first = sum(sum(right_answers(base[i])) for i in both)
+            whole = Share(sum(share.right for share in shares), sum(share.total for share in shares))
+            answered_by_both = base.keys() & good.keys()
+            first = sum(sum(right_answers(base[i])) for i in answered_by_both)
             others = sum(c["others"] for c in good.values())
             change, its_error = (None, None) if label == labels[0] else perplexity_change(base, good)
             rows.append({
                 "label": label, "tokens": length, "answers": str(whole) or None, "right": whole.right,
-                "asked": whole.asked, "share": whole.share if whole.asked else None,
-                "standard_error": standard_error(shares) if whole.asked else None,
-                "of_first": sum(sum(right_answers(good[i])) for i in both) / first if first else None,
+                "asked": whole.total, "share": whole.share if whole.total else None,
+                "standard_error": standard_error(shares) if whole.total else None,
+                "of_first": sum(sum(right_answers(good[i])) for i in answered_by_both) / first if first else None,
                 "perplexity": math.exp(sum(c["nats"] for c in good.values()) / others) if others else None,
                 "perplexity_change": change, "perplexity_change_error": its_error,
-                "density": density.get(label), "failed": len(of) - len(good),
+                "density": density.get(label), "failed": len(cases_of_row) - len(good),
             })  # fmt: skip
     return rows

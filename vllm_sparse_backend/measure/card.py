@@ -105,10 +105,10 @@ class Card:
                 host_ms = [_launch_ms(spans, new_pass) for _ in range(repeats[i] - 1)][:1]
                 if host_ms and host_ms[0] > HOST_SHARE * device_ms[i]:
                     torch.cuda._sleep(int(host_ms[0] * CYCLES_A_MS))
-                own = self._spans_ms(spans, new_pass)
-                device_ms[i] = min(device_ms[i], sum(own.values()))
+                span_ms = self._spans_ms(spans, new_pass)
+                device_ms[i] = min(device_ms[i], sum(span_ms.values()))
                 repeats[i] = 1 + math.ceil(STEADY_MS / max(device_ms[i], 1e-2 * STEADY_MS))
-                for name, ms in own.items():
+                for name, ms in span_ms.items():
                     sums[name] += ms
             if measured:
                 for name, ms in sums.items():

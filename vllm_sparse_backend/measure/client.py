@@ -4,6 +4,7 @@
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,28 @@ from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.settings.requests import FIELD
 
 TIMEOUT_S = 1800.0
+HOST_AND_PORT = re.compile(r"[\w.-]+(:\d+)?")
 BURST_S = 1e-3
 """What arrives within it came at once: the time between its tokens is the client's, not the server's."""
 MOST_CHARS = 200_000
 """Of one request to tokenize."""
+
+
+def server_url(address: str, name: str) -> str:
+    """The address of a server without a path.
+
+    Args:
+        address: What an operator typed, with or without ``/v1``.
+        name: What the address belongs to (an option, a label), for the message.
+
+    Raises:
+        BenchError: ``address`` does not begin with http:// or https://.
+    """
+    url = address.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        example = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else "http://127.0.0.1:8000"
+        raise BenchError(f"{name}: given {address!r}, expected a server's address such as {example}")
+    return url
 
 
 class RequestError(RuntimeError):
@@ -57,19 +76,19 @@ class Endpoint:
     model: str
     root: str | None = None
     """What the server loaded, a folder or a name, where it says so."""
+    max_model_len: int | None = None
+    """Tokens of the longest request that the server takes, its answer included, where it says so."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Goes with every request for a completion."""
 
     @staticmethod
     def connect(name: str, url: str) -> "Endpoint":
         """A running server, and the model that it serves. Raises BenchError where none answers."""
-        url = url.rstrip("/").removesuffix("/v1")
-        if not url.startswith(("http://", "https://")):
-            raise BenchError(f"{name}: given {url!r}, expected a server's address such as http://127.0.0.1:8000")
+        url = server_url(url, name)
         try:
             with _failures():
                 model = _client(url).get("/models", cast_to=object)["data"][0]
-                return Endpoint(name, url, model["id"], model.get("root"))
+                return Endpoint(name, url, model["id"], model.get("root"), model.get("max_model_len"))
         except RequestError as error:
             if error.status in (401, 403):
                 raise BenchError(
@@ -77,18 +96,27 @@ class Endpoint:
                 ) from None
             raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
 
+    def require_room(self, num_tokens: int) -> None:
+        """Raise BenchError where a request of so many tokens, its answer included, is too long for the server."""
+        if self.max_model_len is not None and num_tokens > self.max_model_len:
+            raise BenchError(
+                f"{self.name}: given requests of {num_tokens:,} tokens, answers included, expected at most "
+                f"{self.max_model_len:,}, the server's max_model_len: ask for shorter prompts, or start it with a "
+                "larger --max-model-len"
+            )
+
     def at_level(self, level: float | str) -> "Endpoint":
         """The same server, asked for that level. Raises BenchError where it has none of that name.
 
         Levels share a cache's first blocks, which are dense in all of them. Here none finds what another one left: the
         same prompts are asked at each.
         """
-        asked = replace(self, extra={"vllm_xargs": {FIELD: level}, "cache_salt": f"level {level}"})
+        endpoint = replace(self, extra={"vllm_xargs": {FIELD: level}, "cache_salt": f"level {level}"})
         try:
-            asked.ask([1] * 16, 1)
+            endpoint.ask([1] * 16, 1)
         except RequestError as error:
             raise BenchError(f"{self.name}: level {level!r}: {error}") from None
-        return asked
+        return endpoint
 
     def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
         """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError on anything else.
@@ -130,8 +158,8 @@ class Endpoint:
         """
         with _failures():
             body = self._body(prompt, 1) | {"prompt_logprobs": 1}
-            found = _client(self.url).post("/completions", body=body, cast_to=object)
-            returned = found["choices"][0].get("prompt_logprobs")
+            answer = _client(self.url).post("/completions", body=body, cast_to=object)
+            returned = answer["choices"][0].get("prompt_logprobs")
         if not isinstance(returned, list):
             raise RequestError("the answer has no prompt_logprobs: expected a vLLM server")
         return returned
@@ -192,11 +220,11 @@ def _bos_token(folder: str | None) -> str | None:
 def _tokens_of(event: Any) -> int:
     """Of a streamed event. Raises RequestError on a log-probability that no healthy model gives."""
     choices = event.get("choices") or [{}]
-    found = (choices[0].get("logprobs") or {}).get("token_logprobs") or ()
-    for logprob in found:
+    logprobs = (choices[0].get("logprobs") or {}).get("token_logprobs") or ()
+    for logprob in logprobs:
         if logprob is None or not -1e4 < logprob <= 1e-6:
             raise RequestError(f"log-probability {logprob}: not a number that a healthy model gives")
-    return len(found)
+    return len(logprobs)
 
 
 @cache

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from vllm_sparse_backend.measure.client import Endpoint
@@ -42,13 +43,17 @@ class Contestant:
         return at or [self]
 
     @staticmethod
-    def running(label: str, url: str, levels: Sequence[float | str] = ()) -> "list[Contestant]":
-        """A server at each of the levels, if it is one of this backend."""
+    def running(label: str, url: str, levels: Sequence[float | str] = (), max_len: int = 0) -> "list[Contestant]":
+        """A server at each of the levels, if it is one of this backend.
+
+        Raises BenchError where none answers at ``url``, or it takes no requests of ``max_len`` tokens.
+        """
         endpoint = Endpoint.connect(label or url, url)
-        found = Contestant(
+        endpoint.require_room(max_len)
+        server = Contestant(
             label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint), True
         )
-        return found.at(levels) if PREFIX in endpoint.metrics() else [found]
+        return server.at(levels) if PREFIX in endpoint.metrics() else [server]
 
     @staticmethod
     def served(label: str, model: Path, args: Sequence[str], what: str) -> "Contestant":
@@ -66,8 +71,16 @@ class Contestant:
 def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
     """All of them at once, each server once."""
     with ExitStack() as stack:
-        servers = {start: stack.enter_context(start()) for start in dict.fromkeys(one.open for one in contestants)}
-        yield [servers[one.open] if one.level is None else servers[one.open].at_level(one.level) for one in contestants]
+        servers = {
+            start: stack.enter_context(start())
+            for start in dict.fromkeys(contestant.open for contestant in contestants)
+        }
+        yield [
+            servers[contestant.open]
+            if contestant.level is None
+            else servers[contestant.open].at_level(contestant.level)
+            for contestant in contestants
+        ]
 
 
 def asked_for(
@@ -80,12 +93,13 @@ def asked_for(
     if labels and len(labels) != len(urls):
         raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
     if model is not None:
-        chosen = [Settings.parse(one, model) for one in settings or ["{}"]]
+        chosen = [Settings.parse(text, model) for text in settings or ["{}"]]
         return started(model, chosen, max_len, server_args, levels)
     if useless := [name for name, value in (("--settings", settings), ("--server-args", server_args)) if value]:
         raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
     names_of = labels or [""] * len(urls)
-    return [one for name, at in zip(names_of, urls) for one in Contestant.running(name, at, levels)]
+    servers = [Contestant.running(name, url, levels, max_len) for name, url in zip(names_of, urls)]
+    return list(chain.from_iterable(servers))
 
 
 def started(
@@ -98,14 +112,17 @@ def started(
     if (most := max_positions(model)) is not None and max_len > most:
         raise BenchError(f"{model} has {most:,} positions, and {max_len:,} were asked for, answers included")
     args = ("--max-model-len", str(max_len), *split_args(extra))
-    labels, whole = [str(one) for one in settings], [json.dumps(dict(one.values)) for one in settings]
+    labels, whole = (
+        [str(settings_of_server) for settings_of_server in settings],
+        [json.dumps(dict(settings_of_server.values)) for settings_of_server in settings],
+    )
     # Those that differ in more than their parameters have their whole text for a name.
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
-    found = [Contestant.served("stock", model, args, "stock")]
-    for name, text, one in zip(labels, whole, settings):
-        what = text + _content_of(one)
-        found += Contestant.served(name, model, (*args, *sparse_args(one.values)), what).at(levels)
-    return found
+    contestants = [Contestant.served("stock", model, args, "stock")]
+    for name, text, settings_of_server in zip(labels, whole, settings):
+        what = text + _content_of(settings_of_server)
+        contestants += Contestant.served(name, model, (*args, *sparse_args(settings_of_server.values)), what).at(levels)
+    return contestants
 
 
 def _content_of(settings: Settings) -> str:

@@ -71,9 +71,9 @@ ENTRY_COLUMNS = {name: name for name in ("method", "params", "engine", "min_toke
 
 def changed_fields(method: Method) -> dict[str, Any]:
     """The parameters that differ from the method's defaults."""
-    given = {field.name: getattr(method, field.name) for field in fields(method) if field.init}
+    values = {field.name: getattr(method, field.name) for field in fields(method) if field.init}
     default = METHODS[name_of(method)].parameters()
-    return {name: value for name, value in given.items() if value != getattr(default, name)}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def told(method: Method) -> str:
@@ -88,16 +88,16 @@ def methods_asked(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> l
 
     Of none: all methods at their defaults, and what a server does that is told nothing.
     """
-    found: dict[Method, None] = {}
-    for one in settings:
-        layers = Plan.build(load_config({KEY: one}), shape).layers
+    methods: dict[Method, None] = {}
+    for values in settings:
+        layers = Plan.build(load_config({KEY: values}), shape).layers
         counted = Counter(method for groups in layers for method in methods_by_head(groups or ()))
         kinds: dict[str, Method] = {}
         for method, _ in counted.most_common():
             kinds.setdefault(name_of(method), method)
-        found |= dict.fromkeys(kinds.values())
+        methods |= dict.fromkeys(kinds.values())
     every = [*(METHODS[name].parameters() for name in sparse_names()), make_method("default", {})]
-    return list(found or dict.fromkeys(every))
+    return list(methods or dict.fromkeys(every))
 
 
 def ladder(least: int, most: int) -> list[int]:
@@ -118,14 +118,14 @@ def climb_down(
     It asks from the longest down, and no further than the first that is not: shorter ones change nothing. A rung that
     was not timed has no ``times_faster``, and is none that pays.
     """
-    found = None
+    least_rung = None
     for rung in sorted(rungs, reverse=True):
         row = measure(*rungs[rung])
         yield row
         if not row.get("times_faster", math.nan) >= MARGIN:
             break
-        found = rung
-    return found
+        least_rung = rung
+    return least_rung
 
 
 def both_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
@@ -153,13 +153,13 @@ def run(
     prompts = [planted_prompt(heads, longest, card.device, seed) for seed in range(LAYERS)]
     for method in methods:
         for engine in card.engines.values():
-            found: dict[str, int | None] = {}
+            least_rungs: dict[str, int | None] = {}
             timed = Timed(card, prompts, method, engine)
             for name, rungs in ladders.items():
-                found[name] = yield from climb_down(rungs, partial(timed.rung, report, name))
-            entry = entry_of(card, heads, method, engine.name, found, report.command)
+                least_rungs[name] = yield from climb_down(rungs, partial(timed.rung, report, name))
+            entry = entry_of(card, heads, method, engine.name, least_rungs, report.command)
             merge_entries(table, [entry])
-            least = ", ".join(f"{name} {rung}" for name, rung in found.items())
+            least = ", ".join(f"{name} {rung}" for name, rung in least_rungs.items())
             report.add_case(case := {"method": told(method), "engine": engine.name, "entry": entry, "least": least})
             yield case
 
@@ -171,8 +171,8 @@ class Timed:
         self.card, self.prompts, self.method, self.engine = card, prompts, method, engine
         # SharePrefill's heads share what they find: here all of them may.
         shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}
-        own = replace(method, **shared)
-        self.plan = [layer_plan([own] * prompts[0].whole.num_heads)] * len(prompts)
+        timed_method = replace(method, **shared)
+        self.plan = [layer_plan([timed_method] * prompts[0].whole.num_heads)] * len(prompts)
         self.problem = self._problem()
 
     def layers(self, context_len: int, query_len: int) -> list[Layer]:
@@ -217,12 +217,12 @@ def against_dense(card: Card, layers: Sequence[Layer], engines: Sequence[Engine]
 
 
 def entry_of(
-    card: Card, heads: Heads, method: Method, engine: str, found: Mapping[str, int | None], command: str
+    card: Card, heads: Heads, method: Method, engine: str, least_rungs: Mapping[str, int | None], command: str
 ) -> dict[str, Any]:
     """What the table says of one method and engine on this card."""
     return {
         "device": card.name, "engine": engine, "method": name_of(method), "params": changed_fields(method),
-        "num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim, **found,
+        "num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim, **least_rungs,
         "vllm": package_version("vllm"), "triton": package_version("triton"),
         "date": datetime.now(UTC).date().isoformat(), "command": command,
     }  # fmt: skip

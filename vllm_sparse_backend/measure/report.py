@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_backend.measure.outputs import write_text
 
 FORMAT = 1
 
@@ -64,20 +65,18 @@ def command_of(arguments: Sequence[str]) -> str:
 
 
 def write_json(path: Path, data: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    """Write ``data`` as JSON, as a whole or not at all. Raises ConfigurationError where it cannot be written."""
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 def versions() -> dict[str, str]:
     """Of what decides about speed."""
-    found = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
+    versions_by_name = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
     with suppress(ImportError):
         import torch
 
-        found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return found
+        versions_by_name |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return versions_by_name
 
 
 def table_of(

@@ -33,12 +33,12 @@ class Report:
 
     def by(self, name: str, *labels: str) -> Counter[Any]:
         """One metric's sums by what these labels say: a text for one label, a tuple for several."""
-        found: Counter[Any] = Counter()
-        for (one, given), value in self.samples.items():
-            if one == name:
-                key = tuple(dict(given).get(label, "") for label in labels)
-                found[key[0] if len(key) == 1 else key] += value
-        return found
+        sums: Counter[Any] = Counter()
+        for (sample_name, sample_labels), value in self.samples.items():
+            if sample_name == name:
+                key = tuple(dict(sample_labels).get(label, "") for label in labels)
+                sums[key[0] if len(key) == 1 else key] += value
+        return sums
 
     @cached_property
     def rows(self) -> Counter[tuple[str, str]]:
@@ -62,7 +62,7 @@ class Report:
     def pairs(self) -> "Pairs":
         """Of all layers together."""
         layers = self.layers.values()
-        return Pairs(sum(one.kept_pairs for one in layers), sum(one.causal_pairs for one in layers))
+        return Pairs(sum(counts.kept_pairs for counts in layers), sum(counts.causal_pairs for counts in layers))
 
     def problem(self) -> str | None:
         """Why these counts do not show a sparse prefill, or None if they do."""

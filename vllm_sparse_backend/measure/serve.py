@@ -18,20 +18,28 @@ from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import Pairs, parse
 from vllm_sparse_backend.measure.server import max_positions
 
-COLUMNS = {
-    "case": "prompt",
-    "repeats": "times",
-    "stock_first_s": "stock: TTFT, s",
-    "ours_first_s": "ours",
-    "ttft_speed_up": "TTFT speed-up",
-    "density": "density",
-    "stock_token_ms": "stock: TPOT, ms",
-    "ours_token_ms": "ours",
-    "tpot_speed_up": "stock ÷ ours",
-    "stock_pause_ms": "stock: longest pause, ms",
-    "ours_pause_ms": "ours",
-    "failures": "failed",
-}
+STOCK, OURS = "stock", "ours"
+"""How keys of cases and headings call the first server, which is stock vLLM unless levels or other servers are named,
+and the one that is compared to it."""
+
+
+def columns(first: str) -> dict[str, str]:
+    """Headings by a case's key. ``first``: the label of the server that others are compared to."""
+    return {
+        "case": "prompt",
+        "repeats": "times",
+        "stock_first_s": f"{first}: TTFT, s",
+        "ours_first_s": OURS,
+        "ttft_speed_up": "TTFT speed-up",
+        "density": "density",
+        "stock_token_ms": f"{first}: TPOT, ms",
+        "ours_token_ms": OURS,
+        "tpot_speed_up": f"{first} ÷ {OURS}",
+        "stock_pause_ms": f"{first}: longest pause, ms",
+        "ours_pause_ms": OURS,
+        "failures": "failed",
+    }
+
 
 MOST_TO_WARM_UP = 32768
 """Tokens of a prompt: a longer one warms up no better."""
@@ -65,8 +73,8 @@ class Taken:
     @property
     def token_ms(self) -> float | None:
         """The median of requests, each from its first token to its last, by the tokens between."""
-        each = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
-        return median(each) if each else None
+        request_ms = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
+        return median(request_ms) if request_ms else None
 
     @property
     def pause_ms(self) -> float | None:
@@ -90,17 +98,17 @@ def ask_in_turn(
     """Each prompt of all servers, there and back. Prompts depend on what was taken of ``prompts`` before, no more."""
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
     for length in lengths:
-        asked = [(server, Taken()) for server in servers]
+        taken_by_server = [(server, Taken()) for server in servers]
         prefix = prefixes.get(length.cached_tokens, [])
         for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
-            for server, taken in asked if i % 2 else asked[::-1]:
+            for server, taken in taken_by_server if i % 2 else taken_by_server[::-1]:
                 before = parse(server.metrics()).pairs if i == 0 else Pairs()
                 _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
                 if i == 0:
                     taken.pairs = parse(server.metrics()).pairs - before
                 step()
-        yield length, [taken for _, taken in asked]
+        yield length, [taken for _, taken in taken_by_server]
 
 
 def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: Taken, timed: bool) -> None:
@@ -115,17 +123,18 @@ def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: 
         taken.answers.append(answer)
 
 
-def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, Any]:
-    """One that either never answered gets no ratio."""
-    both = {"stock": stock, "ours": ours}
+def case_of(label: str, length: Length, stock: Taken, ours: Taken, first: str = STOCK) -> dict[str, Any]:
+    """The server ``label`` beside the first one, whose label is ``first``. One that never answered gets no ratio."""
+    taken_by_name = {STOCK: stock, OURS: ours}
+    labels = {STOCK: first, OURS: OURS}
     case: dict[str, Any] = {
-        "part": "latency", "label": label, "case": str(length), "new_tokens": length.new_tokens,
+        "part": "latency", "label": label, "first": first, "case": str(length), "new_tokens": length.new_tokens,
         "cached_tokens": length.cached_tokens, "repeats": len(ours.answers), **ours.pairs.figures,
         "failures": len(stock.failures) + len(ours.failures),
-        "said": [f"{name}: {said}" for name, taken in both.items() for said in taken.failures][:10],
-        "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in both.items()},
+        "said": [f"{labels[name]}: {said}" for name, taken in taken_by_name.items() for said in taken.failures][:10],
+        "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in taken_by_name.items()},
     }  # fmt: skip
-    for name, taken in both.items():
+    for name, taken in taken_by_name.items():
         case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms", "pause_ms")}
     for ratio, key in (("ttft_speed_up", "first_s"), ("tpot_speed_up", "token_ms")):
         if case[f"stock_{key}"] and case[f"ours_{key}"]:
@@ -165,17 +174,23 @@ def fitting(model: Path | None, output_tokens: int) -> list[int]:
 def compare(contestants: Sequence[Contestant], asking: Asking, report: Report, step: Callable[[], None]) -> None:
     """Cases of every server but the first, beside the first's. Raises BenchError, or ServerError."""
     first: dict[Length, Taken] = {}
-    labels = [one.label for one in contestants[1:]]
-    if not labels or len(set(labels)) < len(labels):
-        raise BenchError(f"servers to compare to the first: {', '.join(labels) or 'none'}; expected each --label once")
+    labels = [contestant.label for contestant in contestants[1:]]
+    if not labels:
+        raise BenchError(
+            f"given one server to measure ({contestants[0].label}), expected another to compare with it: repeat --url, "
+            "or name two levels of a server of this backend with --level"
+        )
+    if len(set(labels)) < len(labels):
+        raise BenchError(f"servers to compare to the first: {', '.join(labels)}; expected each --label once")
     how = (asking.output_tokens, asking.most_repeats, step)
-    for _, group in groupby(contestants, key=lambda one: one.is_running or one.open):
+    for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
         with opened(members := list(group)) as servers:
             prompts = Prompts.of(servers[0], asking.text)  # each time the same
             for length, taken in ask_in_turn(servers, asking.lengths, prompts, *how):
-                for one, of_server in zip(members, taken, strict=True):
+                for contestant, of_server in zip(members, taken, strict=True):
                     if first.setdefault(length, of_server) is not of_server:
-                        report.add_case(case_of(one.label, length, first[length], of_server))
+                        first_label = contestants[0].label
+                        report.add_case(case_of(contestant.label, length, first[length], of_server, first_label))
     for label in labels:
         density = Pairs.of_cases(case for case in report.cases if case["label"] == label).density
         report.add_case({"part": "density", "label": label, "density": density})

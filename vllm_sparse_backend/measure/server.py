@@ -56,8 +56,8 @@ class ServerError(RuntimeError):
 
 def root_cause(log: str) -> str | None:
     """The first exception that the engine logged. What follows in other processes says only that the engine is gone."""
-    found = _ENGINE_ERROR.search(log)
-    return found[1] if found else None
+    match = _ENGINE_ERROR.search(log)
+    return match[1] if match else None
 
 
 def has_cuda() -> bool:
@@ -113,8 +113,8 @@ class Settings:
 def max_positions(model: Path) -> int | None:
     """None where the model does not say. Raises ConfigurationError where it has no config.json."""
     config = read_config(model)
-    found = (config.get("text_config") or config).get("max_position_embeddings")
-    return int(found) if found else None
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    return int(positions) if positions else None
 
 
 def split_args(text: str) -> tuple[str, ...]:

@@ -37,8 +37,8 @@ def read_text(path: Path, most_chars: int | None = None) -> str:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = [file for file in path.rglob("*") if file.suffix in (".py", ".md") and file.is_file()]
-    return sorted(found, key=lambda file: hashlib.sha256(str(file.relative_to(path)).encode()).digest())
+    files = [file for file in path.rglob("*") if file.suffix in (".py", ".md") and file.is_file()]
+    return sorted(files, key=lambda file: hashlib.sha256(str(file.relative_to(path)).encode()).digest())
 
 
 def project_files() -> Iterator[str]:

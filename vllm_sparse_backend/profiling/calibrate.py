@@ -92,13 +92,17 @@ def _settings(name: str, fields: str) -> list[Any]:
     """Of one kind: those with these values, or those like the method's defaults."""
     ladder, default = ladder_of(name), METHODS[name].parameters()
     if not fields:
-        return [one for one in ladder if one.alike == default.alike] or ladder
+        return [setting for setting in ladder if setting.alike == default.alike] or ladder
     wanted = [part.strip().partition("=")[::2] for part in fields.split(",")]
-    found = [one for one in ladder if all(str(one.shown_fields.get(field)).lower() == value for field, value in wanted)]
-    if not found:
-        known = "; ".join(dict.fromkeys(describe(one.alike) for one in ladder))
+    matching = [
+        setting
+        for setting in ladder
+        if all(str(setting.shown_fields.get(field)).lower() == value for field, value in wanted)
+    ]
+    if not matching:
+        known = "; ".join(dict.fromkeys(describe(setting.alike) for setting in ladder))
         raise ConfigurationError(f"--method {name}: {unexpected(fields, f'values of one of its ladders: {known}')}")
-    return [one for one in found if one.alike == found[0].alike]
+    return [setting for setting in matching if setting.alike == matching[0].alike]
 
 
 def best(methods: Sequence[str]) -> Strategy:
@@ -106,7 +110,7 @@ def best(methods: Sequence[str]) -> Strategy:
     for name in methods:
         if name not in by_themselves():
             raise ConfigurationError(f"--method: {not_one_of(name, by_themselves())}")
-    settings = [one for name in methods for one in ladder_of(name)]
+    settings = [setting for name in methods for setting in ladder_of(name)]
     return lambda job, bound: Cheapest(job, bound, settings, job.costs)
 
 
@@ -116,7 +120,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
     Raises ConfigurationError where no head of any layer holds the first bound.
     """
     job.enter()
-    found = {}
+    findings = {}
     for name, bound in bounds.items():
         within = bound.less(MARGIN)
         search = how(job, within)
@@ -126,8 +130,8 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
             if not search.again(methods, mean_error(figures, job.shape.num_heads)):
                 break
         held_out = _held_out(job, search, methods, bound)
-        found[name] = Found(bound, methods, figures, held_out, own_crossover(job, methods))
-    return profile_of(job, found, source)
+        findings[name] = Found(bound, methods, figures, held_out, own_crossover(job, methods))
+    return profile_of(job, findings, source)
 
 
 def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
@@ -157,7 +161,7 @@ def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Meth
 def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bound: Bound) -> OfLayers:
     def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[HeadResult] | None]:
         of_layer = methods[judge.layer]
-        dense = all(isinstance(one, Dense) for one in of_layer)
+        dense = all(isinstance(method, Dense) for method in of_layer)
         return of_layer, None if dense else judge.judge(of_layer)
 
     return walk(job, "held-out", search.others, judged)[1]

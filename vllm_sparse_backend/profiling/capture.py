@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_sparse_backend.measure.outputs import whole_file
 from vllm_sparse_backend.measure.report import write_json
-from vllm_sparse_backend.profiling.outside import needed, read_json, readable, safetensors
+from vllm_sparse_backend.profiling.outside import needed, read_json, readable, safetensors, writable
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
@@ -63,7 +64,8 @@ class Capture:
 
     def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
         """Write a layer, its tensors contiguous."""
-        safetensors().save_file(tensors._asdict(), self._path(layer))
+        with whole_file(self._path(layer)) as path, writable(path):
+            safetensors().save_file(tensors._asdict(), path)
         self.scales[layer] = scale
 
     def _path(self, layer: int) -> Path:
@@ -75,8 +77,8 @@ class Capture:
         path = folder / "capture.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
-        found: Capture = read_json(path, Capture, "capture the prompt again")
-        return dataclasses.replace(found, folder=folder)
+        capture: Capture = read_json(path, Capture, "capture the prompt again")
+        return dataclasses.replace(capture, folder=folder)
 
 
 def capture_each(
@@ -101,26 +103,41 @@ def capture_each(
         yield made
 
 
-def require_model(model: Path, num_tokens: int) -> None:
-    """Raise ConfigurationError where ``model`` is no folder here (nothing is fetched), or has fewer positions."""
+def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
+    """Tokens of a prompt that is captured.
+
+    Args:
+        model: The model's folder.
+        tokens: What ``--tokens`` names, or None.
+        default: Tokens where that is None and the model has as many positions; otherwise all that it has.
+
+    Raises:
+        ConfigurationError: ``model`` is no folder here (nothing is fetched), or has fewer positions than ``tokens``.
+    """
     config = read_config(model)
     stretched = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor")
-    most = config.get("max_position_embeddings")
-    if isinstance(most, int) and num_tokens > most and not stretched:
-        raise ConfigurationError(f"--tokens: {unexpected(num_tokens, f'at most {most}, the positions of {model}')}")
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or stretched:
+        return default if tokens is None else tokens
+    if tokens is None:
+        return min(default, positions)
+    if tokens > positions:
+        raise ConfigurationError(f"--tokens: {unexpected(tokens, f'at most {positions}, the positions of {model}')}")
+    return tokens
 
 
 def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
     """The capture of this prompt by this model, if ``folder`` holds it."""
     if not (folder / "capture.json").is_file():
         return None
-    found, wanted = Capture.open(folder), _empty(model, token_ids, folder)
-    return found if dataclasses.replace(found, scales={}, left_out={}) == wanted else None
+    held, wanted = Capture.open(folder), _empty(model, token_ids, folder)
+    return held if dataclasses.replace(held, scales={}, left_out={}) == wanted else None
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     """An empty one in ``folder``, whatever that held. Layers are put into it with ``Capture.add``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
     return _empty(model, token_ids, folder)
 
@@ -146,7 +163,7 @@ class _Network:
         plain = transformers.AttentionInterface()["sdpa"]
 
         def record(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any,
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *more_arguments: Any,
             scaling: float | None = None, **more: Any,
         ) -> Any:  # fmt: skip
             """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
@@ -157,7 +174,7 @@ class _Network:
                 scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
                 parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
                 self.made.add(module.layer_idx, LayerTensors(*parts), scale)
-            return plain(module, query, key, value, mask, *rest, scaling=scaling, **more)
+            return plain(module, query, key, value, mask, *more_arguments, scaling=scaling, **more)
 
         transformers.AttentionInterface.register(ATTENTION, record)
         transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
@@ -188,14 +205,14 @@ def weights_sha256(model: Path) -> str:
     """Of a model folder's config, and of its weights by their files' names, sizes and last 64 KiB: a model that was
     trained on is another one.
     """
-    found = hashlib.sha256((model / "config.json").read_bytes())
+    digest = hashlib.sha256((model / "config.json").read_bytes())
     for file in sorted(file for kind in ("*.safetensors", "*.bin", "*.pt") for file in model.glob(kind)):
         size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
+        digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as weights:
             weights.seek(max(0, size - TAIL_BYTES))
-            found.update(weights.read())
-    return found.hexdigest()
+            digest.update(weights.read())
+    return digest.hexdigest()
 
 
 def prompt_sha256(token_ids: Sequence[int]) -> str:

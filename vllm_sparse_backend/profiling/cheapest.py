@@ -53,8 +53,8 @@ class Cheapest(Search):
         """What an error of 1 is worth, in the unit of costs."""
         if bound.has_mean:
             dense: list[Method] = [Dense()] * job.shape.num_heads
-            found = walk(job, "prompts", (), lambda judge: (dense, holding(judged(judge, among), bound)))[1]
-            layers = [of_layer for of_layer in found if of_layer is not None]
+            held_by_layer = walk(job, "prompts", (), lambda judge: (dense, holding(judged(judge, among), bound)))[1]
+            layers = [of_layer for of_layer in held_by_layer if of_layer is not None]
             # Layers that never go sparse have no error, and are part of the mean.
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
@@ -62,7 +62,10 @@ class Cheapest(Search):
         if not self.bound.has_mean:
             return choose(sparsest_of_kinds(judge, self.bound, self.among, may), self.costs)
         held = holding(judged(judge, self.among), self.bound)
-        allowed = [{one: seen for one, seen in of.items() if may(i, one)} for i, of in enumerate(held)]
+        allowed = [
+            {method: seen for method, seen in head_results.items() if may(i, method)}
+            for i, head_results in enumerate(held)
+        ]
         return choose(allowed, self.costs, self.price)
 
     def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
@@ -78,11 +81,11 @@ def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], 
     """Of each head the sparsest method of each kind that holds the bound: where no error has a price, the cheapest."""
     held: Held = [{} for _ in range(judge.num_heads)]
     for kind in dict.fromkeys(map(kind_of, among)):
-        ladder = [one for one in among if kind_of(one) == kind]
-        found = sparsest(judge, bound, {i: [one for one in ladder if may(i, one)] for i in range(judge.num_heads)})
-        for head, one in found.items():
-            if one.holds:
-                held[head][one.method] = one.figures
+        ladder = [method for method in among if kind_of(method) == kind]
+        ladders = {head: [method for method in ladder if may(head, method)] for head in range(judge.num_heads)}
+        for head, result in sparsest(judge, bound, ladders).items():
+            if result.holds:
+                held[head][result.method] = result.figures
     return held
 
 
@@ -94,7 +97,10 @@ def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[Head
 def holding(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Held:
     """Of each head the methods that hold the bound."""
     num_heads = len(next(iter(figures.values())))
-    return [{method: of[head] for method, of in figures.items() if bound.holds(of[head])} for head in range(num_heads)]
+    return [
+        {method: results[head] for method, results in figures.items() if bound.holds(results[head])}
+        for head in range(num_heads)
+    ]
 
 
 def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Costs, most_mean: float) -> float:
@@ -107,7 +113,7 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Cos
         errors = []
         for heads in layers:
             chosen = zip(heads, choose(heads, costs, price), strict=True)
-            errors += [of[method].error if method in of else 0.0 for of, method in chosen]
+            errors += [results[method].error if method in results else 0.0 for results, method in chosen]
         return fmean(errors) <= most_mean
 
     if math.isinf(most_mean) or holds(0.0):
@@ -125,15 +131,15 @@ def choose(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: 
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
     cheapest = [_cheapest_of_kinds(may, costs, price) for may in holding]
-    group_ms = {kind: costs.of(kind).group_ms for of in cheapest for kind in of}
+    group_ms = {kind: costs.of(kind).group_ms for offers_by_kind in cheapest for kind in offers_by_kind}
     base_ms = costs.layer.base_ms
     best_ms, best = costs.layer.dense_ms, [dense] * len(holding)
     for size in range(1, MOST_KINDS + 1):
         for chosen in combinations(group_ms, size):
             total_ms = base_ms + sum(group_ms[kind] for kind in chosen)
             heads: list[Method] = []
-            for of in cheapest:
-                offers = [(dense_ms, dense), *(of[kind] for kind in chosen if kind in of)]
+            for offers_by_kind in cheapest:
+                offers = [(dense_ms, dense), *(offers_by_kind[kind] for kind in chosen if kind in offers_by_kind)]
                 ms, method = min(offers, key=itemgetter(0))
                 total_ms += ms
                 heads.append(method)
@@ -146,10 +152,10 @@ def _cheapest_of_kinds(
     may: Mapping[Method, HeadResult], costs: Costs, price: float
 ) -> dict[Method, tuple[float, Method]]:
     """By kind what its cheapest setting costs, error included, and that."""
-    found: dict[Method, tuple[float, Method]] = {}
+    cheapest: dict[Method, tuple[float, Method]] = {}
     for method, figures in may.items():
         timed = head_ms(costs, method, figures.density) + price * figures.error, method
         kind = kind_of(method)
-        if kind not in found or timed[0] < found[kind][0]:
-            found[kind] = timed
-    return found
+        if kind not in cheapest or timed[0] < cheapest[kind][0]:
+            cheapest[kind] = timed
+    return cheapest

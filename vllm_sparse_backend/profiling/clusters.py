@@ -119,7 +119,7 @@ def representations(
 
     Maps are brought to ``device``, where training runs; they may be of any scale and dtype.
     """
-    side, device, held = maps[0].shape[-1], torch.device(device), [one.to(device) for one in maps]
+    side, device, held = maps[0].shape[-1], torch.device(device), [head_map.to(device) for head_map in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
 
     def images(chosen: Iterable[int]) -> torch.Tensor:
@@ -169,7 +169,7 @@ def cluster_heads(
 ) -> Clusters:
     """Clusters of all heads from the maps [num_heads, side, side] of each layer, numbered from 0 by first member."""
     num_heads = len(maps[0])
-    latent = representations([one for layer in maps for one in layer], device, epochs)
+    latent = representations([head_map for layer in maps for head_map in layer], device, epochs)
     spread = latent.std(0)
     # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)

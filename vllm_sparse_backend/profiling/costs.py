@@ -141,11 +141,11 @@ class MeasuredCosts:
         taken = self._ms(batches, [(*select, *attend), [("alone", layer.select) for layer in alone]])
         kept = sum(int(layer.index.kept_pairs()) for layer in layers)
         density = kept / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
-        each = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
+        head_ms_more = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
         full = max(0.0, taken["attend"] - self.layer.base_ms) / (density * num_heads)
         # What is next to nothing has no rate of its own; none is faster than dense attention's.
         full = full if isinstance(method, Dense) else max(full, self.of(Dense()).full_ms)
-        return Cost(*map(_rounded, (max(0.0, taken["select"] - num_heads * each), each, full)))
+        return Cost(*map(_rounded, (max(0.0, taken["select"] - num_heads * head_ms_more), head_ms_more, full)))
 
     def _measure_layer(self, batches: Sequence[Batch]) -> LayerCost:
         plain = _layers(batches, [AShape(sink_tokens=64, local_tokens=128)] * batches[0].num_heads)
@@ -174,8 +174,8 @@ def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[Layer]:
 
 def _alone(layer: Layer, method: Method) -> Layer:
     """The same layer, of which the first head alone selects: it has room for all heads."""
-    one = replace(layer.served, groups=layer_plan([method]), head_ids=(layer.served.head_ids[0][:1],))
-    return replace(layer, served=one)
+    served = replace(layer.served, groups=layer_plan([method]), head_ids=(layer.served.head_ids[0][:1],))
+    return replace(layer, served=served)
 
 
 def _rounded(ms: float) -> float:

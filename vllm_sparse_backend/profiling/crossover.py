@@ -37,18 +37,20 @@ Methods = Sequence[Sequence[Method]]
 def own_crossover(job: Job, methods: Methods) -> OwnCrossover | None:
     """None where nothing can be measured: without a CUDA device, on short prompts, and of what is dense throughout."""
     longest = max(map(len, job.prompts.prompts))
-    sparse = [layer for layer, of in enumerate(methods) if any(not isinstance(one, Dense) for one in of)]
+    sparse = [layer for layer, heads in enumerate(methods) if any(not isinstance(method, Dense) for method in heads)]
     if job.card is None or not sparse or longest < 2 * SHORTEST_TOKENS:
         return None
-    text = json.dumps([[parameters_of(one) for one in of] for of in methods])
+    text = json.dumps([[parameters_of(method) for method in heads] for heads in methods])
     card, layers = job.card, sparse[:: ceil_div(len(sparse), MOST_LAYERS)]
     name = f"crossover-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    found: OwnCrossover = job.remembered(name, OwnCrossover, lambda: _measured(job, card, methods, layers).model_dump())
-    return found
+    crossover: OwnCrossover = job.remembered(
+        name, OwnCrossover, lambda: _measured(job, card, methods, layers).model_dump()
+    )
+    return crossover
 
 
 def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> OwnCrossover:
-    captured = max(job.captures["prompts"], key=lambda one: one.num_tokens)
+    captured = max(job.captures["prompts"], key=lambda capture: capture.num_tokens)
     whole, device = Served(captured.num_tokens), torch.device(job.device)
     prompts = [Prompt(LayerPrompt.read(captured, layer, whole, device).batches[0]) for layer in layers]
     plan = [layer_plan(methods[i], chain.from_iterable([*methods[:i], *methods[i + 1 :]])) for i in layers]

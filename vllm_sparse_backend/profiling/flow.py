@@ -46,10 +46,10 @@ class Flow:
         return RememberingJudge(layer, self.job.shape.num_heads, self.job.folder / name, self._read)
 
     def _handed_on(self) -> str:
-        given = [[_given(one) for one in heads] for heads in self.chosen]
-        if not any(map(any, given)):
+        handed = [[_given(method) for method in heads] for heads in self.chosen]
+        if not any(map(any, handed)):
             return ""
-        text = json.dumps([heads if any(heads) else None for heads in given])
+        text = json.dumps([heads if any(heads) else None for heads in handed])
         return f"-after-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def _read(self) -> CapturedLayer:
@@ -78,20 +78,20 @@ def walk(
     Layers that never go sparse are dense, and have None.
     """
     flow = Flow(job, kind, others)
-    found: list[Of | None] = []
+    results: list[Of | None] = []
     job.tell.begin("layers", len(job.layers))
     for layer in range(job.shape.num_layers):
         if layer not in job.layers:
             flow.chosen.append([Dense()] * job.shape.num_heads)
-            found.append(None)
+            results.append(None)
             continue
         judge = flow.judge()
         methods, of_layer = choose(judge)
         judge.save()
         flow.chosen.append(list(methods))
-        found.append(of_layer)
+        results.append(of_layer)
         job.tell.step()
-    return flow.chosen, found
+    return flow.chosen, results
 
 
 def needs_others(method: Method) -> bool:

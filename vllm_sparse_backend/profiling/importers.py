@@ -56,8 +56,8 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
         tool, read = "SharePrefill's", _share_prefill
     else:
         expected = f"{PATTERNS_FORM}; or {CLUSTERS_FORM}"
-        given = f"{len(content)} entries" if isinstance(content, dict) else "one value"
-        raise ConfigurationError(f"{path}: given {given} of type {type(content).__name__}, expected {expected}")
+        size = f"{len(content)} entries" if isinstance(content, dict) else "one value"
+        raise ConfigurationError(f"{path}: given {size} of type {type(content).__name__}, expected {expected}")
     try:
         methods, note = read(content, shape)
     except (ConfigurationError, ValueError) as error:
@@ -92,8 +92,8 @@ def _minference(content: Any, shape: ModelShape) -> tuple[list[list[Method]], st
 def _in_order(heads: object, shape: ModelShape) -> list[object]:
     names = [str(head) for head in range(shape.num_heads)]
     if not isinstance(heads, dict) or set(heads) != set(names):
-        given = f"heads {', '.join(heads) or 'none'}" if isinstance(heads, dict) else f"{heads!r:.80}"
-        raise ValueError(f"given {given:.80}, expected an object with the heads 0 to {names[-1]} for {shape}")
+        shown = f"heads {', '.join(heads) or 'none'}" if isinstance(heads, dict) else f"{heads!r:.80}"
+        raise ValueError(f"given {shown:.80}, expected an object with the heads 0 to {names[-1]} for {shape}")
     return [heads[name] for name in names]
 
 
@@ -104,12 +104,12 @@ def _method(entry: object) -> Method:
     raise ValueError(unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]"))
 
 
-def _each(what: str, given: Iterable[object], make: Callable[[Any], Made]) -> list[Made]:
+def _each(what: str, entries: Iterable[object], make: Callable[[Any], Made]) -> list[Made]:
     """What ``make`` makes of each one; its ValueError says which of them it is."""
     made = []
-    for number, one in enumerate(given):
+    for number, entry in enumerate(entries):
         try:
-            made.append(make(one))
+            made.append(make(entry))
         except ValueError as error:
             raise ValueError(f"{what} {number}: {error}") from None
     return made
@@ -128,8 +128,8 @@ def _share_prefill(content: Any, shape: ModelShape) -> tuple[list[list[Method]],
     file = ClusterFile.read(content, "")
     for (layer, head), count in Counter(chain.from_iterable(file.clusters.values())).items():
         if count > 1 or layer >= shape.num_layers or head >= shape.num_heads:
-            given = f"layer {layer}, head {head}, {count} times"
-            raise ValueError(f"clusters: given {given}, expected those of {shape}, once each")
+            place = f"layer {layer}, head {head}, {count} times"
+            raise ValueError(f"clusters: given {place}, expected those of {shape}, once each")
     if unknown := set(file.shared_clusters) - set(file.clusters):
         raise ValueError(f"shared_clusters: {not_one_of(min(unknown), file.clusters)}")
     methods = [[make_method("share_prefill", {})] * shape.num_heads for _ in range(shape.num_layers)]

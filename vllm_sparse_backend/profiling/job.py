@@ -103,7 +103,7 @@ class Job:
 
     def enter(self) -> None:
         """Make the folder, or see that it holds this very job. Raises ConfigurationError naming what differs."""
-        shortest = min((len(ids) for of in self._parts.values() for ids in of.prompts), default=0)
+        shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
         if shortest <= self.served.min_tokens:
             expected = f"prompts of more than {self.served.min_tokens} tokens, up to which all is dense"
             raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
@@ -113,8 +113,8 @@ class Job:
             return
         held = read_json(path, dict[str, Any], "delete the folder")
         if names := sorted(name for name in {**held, **self.identity} if held.get(name) != self.identity.get(name)):
-            given = f"{self.folder}: holds another job, which differs in {', '.join(names)}"
-            raise ConfigurationError(f"{given}: name another folder with --work, or delete it")
+            problem = f"{self.folder}: holds another job, which differs in {', '.join(names)}"
+            raise ConfigurationError(f"{problem}: name another folder with --work, or delete it")
 
     @cached_property
     def costs(self) -> Costs:
@@ -154,8 +154,8 @@ class Job:
         plan = layer_plan([Dense()] * shape.num_heads)
         layer = Layer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
         layer.select()
-        asked = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
-        wrong = {name: why for name, engine in asked.items() if (why := layer.wrong(engine))}
+        able = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
+        wrong = {name: why for name, engine in able.items() if (why := layer.wrong(engine))}
         for name, why in wrong.items():
             self.tell.say(f"engine {name} not taken: {why}")
         return {name: engine for name, engine in engines.items() if name not in wrong}
@@ -163,25 +163,31 @@ class Job:
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:
         """Of ``prompts`` and of ``held-out``: what is missing of either is captured, with one load of the model."""
-        prompts = [ids for of in self._parts.values() for ids in of.prompts]
+        prompts = [ids for prompt_set in self._parts.values() for ids in prompt_set.prompts]
         folders = self._capture_folders()
         self._check_disk([ids for ids, folder in zip(prompts, folders) if not (folder / "capture.json").exists()])
         self.tell.say(f"capturing {len(prompts)} prompts")
         run = self.capturer or partial(capture_each, device=self.device, dtype=self.dtype)
-        found = list(run(self.model, prompts, folders))
+        captures = list(run(self.model, prompts, folders))
         cut = len(self.prompts.prompts)
-        return {"prompts": found[:cut], "held-out": found[cut:]}
+        return {"prompts": captures[:cut], "held-out": captures[cut:]}
 
     def _capture_folders(self) -> list[Path]:
-        return [self.folder / f"{kind}-{i}" for kind, of in self._parts.items() for i in range(len(of.prompts))]
+        return [
+            self.folder / f"{kind}-{i}"
+            for kind, prompt_set in self._parts.items()
+            for i in range(len(prompt_set.prompts))
+        ]
 
     def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:
         shape = self.shape
-        each = shape.num_layers * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * self.dtype.itemsize
-        wanted, free = each * sum(map(len, prompts)), shutil.disk_usage(self.folder).free
+        token_bytes = (
+            shape.num_layers * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * self.dtype.itemsize
+        )
+        wanted, free = token_bytes * sum(map(len, prompts)), shutil.disk_usage(self.folder).free
         if wanted > free:
-            given = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left"
-            raise ConfigurationError(f"{given}: name a larger one with --work, or ask for fewer or shorter prompts")
+            problem = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left"
+            raise ConfigurationError(f"{problem}: name a larger one with --work, or ask for fewer or shorter prompts")
 
     def remembered(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` gives, of the type ``form``, from the folder if it is there. Raises ConfigurationError if it

@@ -66,8 +66,8 @@ class LayerPrompt:
         cache = PagedCache(paged(tensors.k), paged(tensors.v))
         rows = chunk_rows(captured.num_tokens, served.chunk_tokens, device, served.min_tokens)
         whole = dense_attention(tensors, scale)
-        spans = [slice(one.context_lens[0], one.seq_lens[0]) for one in rows]
-        batches = [Batch(tensors.q[span], cache, one, scale) for span, one in zip(spans, rows, strict=True)]
+        spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
+        batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # of the cache that all of them have
         return LayerPrompt(batches, [whole[span] for span in spans], before)
 
@@ -128,8 +128,10 @@ class CapturedLayer:
         others: Sequence[Method] = (),
     ) -> None:
         self.engines, self.others = engines, tuple(others)
-        of_each = zip(captures, before or repeat(()))
-        self.prompts = [LayerPrompt.read(captured, layer, served, device, of) for captured, of in of_each]
+        captures_and_states = zip(captures, before or repeat(()))
+        self.prompts = [
+            LayerPrompt.read(captured, layer, served, device, states) for captured, states in captures_and_states
+        ]
 
     def after(self, methods: Sequence[Method]) -> list[list[State]]:
         """Of each prompt's chunks, what the layer leaves to the next if its heads have these methods."""
@@ -147,10 +149,12 @@ class CapturedLayer:
         """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
         groups = layer_plan(methods, self.others)
         outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
-        errors = torch.stack([summary(of, default) for (of, _), default in zip(outcomes, self._of_default)])
+        errors = torch.stack(
+            [summary(of_method, default) for (of_method, _), default in zip(outcomes, self._of_default)]
+        )
         density = torch.stack([kept for _, kept in outcomes]).sum(0) / sum(prompt.num_pairs for prompt in self.prompts)
-        each = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
-        return [HeadResult(error, p99, p999, k, kept, Errors(*of)) for error, p99, p999, k, kept, *of in each]
+        rows = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
+        return [HeadResult(error, p99, p999, k, kept, Errors(*more)) for error, p99, p999, k, kept, *more in rows]
 
 
 def unseen(errors: torch.Tensor) -> torch.Tensor:
@@ -179,12 +183,12 @@ class RememberingJudge:
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
         # All fields of all methods; of equal ones those of one.
-        key = json.dumps([parameters_of(one) for one in (methods[:1] if len(set(methods)) == 1 else methods)])
+        key = json.dumps([parameters_of(method) for method in (methods[:1] if len(set(methods)) == 1 else methods)])
         if key not in self.known:
             self.known[key] = self.captured.figures(methods)
         return self.known[key]
 
     def save(self) -> None:
         if len(self.known) > self.num_saved:
-            write_json(self.path, {key: [asdict(one) for one in of] for key, of in self.known.items()})
+            write_json(self.path, {key: [asdict(result) for result in results] for key, results in self.known.items()})
             self.num_saved = len(self.known)

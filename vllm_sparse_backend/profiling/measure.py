@@ -91,8 +91,8 @@ class Bound:
         """How much of the bound the head takes up on these prompts: above 1 it does not hold."""
         return max(self._shares(figures))
 
-    def _shares(self, of: HeadResult | Errors) -> list[float]:
-        return [getattr(of, name) / getattr(self, name) for name in Errors._fields]
+    def _shares(self, errors: HeadResult | Errors) -> list[float]:
+        return [getattr(errors, name) / getattr(self, name) for name in Errors._fields]
 
     @property
     def numbers(self) -> dict[str, float]:

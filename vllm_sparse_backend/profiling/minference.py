@@ -76,10 +76,10 @@ class Candidates(Search):
         for space in self.spaces:
             passes = [judge_all(judge, self.bound, [candidate] * judge.num_heads) for candidate in space]
             for head, judged in enumerate(zip(*passes, strict=True)):
-                holding = [one for one in judged if one.holds and one.sparsity >= LEAST_SPARSITY]
-                allowed = [one for one in holding if may(head, one.method)]
+                holding = [result for result in judged if result.holds and result.sparsity >= LEAST_SPARSITY]
+                allowed = [result for result in holding if may(head, result.method)]
                 if chosen[head] is None and allowed:
-                    chosen[head] = min(allowed, key=lambda one: one.figures.error).method
+                    chosen[head] = min(allowed, key=lambda result: result.figures.error).method
             if None not in chosen:
                 break
         return [method or Dense() for method in chosen]
@@ -91,8 +91,11 @@ def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> 
     for budget in sorted(budgets):
         aim = budget * _cost(judge, costs, TARGET)[0]
         if aim < (1 - LEAST_SPARSITY) * dense_ms:
-            fitted = [one if (one, budget) == (TARGET, 1) else _fitted(judge, costs, one, aim) for one in CANDIDATES]
-            yield tuple(one for one in fitted if one is not None)
+            fitted = [
+                candidate if (candidate, budget) == (TARGET, 1) else _fitted(judge, costs, candidate, aim)
+                for candidate in CANDIDATES
+            ]
+            yield tuple(candidate for candidate in fitted if candidate is not None)
 
 
 def resized(candidate: Method, steps: int) -> Method:
@@ -119,7 +122,7 @@ def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> M
 
 def _cost(judge: LayerJudge, costs: Costs, method: Method) -> tuple[float, float]:
     """Time of a layer all of whose heads have this method, in ms, and the share of the pairs that it leaves out."""
-    densities = [one.density for one in judge.judge([method] * judge.num_heads)]
+    densities = [result.density for result in judge.judge([method] * judge.num_heads)]
     shared = costs.of(method).group_ms + costs.layer.base_ms
     taken = shared + sum(head_ms(costs, method, density) for density in densities)
     return taken, 1 - sum(densities) / judge.num_heads

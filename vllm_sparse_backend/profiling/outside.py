@@ -40,6 +40,16 @@ def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
         raise ConfigurationError(f"{path}: its {what} cannot be read: {why}{mend and '; '}{mend}") from error
 
 
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turn whatever goes wrong while a library writes a file, as on a full disk, into ConfigurationError."""
+    try:
+        yield
+    except Exception as error:
+        why = next(iter(str(error).splitlines()), "") or repr(error)
+        raise ConfigurationError(f"{path}: cannot be written: {why}") from error
+
+
 def read_json(path: Path, form: Any, mend: str = "delete it") -> Any:
     """What a JSON file holds, as a value of the type ``form``. Raises ConfigurationError where it is none."""
     with readable(path, "contents", mend):

@@ -4,15 +4,16 @@
 The heads that retrieve show themselves where something is looked up, and sparse attention loses most there. So made
 prompts hold, all over a text, *threads* of three kinds: facts that are asked for and answered further on (`eval
 answers` asks the same), values that are handed from name to name before one of these is asked for (several hops), and
-passages of another text that come twice. Together they take up to a third of a prompt, so that the hundredth of its
+passages of another text that come twice. Together they take about a third of a prompt, and never more than half of it,
+however many tokens a tokenizer makes of a line: so that the hundredth of its
 queries with the largest errors is among those that look something up.
 """
 
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,40 @@ def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int
     prompts = []
     for i in range(count):
         stretch = text_ids[i * num_tokens : (i + 1) * num_tokens]
-        threads = [thread for kind in KINDS for thread in _threads(kind, num_tokens, encode, passages, rng)]
-        prompts.append(tuple(_woven(start, stretch, threads, num_tokens, rng)))
+        threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
+        _drop_threads(threads, num_tokens // 2 - len(start))
+        _require_room(threads, num_tokens, len(start), model)
+        prompts.append(tuple(_woven(start, stretch, list(chain.from_iterable(threads.values())), num_tokens, rng)))
     return PromptSet(tuple(prompts))
+
+
+def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
+    """Drop threads, of the longest kind first, until all take ``most_tokens``, or one of each kind is left.
+
+    Tokenizers differ by several times in what they make of the same line.
+    """
+    while sum(map(_tokens, threads.values())) > most_tokens:
+        kinds = [kind for kind in KINDS if len(threads[kind]) > 1]
+        if not kinds:
+            return
+        threads[max(kinds, key=lambda kind: _tokens(threads[kind]))].pop()
+
+
+def _tokens(threads: Sequence[Thread]) -> int:
+    return sum(len(line) for thread in threads for line in thread)
+
+
+def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, model: Path) -> None:
+    """Raise ConfigurationError where one thread of each kind takes more than half of a prompt."""
+    needed = 2 * (num_start + sum(map(_tokens, threads.values())))
+    if needed <= num_tokens:
+        return
+    lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} of a line of {kind}" for kind in KINDS)
+    raise ConfigurationError(
+        f"prompts: given {num_tokens:,} tokens, expected at least {needed:,}, as lines to be looked up take half of a "
+        f"prompt at most: the tokenizer of {model} makes {lines}; ask for longer prompts with --tokens, or give your "
+        "own with --prompts and --held-out"
+    )
 
 
 def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
@@ -92,9 +124,7 @@ def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
 def _woven(
     start: Sequence[int], text_ids: Sequence[int], threads: Sequence[Thread], num_tokens: int, rng: random.Random
 ) -> list[int]:
-    room = num_tokens - len(start) - sum(len(line) for thread in threads for line in thread)
-    if room < num_tokens // 2:
-        raise ConfigurationError(f"prompts: {unexpected(num_tokens, 'tokens enough for one thread of each kind')}")
+    room = num_tokens - len(start) - _tokens(threads)
     cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in threads]
     return weave(start, text_ids[:room], threads, cuts)[0]
 
@@ -110,12 +140,12 @@ def _threads(
             at = rng.randrange(len(passages) - length)
             yield [list(passages[at : at + length])] * 2
         return
-    each = HOPS + 1 if kind == "hops" else 1
+    num_names = HOPS + 1 if kind == "hops" else 1
     for i, value in enumerate(rng.sample(range(1_000_000, 10_000_000), count)):
-        if i % (len(NAMES) // each) == 0:
+        if i % (len(NAMES) // num_names) == 0:
             names = rng.sample(NAMES, len(NAMES))
-        yield [encode(f"\n{line}\n") for line in _lines(names[-each:], value)]
-        del names[-each:]
+        yield [encode(f"\n{line}\n") for line in _lines(names[-num_names:], value)]
+        del names[-num_names:]
 
 
 def _lines(names: Sequence[str], value: int) -> list[str]:
@@ -160,12 +190,12 @@ def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
                     yield str(where), _text_of(json.loads(line), tokenizer)
 
 
-def _text_of(given: object, tokenizer: Any) -> str:
-    match given:
+def _text_of(line: object, tokenizer: Any) -> str:
+    match line:
         case {"messages": [*messages]} if all(
-            isinstance(one, dict) and {"role", "content"} <= {*one} for one in messages
+            isinstance(message, dict) and {"role", "content"} <= {*message} for message in messages
         ):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         case {"text": str(text)} | {"prompt": str(text)}:
             return text
-    raise ValueError(unexpected(given, "an object with messages, each with role and content, or with a text or prompt"))
+    raise ValueError(unexpected(line, "an object with messages, each with role and content, or with a text or prompt"))

@@ -69,21 +69,21 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
     """
     low = dict.fromkeys(ladders, 0)
     high = {head: len(ladder) for head, ladder in ladders.items()}
-    found: dict[int, Judged] = {}
+    sparsest_by_head: dict[int, Judged] = {}
     while going := [head for head in ladders if low[head] < high[head]]:
         middles = {head: (low[head] + high[head]) // 2 for head in ladders}
         # Heads that are done are judged along as they were, others as one that is asked about: no more launches.
-        asked = {head: of[min(middles[head], len(of) - 1)] for head, of in ladders.items() if of}
-        along = asked[going[0]]
-        judged = judge_all(judge, bound, [asked.get(head, along) for head in range(judge.num_heads)])
+        methods = {head: ladder[min(middles[head], len(ladder) - 1)] for head, ladder in ladders.items() if ladder}
+        along = methods[going[0]]
+        judged = judge_all(judge, bound, [methods.get(head, along) for head in range(judge.num_heads)])
         for head in going:
             if judged[head].holds:
                 high[head] = middles[head]
             else:
                 low[head] = middles[head] + 1
             if judged[head].holds or high[head] == len(ladders[head]):
-                found[head] = judged[head]
-    return found
+                sparsest_by_head[head] = judged[head]
+    return sparsest_by_head
 
 
 def sparse_enough(judged: Judged | None) -> Method:
@@ -99,8 +99,9 @@ class Ladder(Search):
 
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
         heads = range(judge.num_heads)
-        found = sparsest(judge, self.bound, {i: [one for one in self.settings if may(i, one)] for i in heads})
-        return [sparse_enough(found.get(i)) for i in heads]
+        ladders = {head: [setting for setting in self.settings if may(head, setting)] for head in heads}
+        judged = sparsest(judge, self.bound, ladders)
+        return [sparse_enough(judged.get(head)) for head in heads]
 
 
 def ladder_of(name: str) -> list[Method]:
@@ -110,12 +111,12 @@ def ladder_of(name: str) -> list[Method]:
 
 def halved(ladder: Sequence[Of]) -> list[Of]:
     """A setting more between two that differ in one number."""
-    found = list(ladder[:1])
-    for before, one in pairwise(ladder):
-        differing = [field.name for field in fields(one) if getattr(before, field.name) != getattr(one, field.name)]
-        ends = [getattr(method, differing[0]) for method in (before, one)]
+    finer = list(ladder[:1])
+    for before, after in pairwise(ladder):
+        differing = [field.name for field in fields(after) if getattr(before, field.name) != getattr(after, field.name)]
+        ends = [getattr(method, differing[0]) for method in (before, after)]
         if len(differing) == 1 and all(isinstance(end, float) for end in ends):
             middle: Any = {differing[0]: round(sum(ends) / 2, 6)}
-            found.append(replace(one, **middle))
-        found.append(one)
-    return found
+            finer.append(replace(after, **middle))
+        finer.append(after)
+    return finer

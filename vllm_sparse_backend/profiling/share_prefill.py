@@ -37,7 +37,7 @@ from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 class Choice:
     """What one head may do."""
 
-    own: Method
+    alone: Method
     """By itself."""
     shared: SharePrefill | None = None
     """In its cluster, if it holds the bound there and keeps no more than by itself; always where it is a pivot."""
@@ -63,24 +63,28 @@ class Sharing(Search):
 
         def survey(judge: LayerJudge) -> tuple[list[SharePrefill], list[Choice]]:
             of_heads = clusters[judge.layer]
-            return [replace(ladder[0], cluster=one) for one in of_heads], survey_layer(judge, bound, fine, of_heads)
+            return [replace(ladder[0], cluster=number) for number in of_heads], survey_layer(
+                judge, bound, fine, of_heads
+            )
 
-        found = walk(job, "prompts", self.others, survey)[1]
-        self.choices = [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in found]
+        choices_by_layer = walk(job, "prompts", self.others, survey)[1]
+        self.choices = [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in choices_by_layer]
         self.left = worth(self.choices)
         self._require_any()
 
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
         chosen: list[Method] = []
-        for head, one in enumerate(self.choices[judge.layer]):
-            shared = [one.shared] if one.shared and one.shared.cluster in self.left else []
-            chosen.append(next((method for method in (*shared, one.own) if may(head, method)), Dense()))
+        for head, choice in enumerate(self.choices[judge.layer]):
+            shared = [choice.shared] if choice.shared and choice.shared.cluster in self.left else []
+            chosen.append(next((method for method in (*shared, choice.alone) if may(head, method)), Dense()))
         return chosen
 
     def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
         """Where a cluster is left with one head, which then has nobody to share with."""
-        members = Counter(one.sharing for one in chain.from_iterable(methods) if needs_others(one))
-        numbers = {one.cluster for one, count in members.items() if count > 1 and isinstance(one, SharePrefill)}
+        members = Counter(method.sharing for method in chain.from_iterable(methods) if needs_others(method))
+        numbers = {
+            method.cluster for method, count in members.items() if count > 1 and isinstance(method, SharePrefill)
+        }
         lonely, self.left = self.left - numbers, self.left & numbers
         self._require_any()
         return bool(lonely)
@@ -96,27 +100,27 @@ def survey_layer(
 ) -> list[Choice]:
     """What each head may do; ``clusters`` has the cluster of each."""
     alone = sparsest(judge, bound, dict.fromkeys(range(judge.num_heads), ladder))
-    choices = [Choice(sparse_enough(one)) for one in alone.values()]
+    choices = [Choice(sparse_enough(judged)) for judged in alone.values()]
     if set(clusters) == {NOISE}:
         return choices
-    members = {head: [replace(one, cluster=number) for one in ladder] for head, number in enumerate(clusters)}
-    for head, one in sparsest(judge, bound, members).items():
-        own, number = choices[head].own, clusters[head]
-        saved = (1.0 if isinstance(own, Dense) else alone[head].figures.density) - one.figures.density
+    members = {head: [replace(setting, cluster=number) for setting in ladder] for head, number in enumerate(clusters)}
+    for head, judged in sparsest(judge, bound, members).items():
+        alone_method, number = choices[head].alone, clusters[head]
+        saved = (1.0 if isinstance(alone_method, Dense) else alone[head].figures.density) - judged.figures.density
         if number == NOISE:
             continue
-        if one.method == members[head][0] and one.sparsity < LEAST_SPARSITY:  # a pivot
-            lines = own if isinstance(own, SharePrefill) else ladder[-1]
-            choices[head] = Choice(own, replace(lines, cluster=number), saved)
-        elif isinstance(member := sparse_enough(one), SharePrefill) and saved >= 0:
-            choices[head] = Choice(own, member, saved)
+        if judged.method == members[head][0] and judged.sparsity < LEAST_SPARSITY:  # a pivot
+            lines = alone_method if isinstance(alone_method, SharePrefill) else ladder[-1]
+            choices[head] = Choice(alone_method, replace(lines, cluster=number), saved)
+        elif isinstance(member := sparse_enough(judged), SharePrefill) and saved >= 0:
+            choices[head] = Choice(alone_method, member, saved)
     return choices
 
 
 def worth(choices: Sequence[Sequence[Choice]]) -> set[int]:
     """Clusters of two heads and more that save more than they cost."""
     saved: dict[int, list[float]] = defaultdict(list)
-    for one in chain.from_iterable(choices):
-        if one.shared:
-            saved[one.shared.cluster].append(one.saved)
-    return {number for number, of in saved.items() if len(of) > 1 and sum(of) > 0}
+    for choice in chain.from_iterable(choices):
+        if choice.shared:
+            saved[choice.shared.cluster].append(choice.saved)
+    return {number for number, savings in saved.items() if len(savings) > 1 and sum(savings) > 0}

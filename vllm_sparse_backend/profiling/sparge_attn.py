@@ -43,29 +43,29 @@ class Pairs(Search):
         self.bound, self.skipping = bound, skipping
 
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
-        found = self._pairs(judge, may)
-        methods = [sparse_enough(found.get(head)) for head in range(judge.num_heads)]
+        pairs = self._pairs(judge, may)
+        methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
         return self._with_margins(judge, methods, may) if self.skipping else methods
 
     def _pairs(self, judge: LayerJudge, may: May) -> dict[int, Judged]:
         """Of each head the sparsest pair, where one holds."""
         bound = self.bound.less(FIRST_MARGIN) if self.skipping else self.bound
-        found: dict[int, Judged] = {}
+        sparsest_pairs: dict[int, Judged] = {}
         heads = list(range(judge.num_heads))
         for theta in THETAS:
             at_theta = [SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS]
-            ladders = {head: [one for one in at_theta if may(head, one)] for head in heads}
+            ladders = {head: [setting for setting in at_theta if may(head, setting)] for head in heads}
             for head, judged in sparsest(judge, bound, ladders).items():
-                if judged.holds and (head not in found or judged.sparsity > found[head].sparsity):
-                    found[head] = judged
+                if judged.holds and (head not in sparsest_pairs or judged.sparsity > sparsest_pairs[head].sparsity):
+                    sparsest_pairs[head] = judged
                 if judged.sparsity < LEAST_SPARSITY:
                     heads.remove(head)  # higher θs keep still more
-        return found
+        return sparsest_pairs
 
     def _with_margins(self, judge: LayerJudge, methods: list[Method], may: May) -> list[Method]:
         """Each with the λ that skips most under the bound, if one does."""
         settings = {
-            head: [one for margin in MARGINS if may(head, one := replace(method, skip_margin=margin))]
+            head: [setting for margin in MARGINS if may(head, setting := replace(method, skip_margin=margin))]
             for head, method in enumerate(methods)
             if isinstance(method, SpargeAttn)
         }

@@ -35,59 +35,62 @@ class Found:
         """Of the held-out prompts, over the heads that are not dense: what part of them holds the bound; the most that
         a head takes of it; means."""
         sparse = [
-            of
+            result
             for methods, figures in zip(self.methods, self.held_out)
-            for method, of in zip(methods, figures or ())
+            for method, result in zip(methods, figures or ())
             if not isinstance(method, Dense)
         ]
         if not sparse:
             return {}
-        shares = [self.bound.share(of) for of in sparse]
+        shares = [self.bound.share(result) for result in sparse]
         figures = {
             "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
             "most_of_bound": max(shares),
-            "error": fmean(of.error for of in sparse),
-            "p99_error": fmean(of.p99 for of in sparse),
+            "error": fmean(result.error for result in sparse),
+            "p99_error": fmean(result.p99 for result in sparse),
         }
         if self.bound.has_mean:
-            figures["mean_of_bound"] = sum(of.error for of in sparse) / sum(map(len, self.methods)) / self.bound.mean
+            figures["mean_of_bound"] = (
+                sum(result.error for result in sparse) / sum(map(len, self.methods)) / self.bound.mean
+            )
         return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
     @property
     def density(self) -> float:
         """Mean over all layers' heads."""
-        left_out = sum(1 - of.density for layer in self.figures for of in layer or ())
+        left_out = sum(1 - result.density for layer in self.figures for result in layer or ())
         return 1 - left_out / sum(map(len, self.methods))
 
 
 def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -> float:
     """Of all heads of the model; those of layers that have no figures are dense."""
-    return sum(of.error for layer in figures for of in layer or ()) / (len(figures) * num_heads)
+    return sum(result.error for layer in figures for result in layer or ()) / (len(figures) * num_heads)
 
 
-def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
+def profile_of(job: Job, findings: Mapping[str, Found], source: str) -> Profile:
     """The first is the profile's own level; others at which nothing goes sparse are left out, as ``exact`` is one."""
     levels = {
-        name: Level.of_heads(one.methods, provenance_of(job, one, source), one.crossover)
-        for name, one in found.items()
-        if any(not isinstance(method, Dense) for layer in one.methods for method in layer)
+        name: Level.of_heads(finding.methods, provenance_of(job, finding, source), finding.crossover)
+        for name, finding in findings.items()
+        if any(not isinstance(method, Dense) for layer in finding.methods for method in layer)
     }
-    if (first := next(iter(found))) not in levels:
+    if (first := next(iter(findings))) not in levels:
         # Another in its place would be what requests get that name none.
-        numbers = ":".join(f"{x:g}" for x in found[first].bound.numbers.values())
+        numbers = ":".join(f"{x:g}" for x in findings[first].bound.numbers.values())
         why = f"{source}: no head holds the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}: expected a larger one, or longer prompts")
-    own, *others = levels
+    first_level, *others = levels
+    fields_of_level = {field: getattr(levels[first_level], field) for field in Level.model_fields}
     return Profile.model_validate({
-        "format": 1, "model": job.shape, "level": own, **{of: getattr(levels[own], of) for of in Level.model_fields},
+        "format": 1, "model": job.shape, "level": first_level, **fields_of_level,
         "min_tokens": job.served.min_tokens if job.says_min_tokens else None,
         "levels": {name: levels[name] for name in others},
     })  # fmt: skip
 
 
-def provenance_of(job: Job, found: Found, source: str) -> Provenance:
+def provenance_of(job: Job, finding: Found, source: str) -> Provenance:
     rows: dict[str, profile_figures.PerHead] = {
-        name: [[getattr(of, of_name) for of in layer] if layer else None for layer in found.figures]
+        name: [[getattr(result, of_name) for result in layer] if layer else None for layer in finding.figures]
         for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))
     }
     return Provenance(
@@ -97,8 +100,8 @@ def provenance_of(job: Job, found: Found, source: str) -> Provenance:
         source=source,
         seed=job.seed,
         versions=versions(),
-        bounds=found.bound.numbers,
-        density=float(f"{found.density:.4g}"),
+        bounds=finding.bound.numbers,
+        density=float(f"{finding.density:.4g}"),
         figures=profile_figures.HeadFigures.of_heads(**rows),
-        held_out=found.summary(),
+        held_out=finding.summary(),
     )

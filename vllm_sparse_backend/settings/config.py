@@ -21,7 +21,7 @@ from vllm_sparse_backend.settings.errors import ConfigurationError, Section, loo
 from vllm_sparse_backend.settings.keys import DEVICE, DOCUMENTS, KEY, OPTION
 from vllm_sparse_backend.settings.methods import make_method, method_names
 from vllm_sparse_backend.settings.profile import EXACT, ON
-from vllm_sparse_backend.settings.ranges import MOST_COUNT
+from vllm_sparse_backend.settings.ranges import MOST_COUNT, Ranges
 from vllm_sparse_kernels.methods.base import Method
 
 
@@ -53,6 +53,13 @@ class GuardConfig(Section):
 def _to_name(given: object) -> object:
     """YAML reads ``on`` as true; requests themselves say 0 and 1."""
     return {0: EXACT, 1: ON}.get(given, given) if isinstance(given, (bool, int)) else given
+
+
+def _without_duplicates(layers: object) -> object:
+    """A list of layers may name one twice."""
+    if isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers):
+        return sorted(set(layers))
+    return layers
 
 
 Choice = Annotated[StrictStr, BeforeValidator(_to_name)]
@@ -95,8 +102,8 @@ class SparsePrefillConfig(Section):
     crossover: StrictStr | None = None
     """Path of a table of measurements that ``auto`` looks numbers up in, in place of the one that ships."""
 
-    dense_layers: tuple[Annotated[StrictInt, Field(ge=0)], ...] = ()
-    """Layers that always run dense, on top of the profile's."""
+    dense_layers: Annotated[Ranges, BeforeValidator(_without_duplicates)] = ()
+    """Layers that always run dense, on top of the profile's: numbers, or ranges such as ``"0-3,7"``."""
 
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
     """What attention runs on: the fastest engine that can, or the named one, without which the server stops."""
@@ -123,11 +130,6 @@ class SparsePrefillConfig(Section):
         if name not in method_names():
             raise ValueError(not_one_of(name, method_names()))
         return name
-
-    @field_validator("dense_layers")
-    @classmethod
-    def _sorted(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted(set(layers)))
 
     @field_validator("params")
     @classmethod

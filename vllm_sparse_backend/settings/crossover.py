@@ -19,7 +19,7 @@ from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema
 from vllm_sparse_backend.settings.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
-from vllm_sparse_backend.settings.strict_yaml import file_at, read_text
+from vllm_sparse_backend.settings.strict_yaml import file_at, read_text, why_no_file
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -211,9 +211,12 @@ def resolve(
     notes = []
     where = f"on {device} with engine {engine}"
     if unmeasured:
+        stand_ins = {"min_tokens": (min_tokens, UNMEASURED_MIN_TOKENS)}
+        stand_ins["min_query_tokens"] = (min_query_tokens, UNMEASURED_MIN_QUERY_TOKENS)
+        automatic = [f"{name} {number}" for name, (setting, number) in stand_ins.items() if setting == AUTO]
         notes.append(
-            f"{', '.join(unmeasured)} not measured {where}: auto stands for min_tokens {UNMEASURED_MIN_TOKENS} and "
-            f"min_query_tokens {UNMEASURED_MIN_QUERY_TOKENS} there; `{COMMAND}` measures them"
+            f"{', '.join(unmeasured)} not measured {where}: auto stands for {' and '.join(automatic)} there; "
+            f"`{COMMAND}` measures them"
         )
     queries = [entry.min_query_tokens for entry in entries if entry.min_query_tokens is not None]
     measured = None if unmeasured or not queries else max(queries)
@@ -236,7 +239,8 @@ def crossover_file(path: str | None = None) -> Path:
     """The table's file, or the one that ships. Raises ``ConfigurationError`` where there is none."""
     file = file_at(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
     if file is None:
-        raise ConfigurationError(f"crossover: given {path!r}, expected a file that `{COMMAND}` wrote")
+        problem = why_no_file(str(path))
+        raise ConfigurationError(f"crossover: given {path!r}: {problem}; expected a file that `{COMMAND}` wrote")
     return file
 
 

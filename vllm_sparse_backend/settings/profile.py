@@ -257,9 +257,8 @@ def profile_file(name_or_path: str | Path, asked_by: str = "profile") -> Path:
     bundled = bundled_profiles()
     path = bundled.get(str(name_or_path)) or strict_yaml.file_at(str(name_or_path))
     if path is None:
-        raise ConfigurationError(
-            f"{asked_by}: no such file; {not_one_of(str(name_or_path), bundled)}, or a file's path"
-        )
+        problem = strict_yaml.why_no_file(str(name_or_path))
+        raise ConfigurationError(f"{asked_by}: {problem}; {not_one_of(str(name_or_path), bundled)}, or a file's path")
     return path
 
 

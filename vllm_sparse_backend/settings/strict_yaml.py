@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML for files that people write: nothing is executed, a key given twice is an error, and 1e-3 is a number."""
 
+import errno
+import os
 import re
+import stat
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +46,27 @@ def file_at(path: str) -> Path | None:
         return file if file.is_file() else None
     except (OSError, RuntimeError, ValueError):
         return None
+
+
+def why_no_file(path: str) -> str:
+    """Why ``file_at`` has nothing for this path: "no such file", or what is there instead."""
+    try:
+        file = Path(path).expanduser()
+        exists = os.path.lexists(file)
+    except (OSError, RuntimeError, ValueError):
+        exists = False
+    return f"{path} is {kind_of_file(file)}, expected a file" if exists else "no such file"
+
+
+def kind_of_file(path: Path) -> str:
+    """What an existing path is: "a folder", "a fifo", "a loop of links", and so on."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        broken = {errno.ELOOP: "a loop of links", errno.ENOENT: "a link to nothing"}
+        return broken.get(error.errno or 0, f"not to be opened ({error.strerror})")
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 _KINDS = {str: "a text", list: "a list", type(None): "nothing"}  # content is not shown: any file may have been named

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands with many options: a frozen dataclass holds the options, and its method ``run`` does the work.
+
+The dataclass's fields are annotated as typer's parameters are, its docstring is the help, and a derived class inherits
+options. So options have one declaration and one type, and no function takes more than a few parameters.
+"""
+
+from typing import Any, Protocol
+
+import typer
+from typer.core import TyperCommand
+
+
+class Command(Protocol):
+    """Options of one command, parsed and checked."""
+
+    def run(self) -> None:
+        """Do what the command is for."""
+
+
+class OptionsCommand(TyperCommand):
+    """A command whose callback makes its options, which are then run."""
+
+    def invoke(self, ctx: Any) -> None:
+        options: Command = super().invoke(ctx)
+        options.run()
+
+
+def add_command(app: typer.Typer, options: type[Command], *, name: str | None = None, example: str = "") -> None:
+    """Add a command to a group.
+
+    Args:
+        app: The group.
+        options: Frozen dataclass of the command's options.
+        name: The command's name; without one the command is the whole program.
+        example: A command line for the end of its help.
+    """
+    epilog = f"Example: {example}" if example else None
+    app.command(name, cls=OptionsCommand, epilog=epilog)(options)
+
+
+def run_alone(options: type[Command]) -> None:
+    """Run a program whose only command this is, as ``typer.run`` does with a function."""
+    app = typer.Typer(add_completion=False)
+    add_command(app, options)
+    app()
