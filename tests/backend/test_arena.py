@@ -55,8 +55,8 @@ def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
 
 def small_room(times: float) -> Room:
     """So many times what a tile of the longest row needs."""
-    one_tile = Room(needs(), 0, LONGEST).needed(rows_of([Row(0, 0, 1, LONGEST - 1)]))
-    return Room(needs(), int(one_tile * times), LONGEST)
+    one_tile = Room(needs(), 0).needed(rows_of([Row(0, 0, 128, LONGEST - 128)]))
+    return Room(needs(), int(one_tile * times))
 
 
 class TestSlabs:
@@ -85,7 +85,7 @@ class TestSlabs:
         slab = rows_of(in_turn([(5000, 500)]))
         merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])
         groups = ((HeadGroup((0, 1, 2), merged),), (HeadGroup((0, 1, 2), VerticalSlash(4000)),))
-        of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0, LONGEST).needed(slab) for g in groups)
+        of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0).needed(slab) for g in groups)
         assert of_merged == of_most
 
 
@@ -162,7 +162,7 @@ class TestForward:
         outputs = []
         for memory in (
             builder.memory,
-            Memory(Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), Room(room.layers, num_bytes, 8192)),
+            Memory(Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), Room(room.layers, num_bytes)),
         ):
             layer.impl.worker.memory = builder.memory = memory
             metadata = builder.build(0, step.common)
@@ -175,7 +175,7 @@ class TestForward:
     def test_a_row_without_room_is_dense_and_counted(self, built: Callable[..., Any]) -> None:
         _, builder = built(0)
         needed = builder.memory.room.needed(rows_of([Row(0, 0, 1, 2000)]))
-        builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
+        builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed))
         common = make_common([(1000, 300), (5000, 300)])
         assert [row.kind.reason for row in builder._classify(0, common)] == [None, Fallback.NO_ROOM]
         assert builder.recorder._counts == {}
