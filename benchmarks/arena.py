@@ -14,7 +14,7 @@ attention runs with each engine, its kernels do nothing, and its tensors have no
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -197,7 +197,8 @@ def count_cut_differently(number: int, seed: int = 0) -> int:
         workers = [Worker(heads, chunk, share=share) for chunk in (4_096, 8_192, 32_768) for share in (1.0, 0.8, 0.5)]
         for batch in range(number * i // len(WORKERS), number * (i + 1) // len(WORKERS)):
             worker = workers[batch % len(workers)]
-            rows = [row for row in random_step(generator, worker.max_tokens) if worker.room.fits(row)]
+            sparse = filter(worker.room.fits, random_step(generator, worker.max_tokens))
+            rows = [replace(row, number=i_row) for i_row, row in enumerate(sparse)]
             together = worker.cuts(rows) if rows else {}
             for row in rows:
                 alone = worker.cuts([Row(0, 0, row.query_len, row.context_len)])

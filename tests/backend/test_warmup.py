@@ -36,7 +36,9 @@ from vllm_sparse_kernels.attend import Engine, FlashAttention, portable
 from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8
+from vllm_sparse_kernels.select.engine import SelectEngine
 from vllm_sparse_kernels.trial import Batch
 
 HAS_CUDA, CPU = torch.cuda.is_available(), torch.device("cpu")
@@ -152,7 +154,13 @@ class TestKeys:
         def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
             engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
 
+        def selection_failure(
+            engine: SelectEngine, method: Method, batch: Batch, index: Any, heads: torch.Tensor, expected: Any
+        ) -> None:
+            engine.select(method, batch.q, batch.cache, index, heads, batch.scale)
+
         monkeypatch.setattr(compat, "IS_CPU", False)
+        monkeypatch.setattr(engines, "selection_failure", selection_failure)
         monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
         monkeypatch.setattr(engines, "failure", failure)
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
