@@ -1,25 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a server's arena is, by method, longest request and size of a step. Arithmetic: no device is needed.
+"""How large a server's arena is, whether steps ever miss it, and whether rows are cut by themselves.
 
-    python -m benchmarks.arena [--results docs/results/arena.json]
+Computed on the host: no device is needed.
 
-Of one worker, for the heads of an 8B model, as an H100 or H200 has it, with ``min_tokens`` and ``min_query_tokens`` as
-where nothing was measured. A server of another shape says its own size in its log.
+    python -m benchmarks.arena [--results docs/results/arena.json] [--mend docs/results/mend.json] [--number 10000]
+
+Sizes are of one worker, for the heads of an 8B model, as an H100 or H200 has it, with ``min_tokens`` and
+``min_query_tokens`` as where nothing was measured. A server of another shape says its own size in its log.
+
+Misses and cuts are counted over random steps of 20 shapes of a worker's heads: the host's part of selection and
+attention runs with each engine, its kernels do nothing, and its tensors have no memory (torch's meta device).
 """
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from benchmarks.figures import merge_figures
-from vllm_sparse_backend.serving.arena import SEVERAL_ROWS_BYTES, SLACK, LayerNeed, largest_steps, rows_of
+from benchmarks.figures import FIELDS, merge_figures
+from benchmarks.offline import without_launches
+from vllm_sparse_backend.serving.arena import Arena, ArenaSize, LayerNeed, Room, Row
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import UNMEASURED_MIN_QUERY_TOKENS, UNMEASURED_MIN_TOKENS, Thresholds
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import PagedCache, Rows
+from vllm_sparse_kernels.attend import PORTABLE
+from vllm_sparse_kernels.layer import Layer
+from vllm_sparse_kernels.methods.top_p import hopper, portable
+from vllm_sparse_kernels.select.engine import SelectEngine
+from vllm_sparse_kernels.select.slabs import TileBytes, slabs_of
 
 RESULTS = Path("docs/results/arena.json")
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -32,15 +46,164 @@ MAX_ROWS = 256
 """vLLM's max_num_seqs."""
 
 
+META, CPU = torch.device("meta"), torch.device("cpu")
+MEND = Path("docs/results/mend.json")
+BEFORE_MIB = 466
+"""The arena of the default method for the heads of an 8B model, requests of 131,072 tokens and steps of 8,192, when
+``top_p`` was sized by the portable engine and by the longest row alone."""
+
+WORKERS: tuple[tuple[int, int, int], ...] = (
+    (32, 8, 128), (16, 4, 128), (8, 2, 128), (64, 8, 128), (16, 2, 128), (8, 1, 128), (40, 8, 128), (20, 4, 128),
+    (10, 2, 128), (5, 1, 128), (28, 4, 128), (14, 2, 128), (7, 1, 128), (16, 1, 128), (9, 3, 64), (32, 8, 64),
+    (32, 32, 128), (24, 8, 128), (8, 4, 256), (12, 2, 96),
+)  # fmt: skip
+"""(heads, kv heads, head_dim) of a worker: of models from 1B to 405B, whole and at tensor parallelism of 2, 4 and 8."""
+
+CHUNKS = (2_048, 4_096, 8_192, 16_384, 32_768)
+"""max_num_batched_tokens."""
+
+MAX_LEN = 131_072
+THRESHOLDS = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
+
+
+def needs_of(method: str, shape: ModelShape) -> tuple[LayerNeed, Layer]:
+    """What the only layer of such a model needs, all of whose heads run ``method``, and the layer."""
+    (groups,) = Plan.build(SparsePrefillConfig(method=method), shape).layers
+    assert groups is not None
+    need = LayerNeed.of(groups, shape.num_kv_heads, shape.head_dim, 2, CPU)
+    return need, Layer.of(groups, shape.head_dim, CPU)
+
+
 def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
     """Of a server whose heads all run ``method``, on a device of which that is less than a sixteenth."""
-    (groups,) = Plan.build(SparsePrefillConfig(method=method), SHAPE).layers
-    assert groups is not None
-    kv_heads, head_dim = SHAPE.num_kv_heads, SHAPE.head_dim
-    need = LayerNeed.of(groups, kv_heads, head_dim, 2, torch.device("cpu"))
-    thresholds = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
-    needed = [need.num_bytes(rows_of(step)) for step in largest_steps(step_tokens, MAX_ROWS, max_len, thresholds)]
-    return int(max(needed[0], min(max(needed), SEVERAL_ROWS_BYTES)) * SLACK)
+    need, _ = needs_of(method, SHAPE)
+    size = ArenaSize.of([need], step_tokens, MAX_ROWS, max_len, THRESHOLDS)
+    assert size is not None
+    return size.num_bytes
+
+
+def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LEN) -> list[Row]:
+    """Sparse rows of a step, each with as many tokens as serving lets go sparse: one alone as often as several."""
+    num_rows = generator.choice((1, 1, 1, 2, 3, 4, 8))
+    left, rows = max_tokens, list[Row]()
+    for number in range(num_rows):
+        most = min(left, max_len - UNMEASURED_MIN_TOKENS)
+        if most < 1:
+            break
+        query_len = most if number == num_rows - 1 and generator.random() < 0.5 else generator.randint(1, most)
+        longest = max_len - query_len
+        context_len = generator.choice((longest, generator.randint(UNMEASURED_MIN_TOKENS, longest)))
+        rows.append(Row(number, max_tokens - left, query_len, context_len))
+        left -= query_len
+    return rows
+
+
+def table_of(rows: Sequence[Row], device: torch.device = META) -> torch.Tensor:
+    """A block table that says each row's number, where it has memory."""
+    return torch.arange(len(rows), dtype=torch.int32, device=device)[:, None]
+
+
+@dataclass
+class Worker:
+    """A worker's layer, its arena of the size that serving gives it, and what steps took."""
+
+    heads: tuple[int, int, int]
+    max_tokens: int
+    method: str = "default"
+    share: float = 1.0
+    """Of that size: less, as where the device's memory limits it."""
+
+    num_misses: int = field(default=0, init=False)
+    peak_bytes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        num_heads, num_kv_heads, self.head_dim = self.heads
+        shape = ModelShape("LlamaForCausalLM", 1, num_heads, num_kv_heads, self.head_dim)
+        need, layer = needs_of(self.method, shape)
+        size = ArenaSize.of([need], self.max_tokens, MAX_ROWS, MAX_LEN, THRESHOLDS)
+        assert size is not None
+        self.room = Room([need], int(size.num_bytes * self.share))
+        self.layer = layer
+        page = torch.empty(1, 128, num_kv_heads, 2 * self.head_dim, dtype=torch.float16, device=META)
+        self.cache = PagedCache(*page.split(self.head_dim, dim=-1))
+        self.engines = {group.method: group.method.select_engines for group in layer.groups}
+
+    def run(self, rows: Sequence[Row]) -> None:
+        """Select with each engine and attend over what is kept, on the host alone; count what the arena lacked."""
+        tokens = rows[-1].token + rows[-1].query_len
+        q = torch.empty(tokens, self.heads[0], self.head_dim, dtype=torch.float16, device=META)
+        for slab in self.room.slabs(rows, table_of(rows)):
+            for i_engine in range(max(map(len, self.engines.values()))):
+                arena = Arena(META, torch.empty(self.room.num_bytes, dtype=torch.uint8, device=META))
+                index = self.layer.index(slab.rows, arena)
+                for group in self.layer.groups:
+                    engines: Sequence[SelectEngine] = self.engines[group.method]
+                    heads = torch.empty(len(group.heads), dtype=torch.int32, device=META)
+                    with arena.frame():
+                        engines[i_engine % len(engines)].select(group.method, q, self.cache, index, heads, 0.1)
+                with arena.frame():
+                    PORTABLE.attend(q, self.cache, index, torch.empty_like(q), 0.1, options=self.layer.options)
+                self.num_misses += arena.overflows
+                self.peak_bytes = max(self.peak_bytes, arena.peak_bytes)
+
+    def cuts(self, rows: Sequence[Row]) -> dict[int, list[Any]]:
+        """Of each row how it is cut: its chunks, by their first token in it, and the tiles of these by runs."""
+        cuts: dict[int, list[Any]] = {row.number: [] for row in rows}
+        begins = {row.number: row.token for row in rows}
+        for slab in self.room.slabs(rows, table_of(rows, CPU)):
+            for i, number in enumerate(slab.rows.block_table[:, 0].tolist()):
+                chunk = slab.rows.tokens[i] - begins[number], slab.rows.query_lens[i]
+                runs = [
+                    run_cuts(slab.rows, i, self.heads[0], each) for each in (hopper.tile_bytes, portable.tile_bytes)
+                ]
+                cuts[number].append((*chunk, *runs))
+        return cuts
+
+
+def run_cuts(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[tuple[int, int]]:
+    """The tiles of a row by the runs that measure them, counted from the row's first: (first, end) of each run."""
+    begin, end = rows.tile_starts[row], rows.tile_starts[row + 1]
+    cuts = []
+    for slab in slabs_of(rows, num_selected, tile_bytes):
+        for run in slab.runs:
+            first, last = max(run.first_tile, begin), min(run.end_tile, end)
+            if first < last:
+                cuts.append((first - begin, last - begin))
+    return cuts
+
+
+def count_misses(number: int, method: str = "default", seed: int = 0) -> int:
+    """Tensors that did not fit the arena, over that many random steps of all workers."""
+    generator = random.Random(seed)
+    misses = 0
+    with without_launches():
+        for i, heads in enumerate(WORKERS):
+            workers = [Worker(heads, max_tokens, method) for max_tokens in CHUNKS]
+            for step in range(number * i // len(WORKERS), number * (i + 1) // len(WORKERS)):
+                worker = workers[step % len(workers)]
+                worker.run(random_step(generator, worker.max_tokens))
+            misses += sum(worker.num_misses for worker in workers)
+    return misses
+
+
+def count_cut_differently(number: int, seed: int = 0) -> int:
+    """Rows that are cut otherwise in a batch than alone, over that many random batches of all workers.
+
+    Arenas are of the size that serving gives them, and smaller ones.
+    """
+    generator = random.Random(seed)
+    differing = 0
+    for i, heads in enumerate(WORKERS):
+        workers = [Worker(heads, chunk, share=share) for chunk in (4_096, 8_192, 32_768) for share in (1.0, 0.8, 0.5)]
+        for batch in range(number * i // len(WORKERS), number * (i + 1) // len(WORKERS)):
+            worker = workers[batch % len(workers)]
+            sparse = filter(worker.room.fits, random_step(generator, worker.max_tokens))
+            rows = [replace(row, number=i_row) for i_row, row in enumerate(sparse)]
+            together = worker.cuts(rows) if rows else {}
+            for row in rows:
+                alone = worker.cuts([Row(0, 0, row.query_len, row.context_len)])
+                differing += together[row.number] != alone[0]
+    return differing
 
 
 def name_of(method: str, max_len: int, step_tokens: int) -> str:
@@ -56,8 +219,27 @@ def figures() -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def main(results: Annotated[Path, typer.Option(help="List of figures to merge these into.")] = RESULTS) -> None:
+def mend_figures(number: int) -> Iterator[dict[str, Any]]:
+    device, command = "none: reckoned", f"python -m benchmarks.arena --number {number}"
+    size = arena_bytes("default", MAX_LEN, 8_192) / (BEFORE_MIB << 20)
+    rows = (
+        (f"arena: tensors that did not fit, {number:,} random steps of 20 shapes, both engines", count_misses(number),
+         "tensors", 0),
+        ("arena: memory at 32 on 8 heads of 128, 131,072 tokens, over that before", round(size, 4), "times", 1.05),
+        (f"rows cut otherwise in a batch than alone, {number:,} random batches", count_cut_differently(number),
+         "rows", 0),
+    )  # fmt: skip
+    for name, value, unit, bar in rows:
+        yield dict(zip(FIELDS, (name, value, unit, bar, "lower", device, command), strict=True))
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="List of figures to merge the sizes into.")] = RESULTS,
+    mend: Annotated[Path, typer.Option(help="List of figures to merge misses and cuts into.")] = MEND,
+    number: Annotated[int, typer.Option(min=1, help="Random steps and batches.")] = 10_000,
+) -> None:
     merge_figures(results, {figure["name"]: figure for figure in figures()})
+    merge_figures(mend, {figure["name"]: figure for figure in mend_figures(number)})
 
 
 if __name__ == "__main__":

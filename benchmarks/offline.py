@@ -9,14 +9,20 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.top_p import hopper as top_p_hopper
 
 HOPPER_TARGET = GPUTarget("cuda", 90, 32)
 
@@ -49,6 +55,24 @@ def compiling_for(target: GPUTarget = HOPPER_TARGET) -> Iterator[None]:
         yield
     finally:
         driver._active = before
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Kernels of Triton and Gluon do nothing within: what the host asks a workspace for depends on none of them.
+
+    Tensors may be on any device and of any type, those for bulk copies too.
+    """
+
+    def nothing(*arguments: Any, **options: Any) -> None:
+        pass
+
+    with ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(patch.object(kind, "run", nothing))
+        for module in (top_p_hopper, sale_scores):
+            stack.enter_context(patch.object(module, "bulk_steps", lambda rows: rows))
+        yield
 
 
 class Recorder:

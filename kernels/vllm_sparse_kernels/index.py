@@ -10,7 +10,7 @@ Invariants (``check``): lists sorted, unique and causal; every block of a tile's
 kept block; counts within capacity.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -258,10 +258,14 @@ class SparseIndex:
         self.stripe_positions[start : start + len(positions)] = positions
         self.stripe_counts[head, i_tile] = len(positions)
 
-    def check(self) -> None:
-        """Raise AssertionError naming head, tile and broken invariant. Reads the device: for tests and debugging."""
+    def check(self, heads: Sequence[int] | None = None) -> None:
+        """Raise AssertionError naming head, tile and broken invariant. Reads the device: not for a step.
+
+        Args:
+            heads: The query heads to check; None checks all.
+        """
         for i_tile, tile in enumerate(self.rows.tile_list):
-            for head in range(self.num_heads):
+            for head in range(self.num_heads) if heads is None else heads:
                 where = f"head {head}, tile {i_tile} at position {tile.position}"
                 self._check_blocks(head, i_tile, tile, where)
                 self._check_stripes(head, i_tile, tile, where)

@@ -19,10 +19,12 @@ from vllm_sparse_kernels.attend.engine import Engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference_attend
 from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.select.engine import SelectEngine, SelectSpec, choose_select_engine
 from vllm_sparse_kernels.width import index_block_tokens
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -51,7 +53,7 @@ def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> Laye
 def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
     """Heads that select alike, in the order of each group's first head; ``counts``: how many heads may share."""
     heads: dict[Method, list[int]] = {}
-    selections = [one if counts[one.sharing] > 1 else one.unshared for one in methods]
+    selections = [method if counts[method.sharing] > 1 else method.unshared for method in methods]
     for head, selection in enumerate(selections):
         heads.setdefault(selection.alike, []).append(head)
     return tuple(HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids])) for alike, ids in heads.items())
@@ -85,18 +87,35 @@ class Layer:
     block_tokens: int  # of the index
     by_kernels: bool
     """On a GPU; else the references select and attend."""
+    select_engines: tuple[SelectEngine, ...]
+    """What selects each group where kernels do."""
+
     engine: Engine = PORTABLE
+    """What attends where kernels do."""
 
     @staticmethod
-    def of(groups: LayerPlan, head_dim: int, device: torch.device, asked: str = "auto") -> "Layer":
-        """``asked``: name of the engine that is asked for. Waits for the device: not for a step."""
+    def of(groups: LayerPlan, head_dim: int, device: torch.device, engine: str = "auto") -> "Layer":
+        """The layer as it runs before any trial. Waits for the device: not for a step.
+
+        Args:
+            groups: Its heads and their methods.
+            head_dim: Of its heads.
+            device: Where it runs.
+            engine: Name of the attention engine that the operator asked for; it decides how wide blocks are. The layer
+                attends on ``portable`` until another engine is chosen (``dataclasses.replace``).
+
+        Returns:
+            The layer; each group selects on the first engine that does not refuse it.
+        """
         methods = methods_by_head(groups)
+        specs = [SelectSpec(group.method, device, head_dim) for group in groups]
         return Layer(
             groups,
             tuple(torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups),
             attend_options(methods, device),
-            index_block_tokens(methods, head_dim, device, asked),
+            index_block_tokens(methods, head_dim, device, engine),
             by_kernels=device.type == "cuda",
+            select_engines=tuple(choose_select_engine(spec).engine for spec in specs),
         )
 
     @property
@@ -123,8 +142,8 @@ class Layer:
         """
         if index.num_heads != query.shape[1]:
             raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {query.shape[1]}")
-        for group, heads in zip(self.groups, self.head_ids, strict=True):
-            select = type(group.method).select if self.by_kernels else METHODS[name_of(group.method)].reference
+        for group, heads, engine in zip(self.groups, self.head_ids, self.select_engines, strict=True):
+            select = engine.select if self.by_kernels else METHODS[name_of(group.method)].reference
             with index.workspace.frame():
                 select(group.method, query, cache, index, heads, scale)
 
@@ -151,24 +170,28 @@ def keeping(layer: Layer, share: float) -> Layer:
 
 def run(
     layer: Layer,
-    query: torch.Tensor,
-    cache: PagedCache,
-    rows: Rows,
+    inputs: LayerInputs,
     out: torch.Tensor,
-    scale: float,
     workspace: Workspace | None = None,
     sinks: torch.Tensor | None = None,
     check: bool = False,
 ) -> SparseIndex:
     """Select and attend: write the output of the rows' queries into ``out``, and leave its other tokens untouched.
 
-    query and out: [num_tokens, num_heads, head_dim]; ``scale`` takes products of queries' and keys' elements to scores:
-    the softmax's times ``cache.score_scale``. The index is returned; it lies in the workspace. ``check`` waits for the
-    device to look at it, for debugging.
+    Args:
+        layer: Its heads' methods and its engines.
+        inputs: Queries [num_tokens, num_heads, head_dim], cache, rows and scale.
+        out: Of the queries' shape.
+        workspace: Where the index and temporary tensors lie; None asks torch for each.
+        sinks: [num_heads], a learnt logit for each head (``attend.engine.Attend``). They join the softmax, not the
+            selection: a sink scales a query's output, and the order of its blocks stays. A share or a threshold is of
+            what the sink leaves.
+        check: Wait for the device and check the index, for debugging.
 
-    ``sinks``, a learnt logit for each head, join the softmax (``attend.engine.Attend``), not the selection: a sink
-    scales a query's output, and the order of its blocks stays. A share or a threshold is of what the sink leaves.
+    Returns:
+        What was selected. It lies in the workspace.
     """
+    query, cache, rows, scale = inputs
     index = layer.index(rows, workspace)
     layer.select(query, cache, index, scale)
     if check:

@@ -11,15 +11,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
+from benchmarks.arena import BEFORE_MIB, WORKERS, Worker, arena_bytes, count_cut_differently, count_misses
+from benchmarks.offline import without_launches
 from tests.backend.served import CPU, make_builder, make_common, make_config, make_layers, make_model, make_step
 from vllm_sparse_backend.serving import arena as arenas, compat
-from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, rows_of
+from vllm_sparse_backend.serving.arena import Arena, ArenaSize, LayerNeed, Memory, Room, Row, largest_steps, rows_of
+from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels.layer import HeadGroup
+from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 MIN_TOKENS = 100
@@ -55,8 +59,8 @@ def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
 
 def small_room(times: float) -> Room:
     """So many times what a tile of the longest row needs."""
-    one_tile = Room(needs(), 0, LONGEST).needed(rows_of([Row(0, 0, 1, LONGEST - 1)]))
-    return Room(needs(), int(one_tile * times), LONGEST)
+    one_tile = Room(needs(), 0).needed(rows_of([Row(0, 0, 128, LONGEST - 128)]))
+    return Room(needs(), int(one_tile * times))
 
 
 class TestSlabs:
@@ -85,8 +89,59 @@ class TestSlabs:
         slab = rows_of(in_turn([(5000, 500)]))
         merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])
         groups = ((HeadGroup((0, 1, 2), merged),), (HeadGroup((0, 1, 2), VerticalSlash(4000)),))
-        of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0, LONGEST).needed(slab) for g in groups)
+        of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0).needed(slab) for g in groups)
         assert of_merged == of_most
+
+
+class TestEveryStep:
+    """Of random steps of many workers, as `python -m benchmarks.arena` counts them over 10,000."""
+
+    def test_no_step_takes_more_than_the_arena(self) -> None:
+        assert count_misses(200, seed=1) == 0
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("method", ["sale", "vertical_slash", "anchor_attention", "flex_vertical_slash"])
+    def test_nor_with_other_methods(self, method: str) -> None:
+        assert count_misses(100, method, seed=2) == 0
+
+    def test_a_step_that_does_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Rows that are taken unchecked into a smaller arena."""
+        worker = Worker((10, 2, 128), 8192, share=0.5)
+        monkeypatch.setattr(Room, "slabs", lambda self, rows, table: (Slab(rows_of(rows, table)),))
+        with without_launches():
+            worker.run([Row(0, 0, 8192, 100_000)])
+        assert worker.num_misses > 0
+
+    def test_no_row_is_cut_otherwise_than_alone(self) -> None:
+        assert count_cut_differently(300, seed=1) == 0
+
+    @pytest.mark.parametrize("heads", [(8, 1, 128), (5, 1, 128), (10, 2, 128)])
+    def test_nor_where_a_shorter_row_once_took_more_than_the_longest(self, heads: tuple[int, int, int]) -> None:
+        worker = Worker(heads, 8192)
+        for query_len in range(128, 8193, 640):
+            row, other = Row(0, 0, query_len, 126_464 - query_len), Row(1, query_len, 700, 20_000)
+            assert worker.cuts([row, other])[0] == worker.cuts([row])[0]
+            assert len(worker.room.chunks(row)) == 1  # the arena is large enough for any
+
+    def test_memory_has_not_grown_for_it(self) -> None:
+        assert arena_bytes("default", 131_072, 8192) <= 1.05 * (BEFORE_MIB << 20)
+
+    @pytest.mark.parametrize("method", [*METHODS])
+    @settings(max_examples=40, deadline=None)
+    @given(lengths=st.tuples(st.integers(1, 4096), st.integers(0, 65_536)), heads=st.sampled_from(WORKERS))
+    def test_a_row_of_any_length_fits(self, method: str, lengths: tuple[int, int], heads: tuple[int, int, int]) -> None:
+        """Alone, and whole: the arena is sized by the row that takes most."""
+        params = {"cluster": 0} if method == "share_prefill" else {}
+        shape = ModelShape("LlamaForCausalLM", 1, *heads)
+        (groups,) = Plan.build(SparsePrefillConfig(method=method, params=params), shape).layers
+        assert groups is not None
+        need, limits = LayerNeed.of(groups, shape.num_kv_heads, shape.head_dim, 2, CPU), (4096, 1, 65_536)
+        size = ArenaSize.of([need], *limits, Thresholds(0, 1))
+        assert size is not None
+        query_len, context_len = lengths[0], min(lengths[1], 65_536 - lengths[0])
+        assert Room([need], size.num_bytes).chunks(Row(0, 0, query_len, context_len)) == [
+            Row(0, 0, query_len, context_len)
+        ]
 
 
 class TestSize:
@@ -162,7 +217,7 @@ class TestForward:
         outputs = []
         for memory in (
             builder.memory,
-            Memory(Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), Room(room.layers, num_bytes, 8192)),
+            Memory(Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), Room(room.layers, num_bytes)),
         ):
             layer.impl.worker.memory = builder.memory = memory
             metadata = builder.build(0, step.common)
@@ -175,7 +230,7 @@ class TestForward:
     def test_a_row_without_room_is_dense_and_counted(self, built: Callable[..., Any]) -> None:
         _, builder = built(0)
         needed = builder.memory.room.needed(rows_of([Row(0, 0, 1, 2000)]))
-        builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
+        builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed))
         common = make_common([(1000, 300), (5000, 300)])
         assert [row.kind.reason for row in builder._classify(0, common)] == [None, Fallback.NO_ROOM]
         assert builder.recorder._counts == {}

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -21,12 +22,18 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.attend import PORTABLE, Engine, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.inputs import LayerInputs
+from vllm_sparse_kernels.layer import Layer, layer_plan, run
+from vllm_sparse_kernels.methods.top_p.method import TopP, select_on_portable
+from vllm_sparse_kernels.select.engine import SelectEngine
 from vllm_sparse_kernels.trial import expected_attention
 
 CPU = torch.device("cpu")
 BATCH = random_batch([(200, 140)], 2, 1, 64, 32, torch.float32)
 for side in (BATCH.cache.keys, BATCH.cache.values):
     side.nan_to_num_(nan=1e3)  # FlashAttention multiplies what lies past a row's end by zero
+SELECTED = random_batch([(900, 140)], 2, 1, 64, 32, torch.float32)
 BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, stripes=20)
 
 
@@ -90,6 +97,101 @@ def test_an_engine_that_forgets_sinks_is_not_taken_for_layers_that_have_them() -
     picker = EnginePicker(table=table(Engine("hopper", PORTABLE.refusal, attend), PORTABLE))
     sunk = replace(BATCH, sinks=torch.tensor([5.0, -5.0]))
     assert [picker.pick(batch, BLOCKS, None).name for batch in (BATCH, sunk)] == ["hopper", "portable"]
+
+
+METHOD = TopP(0.5, sink_tokens=32, local_tokens=128, most_share=1.0)
+LAYER = replace(Layer.of(layer_plan([METHOD, METHOD]), 64, CPU), by_kernels=True)
+
+
+def select_engine(name: str, change: Callable[[SparseIndex], None] = lambda index: None) -> SelectEngine:
+    """A selection engine that keeps what the portable one keeps, and then something done to its lists."""
+
+    def select(method, q, cache, index, heads, scale) -> None:
+        select_on_portable(method, q, cache, index, heads, scale)
+        change(index)
+
+    return SelectEngine(name, lambda spec: None, select)
+
+
+def out_of_memory(index: SparseIndex) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def keep_others(index: SparseIndex) -> None:
+    """Lists in order, with the diagonal, of other blocks than the heaviest."""
+    for i_tile, head in product(range(index.rows.num_tiles), range(index.num_heads)):
+        tile = index.rows.tile_list[i_tile]
+        kept = torch.ones(index.num_causal_blocks(tile), dtype=torch.bool)
+        kept[index.blocks_of(head, i_tile)] = False
+        kept[index.first_diagonal_block(tile) :] = True
+        index.set_blocks(head, i_tile, kept)
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, first: SelectEngine) -> None:
+    """``top_p`` has this engine before its portable one."""
+    monkeypatch.setattr(TopP, "select_engines", (first, select_engine("portable")))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda index: None, None),
+        (out_of_memory, "it fails: OutOfMemoryError: CUDA out of memory"),
+        (keep_others, "its selection in a trial agrees with the portable engine's on "),
+        (lambda index: index.block_counts.zero_(), "its selection in a trial breaks the index: head 0, tile 0"),
+    ],
+)
+def test_selection_is_tried_at_start_up(change, says: str | None, monkeypatch, lines: list[str]) -> None:
+    """The engine before the portable one is taken where its lists agree with the latter's; the log has the reason."""
+    offered(monkeypatch, select_engine("hopper", change))
+    picker = EnginePicker(table=table(PORTABLE))
+    (engine,) = picker.pick_selection(LAYER, SELECTED)
+    assert engine.name == ("hopper" if says is None else "portable")
+    picker.report_selection({0: replace(LAYER, select_engines=(engine,))})
+    assert lines[-1] == f"sparse-prefill: selection by top_p: layers 0 on {engine.name}"
+    if says is not None:
+        assert lines[0].startswith(f"sparse-prefill: selection engine hopper not taken: {says}")
+
+
+def test_no_engine_is_left_to_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = (select_engine("hopper", out_of_memory), select_engine("portable", out_of_memory))
+    monkeypatch.setattr(TopP, "select_engines", engines)
+    with pytest.raises(ConfigurationError, match=r"no engine can run selection: hopper: it fails.*portable: it fails"):
+        EnginePicker(table=table(PORTABLE)).pick_selection(LAYER, SELECTED)
+
+
+def test_out_of_memory_in_a_step_surfaces_and_the_layer_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails: list[bool] = [False]
+    offered(monkeypatch, select_engine("hopper", lambda index: out_of_memory(index) if fails[0] else None))
+    layer = replace(LAYER, select_engines=EnginePicker(table=table(PORTABLE)).pick_selection(LAYER, SELECTED))
+    inputs = LayerInputs(SELECTED.q, SELECTED.cache, SELECTED.rows, SELECTED.scale)
+    fails[0] = True
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        run(layer, inputs, SELECTED.empty_out())
+    fails[0] = False
+    run(layer, inputs, SELECTED.empty_out()).check()
+    assert [engine.name for engine in layer.select_engines] == ["hopper"]
+
+
+def test_tensor_parallel_ranks_take_the_same_engines(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """One that fails on one rank alone, of selection and of attention, is taken on none, and each rank says so."""
+    right = broken(lambda out: None, "hopper")
+    pickers = [
+        EnginePicker(table=table(right, PORTABLE)),
+        EnginePicker(table=table(broken(raises, "hopper"), PORTABLE)),
+    ]
+
+    def choose(rank: int) -> tuple[str, str]:
+        offered(monkeypatch, select_engine("hopper", out_of_memory if rank == 1 else lambda index: None))
+        (selects,) = pickers[rank].pick_selection(LAYER, SELECTED)
+        return selects.name, pickers[rank].pick(BATCH, BLOCKS, None).name
+
+    assert [choose(0), choose(1)] == [("hopper", "hopper"), ("portable", "portable")]
+    reports = [picker.passed_over for picker in pickers]
+    assert [picker.settle(reports) for picker in pickers] == [False, False]
+    assert [choose(0), choose(1)] == [("portable", "portable")] * 2
+    assert all(picker.settle([picker.passed_over for picker in pickers]) for picker in pickers)
+    assert sum("as all tensor-parallel ranks take the same: on rank 1 it fails" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,12 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import Engine, FlashAttention, portable
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8
+from vllm_sparse_kernels.select.engine import SelectEngine
 from vllm_sparse_kernels.trial import Batch
 
 HAS_CUDA, CPU = torch.cuda.is_available(), torch.device("cpu")
@@ -83,9 +86,9 @@ def make_impls(
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
     needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
     longest = rows_of([Row(0, 0, LARGEST_CHUNK, LONGEST - LARGEST_CHUNK)])
-    num_bytes = Room(needs, 1 << 60, LONGEST).needed(longest)
+    num_bytes = Room(needs, 1 << 60).needed(longest)
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    memory = Memory(Arena(device, buffer), Room(needs, num_bytes, LONGEST))
+    memory = Memory(Arena(device, buffer), Room(needs, num_bytes))
     worker: Any = SimpleNamespace(
         recorder=Recorder(device), memory=memory, guard=None, resolved=SimpleNamespace(config=SparsePrefillConfig())
     )
@@ -136,7 +139,8 @@ def run_steps(
             for impl in impls:
                 with arena.frame():
                     out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
-                    run(impl.layer, query, cache, slab.rows, out, impl.scale, arena, sinks=impl.sinks)
+                    inputs = LayerInputs(query, cache, slab.rows, impl.scale)
+                    run(impl.layer, inputs, out, arena, impl.sinks)
     assert arena.overflows == arena.used_bytes == 0
     assert 0 < arena.peak_bytes <= len(arena.buffer)
 
@@ -150,7 +154,13 @@ class TestKeys:
         def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
             engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
 
+        def selection_failure(
+            engine: SelectEngine, method: Method, batch: Batch, index: Any, heads: torch.Tensor, expected: Any
+        ) -> None:
+            engine.select(method, batch.q, batch.cache, index, heads, batch.scale)
+
         monkeypatch.setattr(compat, "IS_CPU", False)
+        monkeypatch.setattr(engines, "selection_failure", selection_failure)
         monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
         monkeypatch.setattr(engines, "failure", failure)
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))

@@ -16,6 +16,7 @@ from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels import SparseIndex, Workspace
 from vllm_sparse_kernels.attend import PORTABLE, AttendSpec
 from vllm_sparse_kernels.attend.reference import attend
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.layer import HeadGroup, Layer, run, stripes_of
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
@@ -35,6 +36,10 @@ ANCHORS = make_method("anchor_attention", {"theta": 3.0, "step_tiles": 2})
 
 def batch(lengths: Sequence[tuple[int, int]] = ((700, 300), (0, 131))) -> Batch:
     return random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, 64, 16, gap_tokens=3)
+
+
+def inputs_of(batch: Batch) -> LayerInputs:
+    return LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
 
 
 def layer_of(*methods: Method) -> Layer:
@@ -85,7 +90,7 @@ def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -
         assert arena.buffer is not None
         arena.buffer.fill_(0x7F)  # what the layer before left
         out, alone = given.empty_out(), given.empty_out()
-        run(layer, given.q, given.cache, given.rows, out, given.scale, arena).check()
+        run(layer, inputs_of(given), out, arena).check()
         for group in layer.groups:
             layouts = dict.fromkeys(range(NUM_HEADS), group.method.stripe_layout(given.rows))
             own = SparseIndex.allocate(given.rows, NUM_HEADS, 64, layouts)
@@ -101,7 +106,7 @@ def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -
 def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check: bool) -> None:
     looks, one = Mock(), batch([(0, 100)])
     monkeypatch.setattr(SparseIndex, "check", looks)
-    run(layer_of(SHAPE), one.q, one.cache, one.rows, one.empty_out(), one.scale, check=check)
+    run(layer_of(SHAPE), inputs_of(one), one.empty_out(), check=check)
     assert looks.call_count == check
 
 
@@ -129,12 +134,12 @@ def test_what_is_kept_is_no_matter_of_the_engine(
     spec, kept = AttendSpec.of(one.cache, layer.index(one.rows), None), {}
     for engine in (one for one in ENGINES.values() if one.refusal(spec) is None):
         out = one.empty_out()
-        index = run(dataclasses.replace(layer, engine=engine), one.q, one.cache, one.rows, out, one.scale)
+        index = run(dataclasses.replace(layer, engine=engine), inputs_of(one), out)
         assert_close(expected_attention(one, index), out)
         kept[engine.name] = all_lists(index)
     assert len(kept) == len(ENGINES) - (device == "cpu")  # which has no Hopper
     assert all(of == kept[PORTABLE.name] for of in kept.values())
     times = wide.block_tokens // layer.block_tokens
     assert times > 1
-    for ours, theirs in zip(kept[PORTABLE.name], all_lists(run(wide, one.q, one.cache, one.rows, out, one.scale))):
+    for ours, theirs in zip(kept[PORTABLE.name], all_lists(run(wide, inputs_of(one), out))):
         assert [sorted({block // times for block in blocks}) for blocks, _ in ours] == [blocks for blocks, _ in theirs]

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.batches import random_batch
 from benchmarks.offline import compiling_for
 from vllm_sparse_kernels.attend import portable
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.anchor_attention import method as anchors
@@ -47,7 +48,8 @@ def compile_all(compiled: dict[str, set[str]]) -> None:
             found = (spec.parameters(), spec.full, *(spec.parameters(**one).alike for one in spec.ladder))
             for method in dict.fromkeys(found):
                 layer = replace(Layer.of(layer_plan([method] * 8), 128, torch.device("cpu")), by_kernels=True)
-                run(layer, batch.q, batch.cache, batch.rows, torch.zeros_like(batch.q), batch.scale)
+                inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
+                run(layer, inputs, torch.zeros_like(batch.q))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ import torch
 from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, int32, kept_blocks, row_parts
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
-from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
-from vllm_sparse_kernels.methods.sale.scores import adds_up_in_half, marks_bytes
+from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected, Storage
+from vllm_sparse_kernels.methods.sale.scores import half_refusal, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select.channels import kept_channels
+from vllm_sparse_kernels.select.engine import SelectSpec
 from vllm_sparse_kernels.select.slabs import slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
@@ -71,7 +73,8 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
 
 def compared_as(fits: bool = True) -> torch.dtype:
     """What the kernel compares scores in that fit half precision or do not."""
-    return torch.float16 if fits and adds_up_in_half(torch.device(DEVICE)) else torch.float32
+    by_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
+    return torch.float16 if fits and by_half else torch.float32
 
 
 def definition(batch: Batch, method: Sale, row: int, head: int):
@@ -146,13 +149,13 @@ def selected_heads(method: Sale, batch: Batch) -> Selected:
 def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
     """All rows, whose keys fit one slab."""
     q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
-    dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
+    selected, inputs = selected_heads(method, batch), LayerInputs(q, cache, rows, batch.scale)
     regions = Regions(method.sink_tokens, method.local_tokens)
     kept_d = kept_channels(cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
     means = sale_means.row_means(q, cache, rows, kept_d, room)
-    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, kept_d, dtype, room)
+    storage = Storage(kept_d, module.integer_dtype(q.device))
+    queries = sale_rounding.round_queries(inputs, means, selected, regions, storage, room)
     (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, kept_d, dtype, room)
-    group = batch.num_heads // cache.num_kv_heads
-    sale_rounding.round_keys(cache, rows, means, selected, group, slab, keys)
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, storage, room)
+    sale_rounding.round_keys(inputs, means, selected, slab, keys)
     return queries, keys

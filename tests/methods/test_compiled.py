@@ -110,8 +110,8 @@ import json, sys
 import torch
 from benchmarks.compile_matrix import barriers_in_data, hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
-from vllm_sparse_kernels.methods.top_p.rounding import Rounded
-from vllm_sparse_kernels.select.slabs import pairs_of
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
+from vllm_sparse_kernels.select.slabs import Run, pairs_of
 from vllm_sparse_kernels.rows import Rows
 from benchmarks.offline import Code, Recorder, compiling_for
 from vllm_sparse_kernels.workspace import Workspace
@@ -131,9 +131,10 @@ with compiling_for():
         )
         pairs = torch.tensor(pairs_of(rows, 0, rows.num_tiles, {0: 0}), dtype=torch.int32).view(-1, 3)
         scratch = hopper.room(8, rows.num_tiles, context_len + query_len, Workspace(torch.device("cpu")))
-        heads, kept = torch.arange(8, dtype=torch.int32), torch.zeros(8)
+        selected = Selected(torch.arange(8, dtype=torch.int32), torch.zeros(8), torch.zeros(8), 0.2, 4)
+        run = Run(0, rows.num_tiles, context_len + query_len, pairs)
         target = torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16)
-        hopper.masses(rounded, heads, kept, 0.2, 4, rows.tiles, 0, pairs, scratch, target)
+        hopper.masses(rounded, selected, rows.tiles, run, scratch, target)
 found = {}
 for name, recorder in recorders.items():
     code = Code.of(recorder.compiled[0])

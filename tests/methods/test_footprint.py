@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What selection and attention take from the workspace stays under what they say beforehand."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from benchmarks.batches import random_batch
+from benchmarks.offline import without_launches
 from tests.methods.cases import VARIANTS, uncomputed
 from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
 from vllm_sparse_kernels.attend import PORTABLE, FlashAttention, flash_engine, workspace_bytes
@@ -27,15 +29,14 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 150_000), st.integers(1, 1500)), min
 
 
 @pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host asks for does not depend on what kernels compute: they are not run."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **kwargs: None)
+def no_kernels() -> Iterator[None]:
+    """What the host asks for does not depend on what kernels compute: they are not run, Hopper's neither."""
+    with without_launches():
+        yield
 
 
 def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) -> list[tuple[int, int]]:
-    """(taken, announced) by the index, by selecting, and by attending, with either engine."""
+    """(taken, announced) by the index, by selecting with each engine, and by attending, with either engine."""
     method = METHODS[name].parameters(**values)
     num_heads, num_kv_heads = batch.num_heads, batch.cache.keys.shape[2]
     methods, heads = [method] * num_heads, torch.arange(num_heads, dtype=torch.int32)
@@ -48,9 +49,11 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     def taken() -> int:
         return workspace.peak_bytes - workspace.used_bytes
 
-    with workspace.frame():
-        merged.select(batch.q, batch.cache, index, heads, batch.scale)
-    found.append((taken(), merged.workspace_bytes(rows, shape, num_heads, layout.capacity)))
+    for engine in merged.select_engines:
+        workspace.peak_bytes = workspace.used_bytes
+        with workspace.frame():
+            engine.select(merged, batch.q, batch.cache, index, heads, batch.scale)
+        found.append((taken(), merged.workspace_bytes(rows, shape, num_heads, layout.capacity)))
     workspace.peak_bytes = workspace.used_bytes
     options = attend_options(methods, rows.device)
     with workspace.frame():
@@ -113,3 +116,32 @@ def test_nor_where_rows_differ_much(
     width = METHODS[name].parameters.block_tokens
     for taken, announced in peaks(name, values, without_data(lengths, shape), width):
         assert taken <= announced
+
+
+@pytest.mark.usefixtures("no_kernels")
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.sampled_from([(10, 2, 128), (14, 2, 128), (9, 3, 64), (16, 1, 128), (5, 1, 128), (32, 8, 128)]),
+    lengths=st.lists(st.tuples(st.integers(0, 120_000), st.integers(1, 8192)), min_size=1, max_size=3),
+)
+def test_nor_does_top_p_on_any_engine_for_other_heads(
+    shape: tuple[int, int, int], lengths: list[tuple[int, int]]
+) -> None:
+    """Hopper's tiles take half of what portable's take, and are dealt out to other runs."""
+    for taken, announced in peaks("top_p", {}, without_data(lengths, shape), 32):
+        assert taken <= announced
+
+
+@pytest.mark.parametrize("num_heads", [5, 10, 16, 32])
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.tuples(st.integers(1, 260), st.integers(0, 900), st.integers(0, 200), st.integers(0, 900)),
+)
+def test_what_top_p_announces_never_falls_as_a_row_gets_longer(num_heads: int, rows: tuple[int, ...]) -> None:
+    num_tiles, context_tiles, more_tiles, more_context = rows
+    shape, method = LayerShape(num_heads, 1, 128, 32, 2), METHODS["top_p"].parameters()
+    announced = []
+    for tiles, context in ((num_tiles, context_tiles), (num_tiles + more_tiles, context_tiles + more_context)):
+        row = Rows((0,), (128 * tiles,), (128 * context,), torch.zeros(1, 0, dtype=torch.int32))
+        announced.append(method.workspace_bytes(row, shape, num_heads, 0))
+    assert announced[0] <= announced[1]

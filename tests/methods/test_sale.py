@@ -4,7 +4,6 @@ that rounded keys take.
 """
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,10 +26,11 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
-from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, room_for_keys
+from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Storage, room_for_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select import slabs
 from vllm_sparse_kernels.select.channels import kept_channels
+from vllm_sparse_kernels.select.engine import SelectSpec
 from vllm_sparse_kernels.select.slabs import slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
@@ -123,19 +123,6 @@ def test_defaults_are_the_papers():
     assert Sale() == Sale(tau=0.004, sink_tokens=32, local_tokens=128)
 
 
-def test_a_hopper_kernel_that_does_not_compile_is_done_without(monkeypatch):
-    class Broken:
-        def __getitem__(self, grid):
-            raise RuntimeError("no such layout")
-
-    monkeypatch.setattr(sale_scores, "UNUSABLE", [])
-    monkeypatch.setattr(sale_scores.sale_hopper, "half_kernel", Broken())
-    monkeypatch.setattr(sale_scores, "bulk_steps", lambda integers: None)
-    rounded = SimpleNamespace(integers=None)
-    assert not sale_scores._test_on_hopper((1, 1, 1), rounded, rounded, (), torch.empty(0), {})
-    assert sale_scores.UNUSABLE == ["RuntimeError: no such layout"]
-
-
 # Hopper's own type and everybody's. A GPU tests the one that it takes.
 INTEGERS = [torch.int8, torch.float8_e4m3fn] if DEVICE == "cpu" else [module.integer_dtype(torch.device(DEVICE))]
 
@@ -174,7 +161,8 @@ def flags_twice(
     (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
     selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
     sale_scores.first_flags(ours, index, selected, always)
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, run)
+    by_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, run, by_half)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -271,5 +259,5 @@ def test_memory_does_not_grow_with_the_number_of_cached_tokens():
     rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
     assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
     room = Workspace(torch.device("meta"))
-    room_for_keys(32, 8, slabs.SLAB_TOKENS, 128, torch.int8, room)
+    room_for_keys(32, 8, slabs.SLAB_TOKENS, Storage(128, torch.int8), room)
     assert room.peak_bytes < 165e6

@@ -42,7 +42,7 @@ HEADS_OF_SALE = Sale.merged([Sale(0.3), Sale(0.2)])
         *((LINES, lines, "SLAB_BYTES", value) for value in (0, 2 * 4096 * 2 * lines.KEY_BYTES)),
         (HEADS_OF_SALE, slabs, "SLAB_TOKENS", 512),
         (TOP_P, slabs, "SLAB_TOKENS", 512),
-        (TOP_P, slabs, "SCRATCH_BYTES", 1),
+        (TOP_P, slabs, "RUN_BYTES", 1),
     ],
 )  # fmt: skip
 def test_slabs_change_nothing(monkeypatch, method, module, limit, value):

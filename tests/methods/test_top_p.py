@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_sparse_kernels.methods.top_p import method as module, portable
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
 from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
+from vllm_sparse_kernels.select.engine import SelectSpec, choose_select_engine
 
 METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0)
 HALF = replace(METHOD, channels="half")
@@ -198,25 +200,46 @@ def test_scores_beyond_half_precision_give_numbers(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(masses_of(METHOD, batch, monkeypatch).sum(2), torch.ones(2, 1, device=DEVICE))
 
 
-def test_where_hopper_kernels_fail_the_portable_ones_run(monkeypatch, caplog) -> None:
-    class Broken:
-        PERMUTED = True
-        scratch_bytes = staticmethod(portable.scratch_bytes)
-        room = staticmethod(portable.room)
+def fails(error: Exception) -> Any:
+    """A module of kernels whose first launch fails."""
 
-        @staticmethod
-        def masses(*args: Any) -> None:
-            raise RuntimeError("no such instruction")
+    def masses(*arguments: Any) -> None:
+        raise error
 
+    return SimpleNamespace(PERMUTED=False, tile_bytes=portable.tile_bytes, room=portable.room, masses=masses)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no such instruction")])
+def test_what_an_engine_raises_in_a_step_surfaces_and_changes_no_later_step(error, monkeypatch) -> None:
+    """Out of memory or a broken kernel: no step is answered by another engine, and the engine stays the one chosen."""
     batch = make_batch([(300, 40)])
     expected = all_lists(select(METHOD, batch, 32))
-    monkeypatch.setattr(module, "UNUSABLE", [])
-    monkeypatch.setattr(module, "hopper", Broken)
-    monkeypatch.setattr(module, "on_hopper", lambda device, kept_d: not module.UNUSABLE)
-    for _ in range(2):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "hopper", fails(error))
+        patch.setattr(module, "hopper_refusal", lambda spec: None)
+        for _ in range(2):
+            with pytest.raises(type(error), match=str(error)):
+                select(METHOD, batch, 32)
+        patch.setattr(module, "hopper", portable)
+        ran: list[str] = []
+        patch.setattr(module, "select_on_portable", lambda *given: ran.append("portable"))
         assert all_lists(select(METHOD, batch, 32)) == expected
-    assert len(module.UNUSABLE) == 1
-    assert "no such instruction" in caplog.text
+        assert not ran
+
+
+def test_why_hopper_kernels_are_refused(monkeypatch) -> None:
+    spec = SelectSpec(METHOD, torch.device("cpu"), 128)
+    assert module.hopper_refusal(spec) == "it is for GPUs of compute capability 9.0 (H100, H200)"
+    monkeypatch.setattr(SelectSpec, "capability", (9, 0))
+    assert module.hopper_refusal(spec) is None
+    assert module.hopper_refusal(replace(spec, head_dim=512)) == "it multiplies at most 256 channels, not 512"
+    assert choose_select_engine(spec).engine.name == "hopper"
+    monkeypatch.setattr(module, "hopper", None)
+    monkeypatch.setattr(module, "MISSING_GLUON", "cannot import name 'tma'")
+    assert "cannot import name 'tma'" in str(module.hopper_refusal(spec))
+    engine, passed_over = choose_select_engine(spec)
+    assert engine.name == "portable"
+    assert list(passed_over) == ["hopper"]
 
 
 def test_rounding_without_fp8_is_that_of_fp8() -> None:
@@ -272,12 +295,12 @@ def test_random_cases(lengths, kept_mass, half, page_size, heads, seed) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_and_portable_masses_agree(method, head_dim, dtype, monkeypatch) -> None:
     """Two bits of mantissa: off by up to a ninth each, and by chance in either direction; so are what peaks are."""
-    if not module.on_hopper(torch.device(DEVICE), 64):
-        pytest.skip("no Hopper GPU, or its kernels do not compile here")
+    if (reason := module.hopper_refusal(SelectSpec(method, torch.device(DEVICE), head_dim))) is not None:
+        pytest.skip(f"no Hopper kernels here: {reason}")
     batch = make_batch([(20_000, 700), (0, 2049), (5000, 1)], (8, 2, head_dim), 16, dtype)
     ours = masses_of(method, batch, monkeypatch)
     few, many = (masses_of(replace(method, peak_share=0.2 * by), batch, monkeypatch) < 0 for by in (1.2, 1 / 1.2))
-    monkeypatch.setattr(module, "hopper", None)
+    monkeypatch.setattr(module, "hopper_refusal", lambda spec: "not in this half of the test")
     theirs = masses_of(method, batch, monkeypatch)
     peaks = masses_of(replace(method, peak_share=0.2), batch, monkeypatch) < 0
     assert bool(peaks.any())

@@ -51,7 +51,7 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     if model is not None:
         checks.append(lambda: model_layers(model))
     # What needs neither torch nor vLLM is said first: their imports take most of the time.
-    checks += [device, registration, lambda: attention(model), counters]
+    checks += [device, registration, lambda: attention(model), lambda: selection(model), counters]
     findings = []
     console = Console()
     for check in checks:
@@ -212,6 +212,29 @@ def attention(model: Path | None) -> Iterator[Finding]:
         yield note(f"engine {name}", f"not for this: {why}")
     forecast = f"the engine {taken}, if its trial at start-up goes well"
     yield bad("attention", "no engine can run it") if taken is None else ok("attention", forecast)
+
+
+def selection(model: Path | None) -> Iterator[Finding]:
+    """The engine that would select by the default method: a forecast, as ``attention``'s."""
+    if without_vllm():
+        return
+    try:
+        from vllm_sparse_backend.serving import compat, engines
+        from vllm_sparse_backend.settings.methods import make_method
+
+        head_dim = 128 if model is None else ModelShape.from_folder(model).head_dim
+        if compat.IS_CPU:
+            yield ok("selection", "torch; engines need a GPU")
+            return
+        choice = engines.forecast_selection(make_method("default", {}), head_dim)
+    except ConfigurationError:
+        return  # said of the model's layers
+    except Exception as error:  # whatever vLLM raises
+        yield bad("selection", f"{type(error).__name__}: {error}")
+        return
+    for name, reason in choice.passed_over.items():
+        yield note(f"selection engine {name}", f"not for this: {reason}")
+    yield ok("selection", f"the engine {choice.engine.name}, if its trial at start-up goes well")
 
 
 def counters() -> Iterator[Finding]:

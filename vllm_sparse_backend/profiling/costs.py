@@ -29,6 +29,7 @@ from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.select.engine import SelectSpec, choose_select_engine
 from vllm_sparse_kernels.trial import Batch
 
 PAIR_MS = 7.6e-10 / 128
@@ -174,7 +175,9 @@ def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[Layer]:
 
 def _alone(layer: Layer, method: Method) -> Layer:
     """The same layer, of which the first head alone selects: it has room for all heads."""
-    served = replace(layer.served, groups=layer_plan([method]), head_ids=(layer.served.head_ids[0][:1],))
+    head = layer.served.head_ids[0][:1]
+    engine = choose_select_engine(SelectSpec(method, head.device, layer.batch.cache.head_dim)).engine
+    served = replace(layer.served, groups=layer_plan([method]), head_ids=(head,), select_engines=(engine,))
     return replace(layer, served=served)
 
 

@@ -28,6 +28,7 @@ from vllm_sparse_backend.settings.methods import make_method, parameters_of
 from vllm_sparse_kernels import PagedCache, SparseIndex
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.trial import Batch
@@ -86,7 +87,7 @@ class LayerPrompt:
             if engines:  # the one that a server takes
                 spec = AttendSpec.of(batch.cache, layer.index(rows), layer.options)
                 layer = replace(layer, engine=choose(engines, spec).engine)
-            yield out, run(layer, batch.q, batch.cache, rows, out, batch.scale), rows.state
+            yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
 
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> Outcome:
         errors, pairs = [], []

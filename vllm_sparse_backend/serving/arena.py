@@ -2,16 +2,18 @@
 """The memory of selection and attention: one arena per worker, which its layers use one after the other.
 
 It is sized on the host, from the configuration alone, and allocated in vLLM's profile run, so that vLLM counts it
-before it sizes the cache. It holds the longest row that the scheduler can hand over, and as many rows at once as half a
-GiB takes; steps with more rows run in several slabs, each of which selects and attends on its own. A row whose
-selection alone is larger than the arena is cut into chunks, as the scheduler would have done with a smaller budget;
-only where not even one tile of it fits does it run dense. How a row is cut depends on that row alone.
+before it sizes the cache. It holds any row that the scheduler can hand over, and as many rows at once as half a GiB
+takes; steps with more rows run in several slabs, each of which selects and attends on its own. A row whose selection
+alone is larger than the arena is cut into chunks, as the scheduler would have done with a smaller budget; only where
+single tiles of it do not fit does it run dense. How a row is cut depends on that row alone. What a row takes is
+computed for every row of every step, as it need not grow with the row's length.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -37,7 +39,11 @@ SEVERAL_ROWS_BYTES = 512 << 20
 """Up to here the arena grows for steps of several rows, past what the longest row alone needs."""
 
 SLACK = 1.01
-"""A row that is shorter by a tile may need a little more, as methods share out room for stripes among tiles."""
+"""A row that is shorter by a tile may need a little more than the longest, as methods share out room for stripes among
+tiles."""
+
+KNOWN_LENGTHS = 1 << 14
+"""Rows, by their lengths, of which it is remembered whether they fit alone."""
 
 DEVICE_SHARE = 1 / 16
 """Of the device's memory: the arena is never larger."""
@@ -78,7 +84,7 @@ class LayerNeed:
         device: torch.device,
         engine: str = AUTO,
     ) -> "LayerNeed":
-        """engine: the one that is asked for."""
+        """``engine``: name of the attention engine that the operator asks for."""
         methods = methods_by_head(groups)
         num_heads, block_tokens = len(methods), index_block_tokens(methods, head_dim, device, engine)
         shape = LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes)
@@ -140,38 +146,46 @@ class Row:
 
 
 class Room:
-    """What the layers of a worker need for given rows, and how rows are dealt out where not all of them fit at once."""
+    """What the layers of a worker need for given rows, and how rows are dealt out where not all of them fit at once.
 
-    def __init__(
-        self, layers: Sequence[LayerNeed], num_bytes: int, max_len: int, longest_row: Row | None = None
-    ) -> None:
-        """num_bytes: of the arena; max_len: of a request; longest_row: that the scheduler can hand over, if known."""
+    Args:
+        layers: What each layer needs.
+        num_bytes: Of the arena.
+    """
+
+    def __init__(self, layers: Sequence[LayerNeed], num_bytes: int) -> None:
         self.layers = tuple(dict.fromkeys(layers))
         self.num_bytes = num_bytes
-        self._every_row_fits = self._fits([Row(0, 0, 1, max_len - 1)])
-        self._longest_query = longest_row.query_len if longest_row and self._fits([longest_row]) else 0
+        self._fits_alone = lru_cache(maxsize=KNOWN_LENGTHS)(self._row_fits_alone)
 
     def needed(self, rows: Rows) -> int:
         """Bytes of the arena that the most demanding layer takes for these rows."""
         return max(layer.num_bytes(rows) for layer in self.layers)
 
     def fits(self, row: Row) -> bool:
-        """Whether at least one tile of the row has room, were it the row's last."""
-        return self._every_row_fits or self._fits([Row(0, 0, 1, row.context_len + row.query_len - 1)])
+        """Whether the row has room, whole or in chunks."""
+        return all(self._fits_alone(chunk.query_len, chunk.context_len) for chunk in self.chunks(row))
 
     def slabs(
         self, rows: Sequence[Row], block_table: torch.Tensor, request: RequestLevel = SERVER_LEVEL
     ) -> tuple[Slab, ...]:
-        """All rows, in order, in as few slabs as have room; each row of them must fit by a tile (``fits``).
+        """All rows, in order, in as few slabs as have room.
 
-        block_table [num_rows, max_pages]: the pages of the rows by their number.
+        A row is cut into chunks by itself, whatever it runs beside: what it keeps is then bitwise the same in any
+        batch.
+
+        Args:
+            rows: Each must have room (``fits``).
+            block_table: [num_rows, max_pages], the pages of the rows by their number.
+            request: the level of all these rows.
         """
-        whole = rows_of(rows, block_table)
-        is_known = len(rows) == 1 and rows[0].query_len <= self._longest_query
-        if is_known or self.needed(whole) <= self.num_bytes:
-            return (Slab(whole, request),)
+        chunks = [chunk for row in rows for chunk in self.chunks(row)]
+        if len(chunks) == len(rows):
+            whole = rows_of(rows, block_table)
+            if self.needed(whole) <= self.num_bytes:
+                return (Slab(whole, request),)
         packed: list[list[Row]] = []
-        for chunk in (chunk for row in rows for chunk in self._chunks(row)):
+        for chunk in chunks:
             # Two chunks of one row would need its pages twice.
             if packed and packed[-1][-1].number != chunk.number and self._fits([*packed[-1], chunk]):
                 packed[-1].append(chunk)
@@ -179,14 +193,20 @@ class Room:
                 packed.append([chunk])
         return tuple(Slab(rows_of(part, block_table), request) for part in packed)
 
-    def _chunks(self, row: Row) -> list[Row]:
-        """The row itself, or as few chunks of it as fit, each alone."""
+    def chunks(self, row: Row) -> list[Row]:
+        """The row itself, or as few chunks of it, of equal size, as fit, each alone. Depends on nothing else.
+
+        Chunks of one tile are the smallest: whether these fit is for ``fits`` to say.
+        """
         num_tiles = ceil_div(row.query_len, TILE_TOKENS)
         while True:
             chunks = row.chunks(num_tiles * TILE_TOKENS)
-            if num_tiles == 1 or all(self._fits([chunk]) for chunk in chunks):
+            if num_tiles == 1 or all(self._fits_alone(chunk.query_len, chunk.context_len) for chunk in chunks):
                 return chunks
             num_tiles = ceil_div(num_tiles, 2)
+
+    def _row_fits_alone(self, query_len: int, context_len: int) -> bool:
+        return self._fits([Row(0, 0, query_len, context_len)])
 
     def _fits(self, rows: Sequence[Row]) -> bool:
         return self.needed(rows_of(rows)) <= self.num_bytes
@@ -206,14 +226,36 @@ def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Row
     )
 
 
+def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[Row]:
+    """The row that the scheduler can form with most new and cached tokens, and the one that begins a token earlier.
+
+    A method that groups tiles by absolute position (AnchorAttention) has a group more in the latter. Of any other row
+    no method takes more than of these two, but for ``SLACK``.
+
+    Args:
+        max_tokens: Of a step.
+        max_len: Of a request.
+        thresholds: The least of any level.
+
+    Returns:
+        The rows; none where nothing ever goes sparse.
+    """
+    if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
+        return []
+    query_len = min(max_tokens, max_len - thresholds.min_tokens)
+    context_len = max_len - query_len
+    return [Row(0, 0, query_len, context_len - earlier) for earlier in (0, 1) if context_len >= earlier]
+
+
 def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> Iterator[list[Row]]:
     """Steps that the scheduler can form, each of rows as long as can be: of one row, of two, of four and so on.
 
-    max_tokens and max_rows: of a step; max_len: of a request.
+    ``max_tokens`` and ``max_rows``: of a step; ``max_len``: of a request.
     """
-    if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
+    rows = longest_rows(max_tokens, max_len, thresholds)
+    if not rows:
         return
-    longest = min(max_tokens, max_len - thresholds.min_tokens)
+    longest = rows[0].query_len
     most_rows = max(min(max_rows, max_tokens // max(thresholds.min_query_tokens, 1)), 1)
     num_rows = 1
     while True:
@@ -223,6 +265,47 @@ def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thre
         if num_rows == most_rows:
             return
         num_rows = min(2 * num_rows, most_rows)
+
+
+class ArenaSize(NamedTuple):
+    """Bytes of an arena on a device that does not limit it, and what they are for."""
+
+    longest_row: int
+    """What the most demanding row takes alone."""
+
+    largest_step: int
+    """What the most demanding step takes at a time."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Enough for any row alone, and for several at once up to ``SEVERAL_ROWS_BYTES``."""
+        return int(max(self.longest_row, min(self.largest_step, SEVERAL_ROWS_BYTES)) * SLACK)
+
+    @staticmethod
+    def of(
+        layers: Sequence[LayerNeed], max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds
+    ) -> "ArenaSize | None":
+        """The size for a server's layers and limits.
+
+        Args:
+            layers: What each distinct layer needs.
+            max_tokens: Of a step.
+            max_rows: Of a step.
+            max_len: Of a request.
+            thresholds: The least of any level.
+
+        Returns:
+            The size; None if nothing will ever go sparse.
+        """
+
+        def needed(rows: Sequence[Row]) -> int:
+            return max(layer.num_bytes(rows_of(rows)) for layer in layers)
+
+        longest = [needed([row]) for row in longest_rows(max_tokens, max_len, thresholds) if layers]
+        if not longest:
+            return None
+        steps = [needed(step) for step in largest_steps(max_tokens, max_rows, max_len, thresholds)]
+        return ArenaSize(max(longest), max(steps))
 
 
 @dataclass(frozen=True)
@@ -237,13 +320,11 @@ class Memory:
         """Allocate this worker's arena; None if nothing will ever go sparse here."""
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-        steps = list(largest_steps(*most, max_len, resolved.earliest_thresholds()))
         layers = _needs(vllm_config, resolved, device)
-        needed = [max(layer.num_bytes(rows_of(step)) for layer in layers) for step in steps if layers]
-        if not needed:
+        size = ArenaSize.of(layers, *most, max_len, resolved.earliest_thresholds())
+        if size is None:
             return None
-        limit = int(compat.device_memory_bytes() * DEVICE_SHARE)
-        num_bytes = min(int(max(needed[0], min(max(needed), SEVERAL_ROWS_BYTES)) * SLACK), limit)
+        num_bytes = min(size.num_bytes, int(compat.device_memory_bytes() * DEVICE_SHARE))
         # In inference mode, as in the profile run, it would be a tensor that nothing outside may write to.
         with torch.inference_mode(False):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -252,9 +333,9 @@ class Memory:
         if rank == 0:
             logger.info(
                 "sparse-prefill: an arena of %d MiB for selection and attention; the longest row takes %d, the largest "
-                "step %d", num_bytes >> 20, needed[0] >> 20, max(needed) >> 20,
+                "step %d", num_bytes >> 20, size.longest_row >> 20, size.largest_step >> 20,
             )  # fmt: skip
-        return Memory(Arena(device, buffer), Room(layers, num_bytes, max_len, steps[0][0]))
+        return Memory(Arena(device, buffer), Room(layers, num_bytes))
 
 
 def _needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) -> tuple[LayerNeed, ...]:

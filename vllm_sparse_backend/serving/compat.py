@@ -75,6 +75,18 @@ def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
 
 
+def gather_over_ranks(value: T) -> list[T]:
+    """The values of all tensor-parallel ranks, by rank; each of them must call this, and waits for the others."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
 def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries: bool = True) -> dict[str, Any]:
     """What ``layer_fallback`` asks that is the same for all layers of a cache dtype.
 

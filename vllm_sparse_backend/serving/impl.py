@@ -22,6 +22,7 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 from vllm_sparse_kernels import shared_bytes, widest_block
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, keeping, run
 from vllm_sparse_kernels.paged import PagedCache
 
@@ -171,7 +172,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             kept_mass = slab.request.kept_mass
             layer = self.layer if kept_mass is None else keeping(self.layer, kept_mass)
             check = self.worker.resolved.config.check_index
-            index = run(layer, query, cache, slab.rows, output, scale, arena, self.sinks, check)
+            index = run(layer, LayerInputs(query, cache, slab.rows, scale), output, arena, self.sinks, check)
             recorder.count_pairs(self.number, index, slab.level)
             if spans and is_counting():
                 add_pairs(spans, index)

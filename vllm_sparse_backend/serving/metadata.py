@@ -153,7 +153,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         if slow is not None and worker.says(slow):
             logger.warning("sparse-prefill: %s", slow)
         engine, order = worker.resolved.config.engine, compat.page_order(self.vllm_config)
-        warm_up(impls, self.kv_cache_spec, self.device, engine, order)
+        warm_up(impls, self.kv_cache_spec, self.device, engine, order, compat.gather_over_ranks)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -8,7 +8,7 @@ that one that was overlooked is met here and not in a request. Layers get their 
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,11 +18,12 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Row, rows_of
 from vllm_sparse_backend.serving.compilations import warming_up
-from vllm_sparse_backend.serving.engines import EnginePicker
+from vllm_sparse_backend.serving.engines import EnginePicker, Report
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import own_block_table
 from vllm_sparse_backend.settings.config import AUTO
-from vllm_sparse_kernels import PagedCache, Workspace
+from vllm_sparse_kernels import PagedCache, Rows, Workspace
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.pairs import add_listed_pairs
 from vllm_sparse_kernels.rows import ceil_div
@@ -47,11 +48,20 @@ def warm_up(
     device: torch.device,
     engine: str = AUTO,
     order: Sequence[int] = compat.TOKENS_FIRST,
+    gather: Callable[[Report], Sequence[Report]] = lambda report: [report],
 ) -> None:
-    """Run select and attend of each distinct plan over a small cache laid out as vLLM's (``order``: its
-    ``compat.page_order``).
+    """Choose the engines of each distinct plan, and run all of them over a small cache laid out as vLLM's.
 
-    ``engine``: the one that the configuration asks for. Raises ConfigurationError where it cannot be had.
+    Args:
+        impls: The layers; each gets its engines.
+        spec: Of their cache.
+        device: Where they run.
+        engine: Name of the attention engine that the configuration asks for.
+        order: The cache's ``compat.page_order``.
+        gather: From what this rank's picker passed over, that of all tensor-parallel ranks (``EnginePicker.settle``).
+
+    Raises:
+        ConfigurationError: An engine cannot be had.
     """
     start = time.monotonic()
     longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
@@ -59,43 +69,71 @@ def warm_up(
     cache = compat.random_cache(spec, num_pages, device, order)
     table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
     picker = EnginePicker(engine)
-    done: dict[tuple[Layer, bool], Layer] = {}
+    kinds: dict[tuple[Layer, bool], WarmUp] = {}
     with warming_up():
         for impl in impls:
             kind = impl.layer, impl.sinks is not None
-            if kind not in done:
-                done[kind] = _warm_up_layer(impl, cache, table, picker)
-            impl.layer = done[kind]
+            if kind not in kinds:
+                kinds[kind] = WarmUp(impl, cache, table)
+        agreed = False
+        while not agreed:
+            for distinct in kinds.values():
+                distinct.choose(picker)
+            agreed = picker.settle(gather(picker.passed_over))
+        for distinct in kinds.values():
+            distinct.run()
+        for impl in impls:
+            impl.layer = kinds[impl.layer, impl.sinks is not None].layer
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to take what is left for its own cache
     picker.report({impl.number: impl.layer.engine for impl in impls})
-    logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(done), time.monotonic() - start)
+    picker.report_selection({impl.number: impl.layer for impl in impls})
+    logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(kinds), time.monotonic() - start)
 
 
-def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor, picker: EnginePicker) -> Layer:
-    """Choose the layer's engine on the first batch, and run all of them on it."""
-    assert impl.worker is not None
-    assert impl.worker.memory is not None
-    layer, memory = impl.layer, impl.worker.memory
-    sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)  # some outweigh all keys, as weights may
-    for i, lengths in enumerate(BATCHES):
-        rows = rows_of(in_turn(lengths), own_block_table(table, list(range(len(lengths)))))
-        query = torch.randn(sum(rows.query_lens), impl.num_heads, cache.head_dim, device=table.device)
-        batch = Batch(query.to(cache.keys.dtype), cache, rows, impl.scale, impl.out_dtype, sinks)
-        # A server of short requests has a smaller arena than these rows take.
-        fits = memory.room.needed(rows) <= memory.room.num_bytes
-        workspace = memory.arena if fits else Workspace(table.device)
-        if i == 0:
-            with workspace.frame():
-                index = layer.index(rows, workspace)
-                layer.select(batch.q, cache, index, impl.scale)
-                layer = replace(layer, engine=picker.pick(batch, index, layer.options))
+class WarmUp:
+    """One distinct layer over ``BATCHES``: its engines are chosen on the first batch, and run on all of them."""
+
+    def __init__(self, impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor) -> None:
+        assert impl.worker is not None
+        assert impl.worker.memory is not None
+        self.impl, self.layer, self.memory = impl, impl.layer, impl.worker.memory
+        self.cache, self.table = cache, table
+        # Some sinks outweigh all keys, as weights may.
+        self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
+
+    def _batch(self, lengths: Sequence[tuple[int, int]]) -> Batch:
+        rows = rows_of(in_turn(lengths), own_block_table(self.table, list(range(len(lengths)))))
+        query = torch.randn(sum(rows.query_lens), self.impl.num_heads, self.cache.head_dim, device=self.table.device)
+        dtype = self.cache.keys.dtype
+        return Batch(query.to(dtype), self.cache, rows, self.impl.scale, self.impl.out_dtype, self.sinks)
+
+    def _workspace(self, rows: Rows) -> Workspace:
+        """The arena; a server of short requests has a smaller one than these rows take."""
+        room, arena = self.memory.room, self.memory.arena
+        return arena if room.needed(rows) <= room.num_bytes else Workspace(arena.device)
+
+    def choose(self, picker: EnginePicker) -> None:
+        """Take the engines that ``picker`` chooses for this layer."""
+        batch = self._batch(BATCHES[0])
+        layer = replace(self.layer, select_engines=picker.pick_selection(self.layer, batch))
+        workspace = self._workspace(batch.rows)
         with workspace.frame():
-            index = run(layer, batch.q, cache, rows, batch.empty_out(), impl.scale, workspace, sinks=sinks)
-            if not compat.IS_CPU:
-                add_listed_pairs(index, torch.zeros(1, dtype=torch.int64, device=table.device), 0)
-    return layer
+            index = layer.index(batch.rows, workspace)
+            layer.select(batch.q, batch.cache, index, batch.scale)
+            self.layer = replace(layer, engine=picker.pick(batch, index, layer.options))
+
+    def run(self) -> None:
+        """Select and attend on every batch."""
+        for batch in map(self._batch, BATCHES):
+            workspace = self._workspace(batch.rows)
+            with workspace.frame():
+                inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
+                index = run(self.layer, inputs, batch.empty_out(), workspace, batch.sinks)
+                if not compat.IS_CPU:
+                    pairs = torch.zeros(1, dtype=torch.int64, device=batch.q.device)
+                    add_listed_pairs(index, pairs, 0)
 
 
 def in_turn(lengths: Sequence[tuple[int, int]]) -> list[Row]:

@@ -2,10 +2,11 @@
 """Attention over a SparseIndex: one contract (``engine.py``), and the engines that fulfil it, each a file."""
 
 from vllm_sparse_kernels.attend import flash as flash_module, hopper, portable
-from vllm_sparse_kernels.attend.engine import AttendSpec, Choice, Engine, choose
+from vllm_sparse_kernels.attend.engine import AttendSpec, Engine
 from vllm_sparse_kernels.attend.flash import FlashAttention, flash_engine
 from vllm_sparse_kernels.attend.hopper import HOPPER
 from vllm_sparse_kernels.attend.portable import PORTABLE, shared_bytes, supports_bulk, widest_block
+from vllm_sparse_kernels.engine_choice import Choice, choose
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.rows import Rows
 

@@ -2,16 +2,17 @@
 """The contract between a layer and what computes its attention: ``SparseIndex → out``, whatever engine fulfils it.
 
 An engine says from what is known at start-up whether it can serve a layer; of those that can, the fastest is chosen
-once, before the first step. Engines differ in speed and in rounding, in nothing else.
+once, before the first step (``engine_choice.py``). Engines differ in speed and in rounding, in nothing else.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 
@@ -60,7 +61,7 @@ class AttendSpec:
     @property
     def capability(self) -> tuple[int, int]:
         """The device's compute capability; (0, 0) of what is no CUDA device."""
-        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+        return capability_of(self.device)
 
 
 class Attend(Protocol):
@@ -97,36 +98,6 @@ class Engine:
     """Why the engine cannot serve a layer, in words that end a sentence; None if it can."""
 
     attend: Attend
-
-
-class Choice(NamedTuple):
-    engine: Engine
-    passed_over: dict[str, str]
-    """Engines that come before it, by name, and why each was not taken."""
-
-
-def choose(
-    engines: Mapping[str, Engine],
-    spec: AttendSpec,
-    forced: str | None = None,
-    trial: Callable[[Engine], str | None] | None = None,
-) -> Choice:
-    """The first engine that does not refuse ``spec``, and in whose ``trial`` nothing is found wrong.
-
-    ``forced`` names the only one to be tried. Raises ValueError, with each one's reason, where none is left, and where
-    there is none of that name.
-    """
-    passed_over: dict[str, str] = {}
-    if forced is not None and forced not in engines:
-        raise ValueError(f"no engine is named {forced!r}; there are {', '.join(engines)}")
-    for engine in engines.values() if forced is None else (engines[forced],):
-        why = engine.refusal(spec)
-        if why is None and trial is not None:
-            why = trial(engine)
-        if why is None:
-            return Choice(engine, passed_over)
-        passed_over[engine.name] = why
-    raise ValueError("no engine can run attention: " + "; ".join(f"{name}: {why}" for name, why in passed_over.items()))
 
 
 class AttendArgs(NamedTuple):

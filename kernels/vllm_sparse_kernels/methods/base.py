@@ -16,6 +16,7 @@ import torch
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.select.engine import PORTABLE, SelectEngine, never_refuses
 from vllm_sparse_kernels.select.footprint import most_bytes
 from vllm_sparse_kernels.select.parameters import require
 
@@ -109,12 +110,22 @@ class Method(ABC):
         return StripeLayout.none(rows)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """At least what ``select`` of ``num_selected`` heads takes from the workspace at a time, for these rows.
+        """At least what ``select`` of ``num_selected`` heads takes from the workspace at a time, for these rows, with
+        any of the ``select_engines``.
 
         ``stripe_capacity``: of the method's ``stripe_layout`` for them. A method that takes more than any of those in
-        ``footprint.py`` says so here.
+        ``footprint.py`` says so here. More tiles or keys never make it less, but for rounding: an arena is sized by the
+        longest row.
         """
         return most_bytes(rows, shape, num_selected, stripe_capacity)
+
+    @property
+    def select_engines(self) -> Sequence[SelectEngine]:
+        """What can run the selection, the fastest first; the last one runs wherever Triton does.
+
+        A method with kernels for some card alone overrides this, and ``select`` with it (``select/engine.py``).
+        """
+        return (SelectEngine(PORTABLE, never_refuses, type(self).select),)
 
     @abstractmethod
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is rounded, measured and chosen from together: rows whose keys fit a buffer, and of these tiles whose scores do.
 
-Rows are never cut and tiles never looked at in part, so what a tile keeps does not depend on what runs beside it.
+The keys of a row are never cut, and tiles never looked at in part. A row's tiles are dealt out to runs by that row
+alone. So what a tile keeps does not depend on what runs beside it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +20,15 @@ SLAB_TOKENS = 1 << 17
 """Keys that are rounded at a time, unless one row has more: with 8 kv heads 67 MB of 64 channels for top_p, and 160 MB
 of 128 channels for SALE with 32 heads."""
 
-SCRATCH_BYTES = 288 << 20
-"""What the scores of some tiles take, unless one tile needs more: with 32 heads 64 tiles after 24,576 tokens, or 16
-after 122,880. A launch of less leaves a card waiting at its end."""
+RUN_BYTES = 272 << 20
+"""What one launch's tiles take, unless a single tile takes more. For top_p with 32 heads that is 64 tiles after 32,768
+tokens on Hopper, or 16 after 131,072. Smaller launches leave a card waiting at their end."""
 
 PAIR_FIELDS = 3
+
+
+TileBytes = Callable[[int, int], int]
+"""(number of selected heads, keys that the tile may see) → bytes that one tile takes while its run is measured."""
 
 
 class Run(NamedTuple):
@@ -47,12 +52,23 @@ class Slab(NamedTuple):
     runs: list[Run]
 
 
-def slabs_of(rows: Rows, num_selected: int, scratch_bytes: Callable[[int, int], int]) -> list[Slab]:
-    """``scratch_bytes``: of one tile, by the heads and by the keys that it may see. The same for all layers of a pass
-    that select as many heads."""
+class TileRange(NamedTuple):
+    """Tiles [first_tile, end_tile), the furthest of which may see ``reach`` keys."""
+
+    first_tile: int
+    end_tile: int
+    reach: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.end_tile - self.first_tile
+
+
+def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[Slab]:
+    """The slabs of a pass, computed once for all layers that select as many heads with the same ``tile_bytes``."""
     return rows.once(
-        (slabs_of, num_selected, scratch_bytes),
-        lambda: [_slab(rows, *of_slab, num_selected, scratch_bytes) for of_slab in rows_of_slabs(rows)],
+        (slabs_of, num_selected, tile_bytes),
+        lambda: [_slab(rows, *row_range, num_selected, tile_bytes) for row_range in rows_of_slabs(rows)],
     )
 
 
@@ -76,17 +92,53 @@ def padded(seq_len: int) -> int:
     return ceil_div(seq_len, STEP_TOKENS) * STEP_TOKENS
 
 
-def tiles_of_runs(
-    rows: Rows, first_tile: int, end_tile: int, num_selected: int, scratch_bytes: Callable[[int, int], int]
-) -> Iterator[tuple[int, int, int]]:
-    """(first, end, reach) of the runs of tiles: as many tiles as fit ``SCRATCH_BYTES`` if all reach as far."""
-    reach = max(tile.last_position for tile in rows.tile_list[first_tile:end_tile]) + 1
-    fit = max(SCRATCH_BYTES // scratch_bytes(num_selected, reach), 1)
+def ranges_of_runs(
+    rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes
+) -> Iterator[TileRange]:
+    """The tiles of each run of the rows [first_row, end_row).
+
+    A row is cut by itself (``pieces_of_row``). A run then joins pieces of neighbouring rows while ``RUN_BYTES`` holds
+    all of their tiles at the longest reach among them, and at most one piece of each row: what runs beside a row never
+    moves its cuts.
+    """
+    joined: TileRange | None = None
+    for row in range(first_row, end_row):
+        first_piece, *others = pieces_of_row(rows, row, num_selected, tile_bytes)
+        reach = first_piece.reach if joined is None else max(joined.reach, first_piece.reach)
+        longer = TileRange(first_piece.first_tile if joined is None else joined.first_tile, first_piece.end_tile, reach)
+        if joined is None or longer.num_tiles * tile_bytes(num_selected, reach) <= RUN_BYTES:
+            joined = longer
+        else:
+            yield joined
+            joined = first_piece
+        for piece in others:
+            yield joined
+            joined = piece
+    if joined is not None:
+        yield joined
+
+
+def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[TileRange]:
+    """The row's tiles in as few pieces as ``RUN_BYTES`` allows, of about equal size, at least a tile each.
+
+    A piece has an even number of tiles, except for a row's last piece and where only a single tile fits.
+    """
+    first_tile, end_tile, reach = rows.tile_starts[row], rows.tile_starts[row + 1], rows.seq_lens[row]
     num_tiles = end_tile - first_tile
-    each = ceil_div(ceil_div(num_tiles, ceil_div(num_tiles, fit)), 2) * 2
-    each = each if each <= fit else max(fit // 2 * 2, 1)
-    for first in range(first_tile, end_tile, each):
-        yield first, min(first + each, end_tile), reach
+    fit = max(RUN_BYTES // tile_bytes(num_selected, reach), 1)
+    size = ceil_div(ceil_div(num_tiles, ceil_div(num_tiles, fit)), 2) * 2
+    if size > fit:
+        size = max(fit // 2 * 2, 1)
+    return [TileRange(first, min(first + size, end_tile), reach) for first in range(first_tile, end_tile, size)]
+
+
+def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: TileBytes) -> int:
+    """Upper bound of what a run of a slab takes, for a slab of ``num_tiles`` tiles that see up to ``reach`` keys.
+
+    The bound never falls as tiles or keys are added. The exact need does: it depends on how evenly tiles fill runs.
+    """
+    of_tile = tile_bytes(num_selected, reach)
+    return min(num_tiles * of_tile, max(RUN_BYTES, of_tile))
 
 
 def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int]) -> list[int]:
@@ -99,14 +151,12 @@ def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int
     return flat
 
 
-def _slab(
-    rows: Rows, first_row: int, end_row: int, num_selected: int, scratch_bytes: Callable[[int, int], int]
-) -> Slab:
+def _slab(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes) -> Slab:
     seq_lens = rows.seq_lens[first_row:end_row]
     *starts, num_keys = accumulate(map(padded, seq_lens), initial=0)
-    tiles = rows.tile_starts[first_row], rows.tile_starts[end_row]
     runs = []
-    for first, end, reach in tiles_of_runs(rows, *tiles, num_selected, scratch_bytes):
-        flat = pairs_of(rows, first, end, dict(enumerate(starts, first_row)))
-        runs.append(Run(first, end, reach, to_device(flat, torch.int32, rows.device).view(-1, PAIR_FIELDS)))
+    for first_tile, end_tile, reach in ranges_of_runs(rows, first_row, end_row, num_selected, tile_bytes):
+        flat = pairs_of(rows, first_tile, end_tile, dict(enumerate(starts, first_row)))
+        pairs = to_device(flat, torch.int32, rows.device).view(-1, PAIR_FIELDS)
+        runs.append(Run(first_tile, end_tile, reach, pairs))
     return Slab(first_row, to_device(starts, torch.int32, rows.device), num_keys, max(seq_lens), runs)

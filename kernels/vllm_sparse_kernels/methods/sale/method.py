@@ -52,12 +52,14 @@ Where the paper leaves a choice, or this departs from it:
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
@@ -65,13 +67,21 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     SEGMENT,
     Regions,
     Selected,
+    Storage,
     room_for_keys,
     round_keys,
     round_queries,
 )
-from vllm_sparse_kernels.methods.sale.scores import first_flags, flag_blocks, marks_bytes
+from vllm_sparse_kernels.methods.sale.scores import first_flags, flag_blocks, half_refusal, marks_bytes
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.select.channels import kept_channels
+from vllm_sparse_kernels.select.engine import (
+    PORTABLE,
+    SelectEngine,
+    SelectSpec,
+    choose_select_engine,
+    never_refuses,
+)
 from vllm_sparse_kernels.select.lists import compact_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
 from vllm_sparse_kernels.select.slabs import slabs_of
@@ -114,35 +124,63 @@ class Sale(PerHead):
             require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        index.clear_stripes(heads)
-        taus = [one.tau for one in self.of_heads(len(heads))]
-        if not any(taus):
-            compact_blocks(None, index, heads)
-            return
-        log_taus = on_device(tuple(math.log(tau) if tau else -math.inf for tau in taus), q.device)
-        with index.workspace.frame():
-            kept = index.workspace.empty(len(heads), index.block_ids.shape[1], dtype=torch.uint8)
-            self._flags(q, cache, index, Selected(heads, log_taus, len(heads)), scale, kept)
-            compact_blocks(kept, index, heads)
+    @property
+    def select_engines(self) -> Sequence[SelectEngine]:
+        return (
+            SelectEngine("hopper", half_refusal, select_on_hopper),
+            SelectEngine(PORTABLE, never_refuses, select_on_portable),
+        )
 
-    def _flags(
-        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, selected: Selected, scale: float,
-        kept: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Flags of all blocks: uint8 [len(heads), block_capacity], laid out as block_ids."""
-        rows, room, dtype = index.rows, index.workspace, integer_dtype(q.device)
-        group, regions = q.shape[1] // cache.num_kv_heads, Regions(self.sink_tokens, self.local_tokens)
-        first_flags(kept, index, selected, regions)
-        kept_d = kept_channels(cache.head_dim, self.channels == "half", LEAST_CHANNELS)
-        means = row_means(q, cache, rows, kept_d, room)
-        queries = round_queries(q, cache, rows, means, selected, regions, scale, kept_d, dtype, room)
-        for slab in slabs_of(rows, len(selected.heads), marks_bytes):
-            with room.frame():
-                keys = room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, kept_d, dtype, room)
-                round_keys(cache, rows, means, selected, group, slab, keys)
-                for run in slab.runs:
-                    flag_blocks(queries, keys, kept, index, selected, regions, group, run)
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        """On the first engine that does not refuse. A server tries engines first, and calls the chosen one itself."""
+        engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
+        engine.select(self, q, cache, index, heads, scale)
+
+
+def select_on_hopper(
+    method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """The selection, comparing in half precision where that is exact."""
+    _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=True)
+
+
+def select_on_portable(
+    method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """The selection, comparing in float32."""
+    _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=False)
+
+
+def _select(method: Sale, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor, by_half: bool) -> None:
+    index.clear_stripes(heads)
+    taus = [of_head.tau for of_head in method.of_heads(len(heads))]
+    if not any(taus):
+        compact_blocks(None, index, heads)
+        return
+    log_taus = on_device(tuple(math.log(tau) if tau else -math.inf for tau in taus), inputs.q.device)
+    with index.workspace.frame():
+        kept = index.workspace.empty(len(heads), index.block_ids.shape[1], dtype=torch.uint8)
+        _flag(method, inputs, index, Selected(heads, log_taus, len(heads)), kept, by_half)
+        compact_blocks(kept, index, heads)
+
+
+def _flag(
+    method: Sale, inputs: LayerInputs, index: SparseIndex, selected: Selected, kept: torch.Tensor, by_half: bool
+) -> None:
+    """Flags of all blocks: ``kept`` [num_selected, block_capacity] uint8, laid out as block_ids."""
+    cache, rows, workspace = inputs.cache, inputs.rows, index.workspace
+    regions = Regions(method.sink_tokens, method.local_tokens)
+    kept_d = kept_channels(cache.head_dim, method.channels == "half", LEAST_CHANNELS)
+    storage = Storage(kept_d, integer_dtype(inputs.q.device))
+    first_flags(kept, index, selected, regions)
+    means = row_means(inputs.q, cache, rows, kept_d, workspace)
+    queries = round_queries(inputs, means, selected, regions, storage, workspace)
+    for slab in slabs_of(rows, selected.num_selected, marks_bytes):
+        with workspace.frame():
+            keys = room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, storage, workspace)
+            round_keys(inputs, means, selected, slab, keys)
+            for run in slab.runs:
+                flag_blocks(queries, keys, kept, index, selected, regions, run, by_half)
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:

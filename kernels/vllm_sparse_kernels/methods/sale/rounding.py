@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale.means import Means
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, load_queries, query_args, widen
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
+from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.select.channels import kept_of, load_kept
 from vllm_sparse_kernels.select.lists import load_tile
 from vllm_sparse_kernels.select.slabs import STEP_TOKENS, Slab, padded
@@ -50,6 +51,13 @@ class Regions(NamedTuple):
     local_tokens: int
 
 
+class Storage(NamedTuple):
+    """How 4-bit integers are kept."""
+
+    kept_d: int  # channels that are multiplied
+    dtype: torch.dtype  # int8 or e4m3
+
+
 class RoundedQueries(NamedTuple):
     """Queries in 4 bits, tile after tile. Integers are of type int8 or e4m3; scores are counted in (query step) · (key
     step). What belongs to heads that keep everything is undefined."""
@@ -74,20 +82,28 @@ class RoundedKeys(NamedTuple):
 
 
 def room_for_keys(
-    num_selected: int, num_kv_heads: int, num_keys: int, kept_d: int, dtype: torch.dtype, workspace: Workspace
+    num_selected: int, num_kv_heads: int, num_keys: int, storage: Storage, workspace: Workspace
 ) -> RoundedKeys:
+    """Uninitialised tensors for ``num_keys`` keys, a multiple of 128."""
     return RoundedKeys(
-        workspace.empty(num_kv_heads, num_keys, kept_d, dtype=dtype),
+        workspace.empty(num_kv_heads, num_keys, storage.kept_d, dtype=storage.dtype),
         workspace.empty(num_kv_heads, num_keys // 8),
         workspace.empty(num_selected, num_keys), workspace.empty(num_selected, num_keys, dtype=torch.float16),
         workspace.empty(num_kv_heads, num_keys // 64), workspace.empty(num_selected, num_keys // 64), num_keys,
     )  # fmt: skip
 
 
-def round_keys(
-    cache: PagedCache, rows: Rows, means: Means, selected: Selected, group: int, slab: Slab, rounded: RoundedKeys
-) -> None:
-    """Fill the buffers with the keys of a slab's rows, in whole steps: those past a row's end count as zeros."""
+def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: Slab, rounded: RoundedKeys) -> None:
+    """Fill ``rounded`` with the keys of a slab's rows, in whole steps: those past a row's end count as zeros.
+
+    Args:
+        inputs: Cache and rows of the step.
+        means: Of all rows.
+        selected: The heads whose biases are written.
+        slab: The rows.
+        rounded: From ``room_for_keys`` for ``slab.num_keys`` keys.
+    """
+    cache, rows, group = inputs.cache, inputs.rows, inputs.group
     num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rounded, means, *selected, rows.row_ends, slab.first_row, slab.key_starts,
@@ -98,19 +114,29 @@ def round_keys(
 
 
 def round_queries(
-    q: torch.Tensor, cache: PagedCache, rows: Rows, means: Means, selected: Selected, regions: Regions, scale: float,
-    kept_d: int, dtype: torch.dtype, workspace: Workspace,
-) -> RoundedQueries:  # fmt: skip
+    inputs: LayerInputs, means: Means, selected: Selected, regions: Regions, storage: Storage, workspace: Workspace
+) -> RoundedQueries:
+    """Round the queries of all rows, and find every query's threshold.
+
+    Args:
+        inputs: Queries, cache and rows of the step.
+        means: Of the same rows.
+        selected: The heads.
+        regions: What every query block keeps; the threshold is relative to the keys in it.
+        storage: Channels and type of the integers.
+        workspace: The result lies in it.
+    """
+    q, cache, rows, scale = inputs
     count, num_queries = selected.num_selected, rows.num_tiles * TILE_TOKENS
     rounded = RoundedQueries(
-        workspace.empty(count, num_queries, kept_d, dtype=dtype),
+        workspace.empty(count, num_queries, storage.kept_d, dtype=storage.dtype),
         workspace.empty(count, num_queries), workspace.empty(count, num_queries), workspace.empty(count, num_queries),
         num_queries,
     )  # fmt: skip
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
         query_args(q), key_args(cache, rows.block_table), rounded, means, *selected,
         rows.tiles, *regions, scale,
-        HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=kept_d, GROUP=q.shape[1] // cache.num_kv_heads,
+        HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=storage.kept_d, GROUP=inputs.group,
         KV_HEADS=cache.num_kv_heads, TILE=TILE_TOKENS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
     )  # fmt: skip

@@ -6,9 +6,6 @@ A program takes two tiles of one head and a span of keys. Flags lie as ``compact
 and a program stores a 1 for each block with an element that passes, so that spans may be of any length.
 """
 
-import logging
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +21,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
 )
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.select import slabs
+from vllm_sparse_kernels.select.engine import HOPPER, SelectSpec
 from vllm_sparse_kernels.select.lists import load_tile, tile_blocks
 
 TEST_TILES = 2
@@ -37,19 +35,14 @@ SPAN_TOKENS = 8192
 
 PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
 
-logger = logging.getLogger(__name__)
-
 try:
     from vllm_sparse_kernels.gluon_names import bulk_steps
     from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
-
-    HOPPER = True
-    """Whether ``sale_hopper`` tests what fits half precision, where it can."""
-except (ImportError, AttributeError):  # this Triton's Gluon lacks a name
-    HOPPER = False
-
-UNUSABLE: list[str] = []
-"""Why ``sale_hopper`` is not used in this process, once it has failed to compile: at start-up, when kernels warm up."""
+except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
+    MISSING_GLUON = str(error)
+else:
+    MISSING_GLUON = ""
+"""What this Triton's Gluon lacks of what ``sale_hopper`` is written in."""
 
 
 def marks_bytes(num_selected: int, reach: int) -> int:
@@ -66,44 +59,45 @@ def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regi
 
 def flag_blocks(
     queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
-    regions: Regions, group: int, run: slabs.Run,
+    regions: Regions, run: slabs.Run, by_half: bool,
 ) -> None:  # fmt: skip
-    """Set the flags of the blocks in which an element passes, of a run of a slab's tiles."""
+    """Set the flags of the blocks in which an element passes, of a run of a slab's tiles.
+
+    Args:
+        queries: Rounded, of all tiles.
+        keys: Rounded, of the slab.
+        kept: [num_selected, block_capacity] uint8, flags laid out as ``index.block_ids``.
+        index: Of all rows.
+        selected: The heads.
+        regions: What every query block keeps.
+        run: The tiles.
+        by_half: Compare in half precision where that is exact, by ``sale_hopper``.
+    """
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.pairs, *regions)
+    group = index.num_heads // keys.integers.shape[0]
     shape = {"GROUP": group, "BLOCK_D": keys.integers.shape[2], "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
     shape |= {"num_warps": TEST_WARPS}
-    hopper = adds_up_in_half(kept.device)
     with index.workspace.frame():
         left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
-        if hopper:
-            hopper = _test_on_hopper((num_pairs, num_spans, num_heads), queries, keys, args, left, shape)
-        _test_kernel[(num_pairs, 1 if hopper else num_spans, num_heads)](
+        if by_half:
+            sale_hopper.half_kernel[num_pairs, num_spans, num_heads](
+                queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left,
+                **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS, PAIR_FIELDS=PAIR_FIELDS.value,
+            )  # fmt: skip
+        _test_kernel[(num_pairs, 1 if by_half else num_spans, num_heads)](
             queries, keys, *args, left, num_spans, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS,
-            REST=hopper,
+            REST=by_half,
         )  # fmt: skip
 
 
-def adds_up_in_half(device: torch.device) -> bool:
-    """Whether ``sale_hopper`` tests what fits half precision: it knows of Hopper that e4m3 products are added up so
-    without loss, where the sums fit."""
-    return HOPPER and not UNUSABLE and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _test_on_hopper(
-    grid: tuple[int, int, int], queries: RoundedQueries, keys: RoundedKeys, args: tuple[Any, ...], left: torch.Tensor,
-    shape: dict[str, int],
-) -> bool:  # fmt: skip
-    """Whether ``sale_hopper`` took it. A compiler that can't have it costs speed, never the server."""
-    try:
-        sale_hopper.half_kernel[grid](
-            queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left,
-            **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS, PAIR_FIELDS=PAIR_FIELDS.value,
-        )  # fmt: skip
-    except Exception as error:  # whatever a compiler or a launch raises is the reason
-        UNUSABLE.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        logger.warning("SALE's test runs without its Hopper kernel, slower: %s", UNUSABLE[-1])
-    return not UNUSABLE
+def half_refusal(spec: SelectSpec) -> str | None:
+    """Why ``sale_hopper`` cannot compare scores of such a layer in half precision."""
+    if MISSING_GLUON:
+        return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
+    if spec.capability != HOPPER:  # e4m3 products are known to be added up without loss there, where the sums fit
+        return "it is for GPUs of compute capability 9.0 (H100, H200)"
+    return None
 
 
 @triton.jit

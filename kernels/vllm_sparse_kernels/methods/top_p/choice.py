@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select.lists import append, load_tile, tile_blocks
 
 KEY_BLOCK = tl.constexpr(32)
@@ -26,6 +27,16 @@ MAX_REGISTERS = 64
 
 TWO_BITS = tl.constexpr(0x40000000)
 """The bits of 2.0. Masses are at most 1, but for rounding."""
+
+
+def mass_width(reach: int) -> int:
+    """Masses of a tile that may see ``reach`` keys: one for each block of 32, in whole steps of 16."""
+    return ceil_div(reach, 16 * KEY_BLOCK.value) * 16
+
+
+def mass_bytes(num_selected: int, reach: int) -> int:
+    """Bytes of one tile's masses."""
+    return 4 * num_selected * mass_width(reach)
 
 
 def choose(

@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``top_p`` takes from its workspace at most, in bytes, for any engine."""
+"""What ``top_p`` takes from its workspace at most, in bytes, with any of its engines."""
+
+from collections.abc import Sequence
 
 from triton import next_power_of_2
 
 from vllm_sparse_kernels.index import LayerShape
-from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.rounding import SPLIT_TOKENS
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
-from vllm_sparse_kernels.select.slabs import padded, rows_of_slabs, tiles_of_runs
+from vllm_sparse_kernels.select.slabs import TileBytes, most_run_bytes, padded, rows_of_slabs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
-def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int) -> int:
-    """``kept_d``: channels that are multiplied. Elements of e4m3 may be stored in two bytes."""
+def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, tile_bytes: Sequence[TileBytes]) -> int:
+    """Upper bound of what selection takes at a time. More tiles or keys never make it less.
+
+    Args:
+        rows: The rows that are selected together.
+        shape: Of the layer.
+        num_selected: Heads that are selected together.
+        kept_d: Channels that are multiplied. Elements of e4m3 count two bytes, as some cards store them in fp16.
+        tile_bytes: Of each engine that may run.
+
+    Returns:
+        Bytes.
+    """
     dim = next_power_of_2(shape.head_dim)
     queries = num_selected * rows.num_tiles * TILE_TOKENS * (2 * kept_d + 4)
     splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
-    found = 4 * rows.num_rows * shape.num_kv_heads * (dim + kept_d)
+    moments = 4 * rows.num_rows * shape.num_kv_heads * (dim + kept_d)
     sums = 4 * dim * (2 * rows.num_rows * shape.num_kv_heads * splits + rows.num_tiles * shape.num_heads)
-    of_slabs = []
-    for first, end in rows_of_slabs(rows):
-        keys = shape.num_kv_heads * sum(map(padded, rows.seq_lens[first:end])) * (2 * kept_d + 1)
-        tiles = rows.tile_starts[first], rows.tile_starts[end]
-        runs = tiles_of_runs(rows, *tiles, num_selected, portable.scratch_bytes)
-        of_slabs.append(keys + max(_run_bytes(*run, num_selected) for run in runs))
-    return found + max(sums, queries + max(of_slabs)) + SPARE_BYTES
-
-
-def _run_bytes(first_tile: int, end_tile: int, reach: int, num_selected: int) -> int:
-    """Scores and masses; other engines' scores take less, and so may more tiles' masses."""
-    num_tiles = end_tile - first_tile
-    return num_tiles * (portable.scratch_bytes(num_selected, reach) + 2 * num_selected * ceil_div(reach, 512) * 64)
+    slab_bytes = []
+    for first_row, end_row in rows_of_slabs(rows):
+        seq_lens = rows.seq_lens[first_row:end_row]
+        num_tiles = rows.tile_starts[end_row] - rows.tile_starts[first_row]
+        keys = shape.num_kv_heads * sum(map(padded, seq_lens)) * (2 * kept_d + 1)
+        runs = [most_run_bytes(num_tiles, num_selected, max(seq_lens), of_engine) for of_engine in tile_bytes]
+        slab_bytes.append(keys + max(runs))
+    return moments + max(sums, queries + max(slab_bytes)) + SPARE_BYTES

@@ -40,8 +40,10 @@ from vllm_sparse_kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from vllm_sparse_kernels.methods.top_p.rounding import Rounded
+from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
+from vllm_sparse_kernels.select.slabs import Run
 from vllm_sparse_kernels.workspace import Workspace
 
 STAGES = gl.constexpr(4)
@@ -80,10 +82,10 @@ class Scratch(NamedTuple):
     bytes: Any  # [num_selected, num_tiles, num_rounds, 128, 4] int32
 
 
-def scratch_bytes(num_selected: int, reach: int) -> int:
-    """What one tile whose queries see fewer than ``reach`` keys takes."""
+def tile_bytes(num_selected: int, reach: int) -> int:
+    """Bytes of one tile's scratch and masses, for a tile that may see ``reach`` keys."""
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
-    return num_selected * STEP.value * (16 * rounds + 4 * spans + 8)
+    return num_selected * STEP.value * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
@@ -96,28 +98,26 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 
 
 def masses(
-    rounded: Rounded, heads: torch.Tensor, kept: torch.Tensor, peak: float, group: int, tiles: torch.Tensor,
-    first_tile: int, pairs: torch.Tensor, scratch: Scratch, target: torch.Tensor,
-) -> None:  # fmt: skip
-    """Mean over each tile's queries of their share in each block: ``target`` [num_selected, num_tiles, width] float32.
+    rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Scratch, target: torch.Tensor
+) -> None:
+    """Mean over each tile's queries of their share in each block, as ``portable.masses`` has it.
 
-    Negative where the share of some query is at least ``peak``. The mass of all the tile's own keys stands at the first
-    of their blocks, 0 at the others. Not written: what lies past the tile's causal blocks, and heads whose ``kept`` is
-    1 or more.
+    The mass of all the tile's own keys stands at the first of their blocks, 0 at the others.
     """
-    num_selected, num_pairs, kept_d = len(heads), len(pairs), rounded.keys.shape[2]
+    heads, kept, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
+    num_selected, num_pairs, kept_d = len(heads), len(run.pairs), rounded.keys.shape[2]
     num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
     _own_kernel[(num_pairs, 4, num_selected)](
-        rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles,
+        rounded, heads, kept, tiles, first_tile, run.pairs, scratch, num_tiles,
         GROUP=group, KEPT_D=kept_d, FIELDS=TILE_FIELDS, PAIR=PAIR_FIELDS.value, num_warps=4,
     )  # fmt: skip
     _scores_kernel[(num_pairs, num_spans, num_selected)](
-        rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept, tiles, first_tile, pairs, scratch,
-        num_tiles, num_spans, num_rounds,
+        rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept, tiles, first_tile, run.pairs,
+        scratch, num_tiles, num_spans, num_rounds,
         GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
-        kept, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
+        kept, selected.peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
         SPAN=SPAN_TOKENS, ROUNDS=MASS_ROUNDS, FIELDS=TILE_FIELDS, num_warps=4,
     )  # fmt: skip
 

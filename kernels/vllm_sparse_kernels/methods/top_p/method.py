@@ -31,7 +31,7 @@ What it keeps and loses on trained models, and what other rules lost: docs/quali
   (``portable.py``) a score as half precision. Both are means over 128 queries of what is rounded as often up as down.
 """
 
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, get_args
@@ -39,37 +39,45 @@ from typing import Literal, get_args
 import torch
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
+from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
-from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, choose
+from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, choose, mass_width
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
-    Moments,
     Rounded,
-    moments,
+    Selected,
+    Storage,
     round_keys,
     round_queries,
+    row_moments,
 )
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select.channels import kept_channels
+from vllm_sparse_kernels.select.engine import (
+    HOPPER,
+    PORTABLE,
+    SelectEngine,
+    SelectSpec,
+    choose_select_engine,
+    never_refuses,
+)
 from vllm_sparse_kernels.select.lists import compact_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
-from vllm_sparse_kernels.select.slabs import Slab, slabs_of
+from vllm_sparse_kernels.select.slabs import Run, slabs_of
 
 hopper: ModuleType | None
 try:
     from vllm_sparse_kernels.methods.top_p import hopper
-except (ImportError, AttributeError):  # this Triton's Gluon lacks a name
+except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
     hopper = None
+    MISSING_GLUON = str(error)
+else:
+    MISSING_GLUON = ""
 
 CHANNELS = Literal["all", "half"]
-
-UNUSABLE: list[str] = []
-"""Why ``hopper`` is not used in this process, once it has failed to compile: at start-up, when kernels warm up."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,74 +133,88 @@ class TopP(PerHead):
         return self.peak_share if self.peak_share < 1 else 2.0
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        return most_bytes(rows, shape, num_selected, self.kept_channels(shape.head_dim))
+        tile_bytes = [kernels.tile_bytes for kernels in (hopper, portable) if kernels is not None]
+        return most_bytes(rows, shape, num_selected, self.kept_channels(shape.head_dim), tile_bytes)
+
+    @property
+    def select_engines(self) -> Sequence[SelectEngine]:
+        return (
+            SelectEngine("hopper", hopper_refusal, select_on_hopper),
+            SelectEngine(PORTABLE, never_refuses, select_on_portable),
+        )
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        index.clear_stripes(heads)
-        of_heads = self.of_heads(len(heads))
-        shares = tuple(one.kept_mass for one in of_heads)
-        if min(shares) == 1:
-            compact_blocks(None, index, heads)
-            return
-        kept = on_device(shares, q.device), on_device(tuple(one.most_share for one in of_heads), q.device)
-        if on_hopper(q.device, self.kept_channels(cache.head_dim)):
-            try:
-                self._fill(hopper, q, cache, index, heads, kept, scale)  # type: ignore[arg-type]
-                return
-            except Exception as error:  # whatever a compiler or a launch raises is the reason
-                UNUSABLE.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                logger.warning("top_p runs without its Hopper kernels, slower: %s", UNUSABLE[-1])
-        self._fill(portable, q, cache, index, heads, kept, scale)
-
-    def _fill(
-        self, engine: ModuleType, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor,
-        kept: tuple[torch.Tensor, torch.Tensor], scale: float,
-    ) -> None:  # fmt: skip
-        """``engine``: the module whose kernels find the masses. ``kept``: p and the most, of each head."""
-        rows, room, group = index.rows, index.workspace, q.shape[1] // cache.num_kv_heads
-        kept_d, dtype = self.kept_channels(cache.head_dim), stored_dtype(q.device)
-        with room.frame():
-            found = moments(q, cache, rows, kept_d, room)
-            queries, factors = round_queries(q, rows, found, heads, group, scale, kept_d, dtype, room)
-            for slab in slabs_of(rows, len(heads), engine.scratch_bytes):
-                with room.frame():
-                    keys, steps = _round_slab(cache, index, slab, found, kept_d, dtype, engine.PERMUTED)
-                    rounded = Rounded(queries, factors, queries.shape[1], keys, steps, keys.shape[1])
-                    self._choose(engine, rounded, index, slab, heads, kept, group)
-
-    def _choose(
-        self, engine: ModuleType, rounded: Rounded, index: SparseIndex, slab: Slab, heads: torch.Tensor,
-        kept: tuple[torch.Tensor, torch.Tensor], group: int,
-    ) -> None:  # fmt: skip
-        room = index.workspace
-        for run in slab.runs:
-            with room.frame():
-                scratch = engine.room(len(heads), run.num_tiles, run.reach, room)
-                masses = room.empty(len(heads), run.num_tiles, ceil_div(run.reach, 512) * 16)
-                engine.masses(
-                    rounded, heads, kept[0], self.least_peak, group, index.rows.tiles, run.first_tile, run.pairs,
-                    scratch, masses,
-                )  # fmt: skip
-                choose(masses, index, run.first_tile, heads, *kept, self.sink_tokens, self.local_tokens)
+        """On the first engine that does not refuse. A server tries engines first, and calls the chosen one itself."""
+        engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
+        engine.select(self, q, cache, index, heads, scale)
 
 
-def on_hopper(device: torch.device, kept_d: int) -> bool:
-    if hopper is None or UNUSABLE or device.type != "cuda" or kept_d > hopper.WIDEST:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def hopper_refusal(spec: SelectSpec) -> str | None:
+    """Why the Hopper kernels cannot select for such a layer."""
+    if hopper is None:
+        return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
+    if spec.capability != HOPPER:
+        return "it is for GPUs of compute capability 9.0 (H100, H200)"
+    assert isinstance(spec.method, TopP)
+    channels = spec.method.kept_channels(spec.head_dim)
+    if channels > hopper.WIDEST:
+        return f"it multiplies at most {hopper.WIDEST} channels, not {channels}"
+    return None
+
+
+def select_on_hopper(
+    method: TopP, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """The selection by the kernels of ``hopper``."""
+    assert hopper is not None
+    _select(hopper, method, LayerInputs(q, cache, index.rows, scale), index, heads)
+
+
+def select_on_portable(
+    method: TopP, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """The selection by the kernels of ``portable``."""
+    _select(portable, method, LayerInputs(q, cache, index.rows, scale), index, heads)
+
+
+def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
+    """``kernels``: the module that measures the masses."""
+    index.clear_stripes(heads)
+    methods = method.of_heads(len(heads))
+    kept_mass = tuple(of_head.kept_mass for of_head in methods)
+    if min(kept_mass) == 1:
+        compact_blocks(None, index, heads)
+        return
+    device, workspace = inputs.q.device, index.workspace
+    most_share = on_device(tuple(of_head.most_share for of_head in methods), device)
+    selected = Selected(heads, on_device(kept_mass, device), most_share, method.least_peak, inputs.group)
+    storage = Storage(method.kept_channels(inputs.cache.head_dim), stored_dtype(device))
+    with workspace.frame():
+        moments = row_moments(inputs, storage.kept_d, workspace)
+        queries, factors = round_queries(inputs, moments, heads, storage, workspace)
+        for slab in slabs_of(index.rows, len(heads), kernels.tile_bytes):
+            with workspace.frame():
+                keys, steps = round_keys(inputs, slab, moments, storage, kernels.PERMUTED, workspace)
+                rounded = Rounded(queries, factors, queries.shape[1], keys, steps, keys.shape[1])
+                for run in slab.runs:
+                    with workspace.frame():
+                        _select_run(kernels, method, rounded, selected, index, run)
+
+
+def _select_run(
+    kernels: ModuleType, method: TopP, rounded: Rounded, selected: Selected, index: SparseIndex, run: Run
+) -> None:
+    num_selected, workspace = len(selected.heads), index.workspace
+    scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
+    masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
+    kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
+    choose(
+        masses, index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share,
+        method.sink_tokens, method.local_tokens,
+    )  # fmt: skip
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:
     """What the numbers of e4m3 are kept and multiplied as."""
     has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return torch.float8_e4m3fn if has_fp8 else torch.float16
-
-
-def _round_slab(
-    cache: PagedCache, index: SparseIndex, slab: Slab, found: Moments, kept_d: int, dtype: torch.dtype, permuted: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    room = index.workspace
-    keys = room.empty(cache.num_kv_heads, slab.num_keys, kept_d, dtype=dtype)
-    steps = room.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
-    round_keys(cache, index.rows, slab.first_row, slab.key_starts, slab.longest, found, keys, steps, permuted)
-    return keys, steps

@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.methods.top_p.rounding import Rounded
+from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select.lists import FIELDS, load_tile
-from vllm_sparse_kernels.select.slabs import PAIR_FIELDS
+from vllm_sparse_kernels.select.slabs import PAIR_FIELDS, Run
 from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False
@@ -39,9 +40,10 @@ class Scratch(NamedTuple):
     parts: Any  # [num_selected, num_tiles, num_spans, 2, 128] float32: largest score, sum; undefined past its spans
 
 
-def scratch_bytes(num_selected: int, reach: int) -> int:
-    """What one tile takes whose queries may see ``reach`` keys."""
-    return num_selected * (blocks_of(reach) * 256 + ceil_div(reach, SPAN_TOKENS) * 1024)
+def tile_bytes(num_selected: int, reach: int) -> int:
+    """Bytes of one tile's scratch and masses, for a tile that may see ``reach`` keys."""
+    scratch = num_selected * (blocks_of(reach) * 256 + ceil_div(reach, SPAN_TOKENS) * 1024)
+    return scratch + mass_bytes(num_selected, reach)
 
 
 def blocks_of(reach: int) -> int:
@@ -58,23 +60,30 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 
 
 def masses(
-    rounded: Rounded, heads: torch.Tensor, kept: torch.Tensor, peak: float, group: int, tiles: torch.Tensor,
-    first_tile: int, pairs: torch.Tensor, scratch: Scratch, target: torch.Tensor,
-) -> None:  # fmt: skip
-    """Mean over each tile's queries of their share in each block: ``target`` [num_selected, num_tiles, width] float32.
+    rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Scratch, target: torch.Tensor
+) -> None:
+    """Mean over each tile's queries of their share in each block.
 
-    Negative where the share of some query is at least ``peak``. Not written: what lies past the tile's causal blocks,
-    and heads whose ``kept`` is 1 or more.
+    Args:
+        rounded: Queries of all tiles and keys of the slab.
+        selected: The heads; masses are not written where a head's ``kept_mass`` is 1 or more.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
+        run: The tiles to measure.
+        scratch: From ``room`` for this run.
+        target: [num_selected, tiles of the run, width] float32; receives the masses, negative where the share of some
+            query is at least ``selected.peak``. Undefined past a tile's causal blocks.
     """
     num_selected, num_tiles, num_spans = scratch.parts.shape[:3]
     num_blocks = scratch.scores.shape[2]
-    _scores_kernel[(len(pairs) * 2, num_spans, num_selected)](
-        rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_blocks,
-        GROUP=group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, PAIR=PAIR_FIELDS,
+    _scores_kernel[(len(run.pairs) * 2, num_spans, num_selected)](
+        rounded, selected.heads, selected.kept_mass, tiles, run.first_tile, run.pairs, scratch, num_tiles, num_spans,
+        num_blocks,
+        GROUP=selected.group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, PAIR=PAIR_FIELDS,
         WIDEN=not rounded.keys.is_cuda, num_warps=8, num_stages=3,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
-        kept, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, target.stride(0), target.stride(1),
+        selected.kept_mass, selected.peak, tiles, run.first_tile, scratch, num_spans, num_blocks, target,
+        *target.stride()[:2],
         SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, num_warps=8,
     )  # fmt: skip
 

@@ -18,10 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, load_queries, query_args, widen
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.inputs import LayerInputs
+from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.select.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.select.lists import load_tile
+from vllm_sparse_kernels.select.slabs import Slab
 from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = tl.constexpr(15.0)
@@ -51,6 +54,23 @@ class Moments(NamedTuple):
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
 
 
+class Selected(NamedTuple):
+    """The heads that are selected."""
+
+    heads: Any  # [num_selected] int32
+    kept_mass: Any  # [num_selected] float32, p of each head
+    most_share: Any  # [num_selected] float32
+    peak: float  # share of one query from which a block is kept
+    group: int  # query heads that share a kv head
+
+
+class Storage(NamedTuple):
+    """How numbers of e4m3 are kept."""
+
+    kept_d: int  # channels that are multiplied
+    dtype: torch.dtype  # e4m3 itself, or fp16 where there are no instructions for it
+
+
 class Rounded(NamedTuple):
     """Queries and keys of a slab, in e4m3. The units are such that scores are logarithms to the base of two."""
 
@@ -62,7 +82,9 @@ class Rounded(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Moments:
+def row_moments(inputs: LayerInputs, kept_d: int, workspace: Workspace) -> Moments:
+    """Mean keys of each row and kv head, and the ``kept_d`` channels that move scores most."""
+    q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
     chooses = kept_d < block_d
@@ -88,34 +110,58 @@ def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspa
 
 
 def round_queries(
-    q: torch.Tensor, rows: Rows, found: Moments, heads: torch.Tensor, group: int, scale: float, kept_d: int,
-    dtype: torch.dtype, workspace: Workspace,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Values [len(heads), num_tiles · 128, KEPT_D], and factors of them: float32, 0 past a row's end."""
+    inputs: LayerInputs, moments: Moments, heads: torch.Tensor, storage: Storage, workspace: Workspace
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round the queries of all rows.
+
+    Args:
+        inputs: Queries and rows of the step.
+        moments: Of the same rows.
+        heads: [num_selected] int32, query heads.
+        storage: Channels and type of the result.
+        workspace: Both results lie in it.
+
+    Returns:
+        Values [num_selected, num_tiles · 128, kept_d] of ``storage.dtype``, and their factors
+        [num_selected, num_tiles · 128] float32, 0 past a row's end.
+    """
+    q, rows = inputs.q, inputs.rows
     num_queries = rows.num_tiles * TILE_TOKENS
-    values = workspace.empty(len(heads), num_queries, kept_d, dtype=dtype)
+    values = workspace.empty(len(heads), num_queries, storage.kept_d, dtype=storage.dtype)
     factors = workspace.empty(len(heads), num_queries)
     _round_queries_kernel[(rows.num_tiles, len(heads))](
-        query_args(q), rows.tiles, found, heads, scale * LOG2_E, values, factors,
-        HEAD_DIM=q.shape[2], BLOCK_D=found.means.shape[2], KEPT_D=kept_d, GROUP=group,
-        KV_HEADS=found.means.shape[1], num_warps=8,
+        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors,
+        HEAD_DIM=q.shape[2], BLOCK_D=moments.means.shape[2], KEPT_D=storage.kept_d, GROUP=inputs.group,
+        KV_HEADS=moments.means.shape[1], num_warps=8,
     )  # fmt: skip
     return values, factors
 
 
 def round_keys(
-    cache: PagedCache, rows: Rows, first_row: int, key_starts: torch.Tensor, longest: int, found: Moments,
-    values: torch.Tensor, steps: torch.Tensor, permuted: bool,
-) -> None:  # fmt: skip
-    """Keys of the rows from ``first_row`` on, row i's at ``key_starts[i]`` (multiples of 128) of ``values``.
+    inputs: LayerInputs, slab: Slab, moments: Moments, storage: Storage, permuted: bool, workspace: Workspace
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round the keys of a slab's rows, row i's from ``slab.key_starts[i]`` on.
 
-    ``values`` [num_kv_heads, num_keys, KEPT_D], ``steps`` [num_kv_heads, num_keys / 32] float32; ``longest``: keys of
-    the longest row. Where ``permuted``, key 32 t + w of each 128 stands at 8 (w // 2) + 2 t + w % 2 of them.
+    Args:
+        inputs: Cache and rows of the step.
+        slab: The rows whose keys are rounded.
+        moments: Of all rows.
+        storage: Channels and type of the result.
+        permuted: Put key 32 t + w of each 128 keys at place 8 (w // 2) + 2 t + w % 2 among them.
+        workspace: Both results lie in it.
+
+    Returns:
+        Values [num_kv_heads, num_keys, kept_d] of ``storage.dtype``, and steps [num_kv_heads, num_keys / 32] float32.
     """
-    _round_keys_kernel[(ceil_div(longest, 128), cache.num_kv_heads, len(key_starts))](
-        key_args(cache, rows.block_table), rows.row_ends, first_row, key_starts, found, values, steps, values.shape[1],
-        HEAD_DIM=cache.head_dim, BLOCK_D=found.means.shape[2], KEPT_D=values.shape[2], PERMUTED=permuted, num_warps=4,
+    cache, rows = inputs.cache, inputs.rows
+    values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
+    steps = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
+    _round_keys_kernel[(ceil_div(slab.longest, 128), cache.num_kv_heads, len(slab.key_starts))](
+        key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
+        slab.num_keys,
+        HEAD_DIM=cache.head_dim, BLOCK_D=moments.means.shape[2], KEPT_D=storage.kept_d, PERMUTED=permuted, num_warps=4,
     )  # fmt: skip
+    return values, steps
 
 
 @triton.jit
