@@ -24,7 +24,9 @@ from vllm_sparse_backend.serving.stats import HostCopy, Recorder
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import GuardConfig, load_config
 from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.profile import SHARE
 from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.settings.requests import RequestLevel
 
 needs_cpu_build = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM's CPU build")
 
@@ -258,20 +260,26 @@ class TestForward:
 class TestRequestsWithTheirOwnP:
     """They are one level, whose layers one client must not turn dense for the others."""
 
-    OWN, STARVED, HONEST = 0.9, "p=1e-09", "p=0.95"
+    SERVER_P, STARVED, HONEST = 0.9, RequestLevel(SHARE, 1e-09), RequestLevel(SHARE, 0.95)
     BOUND = 0.25
     """More than honest rows lose here, and less than starved ones do."""
 
     @pytest.fixture
     def served(self, configured: Callable[..., Any], tmp_path: Path, request: Any) -> Any:
-        top_p = {"method": "top_p", "kept_mass": self.OWN, "sink_tokens": 0, "local_tokens": 128, "peak_share": 1.0}
+        top_p = {
+            "method": "top_p",
+            "kept_mass": self.SERVER_P,
+            "sink_tokens": 0,
+            "local_tokens": 128,
+            "peak_share": 1.0,
+        }
         profile = profile_file(tmp_path, default=top_p)
         guard = {"rate": 1.0, "patience": 1, "bound": getattr(request, "param", self.BOUND)}
         config = configured(profile=profile, **COMMON, guard=guard)
         layers = make_layers(config, [0])
         return layers[0], make_builder(config, layers), make_step(layers[0], [(100, 700), (100, 700)])
 
-    def run(self, served: Any, at_step: Any, levels: list[str]) -> tuple[Any, torch.Tensor]:
+    def run(self, served: Any, at_step: Any, levels: list[RequestLevel]) -> tuple[Any, torch.Tensor]:
         layer, builder, step = served
         at_step(levels)
         metadata = builder.build(0, step.common)

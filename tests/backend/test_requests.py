@@ -583,7 +583,7 @@ class TestRunners:
 
             def execute_model(
                 self, scheduler_output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False
-            ) -> list[str]:
+            ) -> list[str] | None:
                 common = SimpleNamespace(num_reqs=num_rows)
                 if kind == "numbered":
                     common.req_idx = numpy.array(range(num_rows) if dummy_run else [*map(PLACES.index, order)])
@@ -591,7 +591,8 @@ class TestRunners:
                     self.input_batch.req_ids = [*order]
                 elif not dummy_run:
                     self.prepare_attn(SimpleNamespace(req_ids=[*order]))
-                return [level.name for level in requests_of(self).levels_of_rows(common)]
+                levels = requests_of(self).levels_of_rows(common)
+                return None if levels is None else [level.name for level in levels]
 
             def prepare_attn(self, input_batch: Any) -> None:
                 pass
@@ -703,8 +704,8 @@ class TestRows:
     ) -> None:
         """As where a release builds metadata without naming rows: exact for all, and no engine ends."""
         made, builder = layers
-        unnamed = row_levels.Step({"0": "exact"}, {str(i): 1 for i in range(len(MIXED))})
-        monkeypatch.setattr(row_levels, "_step", unnamed)
+        unnamed = row_levels.Step({"0": EXACT.request_level}, {str(i): 1 for i in range(len(MIXED))})
+        monkeypatch.setattr(row_levels.RunnerRequests, "step", unnamed)
         step = make_step(made[0], MIXED)
         for _ in range(2):
             metadata = builder.build(0, step.common)

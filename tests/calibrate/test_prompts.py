@@ -115,7 +115,7 @@ def _by_bytes(monkeypatch):
 
 
 @pytest.mark.usefixtures("_by_bytes")
-@pytest.mark.parametrize("num_tokens", [2048, 16384])
+@pytest.mark.parametrize("num_tokens", [2048, 8192])
 def test_a_tokenizer_of_bytes_gets_fewer_lines(text, num_tokens):
     (ids,) = make_prompts(NEEDLE, text, num_tokens, 1, seed=0).prompts
     assert len(ids) == num_tokens
