@@ -13,6 +13,7 @@ import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_step
 from vllm_sparse_backend.serving import reports, tallies
 from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.requests import Ticket
 
 MIN_TOKENS = 120
 
@@ -82,9 +83,10 @@ def test_each_http_request_has_a_report_of_its_own() -> None:
         async def keep(message: dict[str, Any]) -> None:
             sent[name].append(message.get("body", b""))
 
-        send = reports.Reporting(keep, Client())
+        ticket = Ticket(f"drawn for {name}")
+        send = reports.Reporting(keep, Client(), ticket)
         for number in range(num_requests):
-            extra_args = reports.with_ticket({"sparse_prefill_report": True, "other": 1})
+            extra_args = reports.plain_ticket({"sparse_prefill_report": ticket, "other": 1})
             assert extra_args is not None
             tallies.begin(f"cmpl-x-{number}-{name}", DEFAULT, tallies.ticket_in(extra_args) or "")
             tallies.TALLIES[f"cmpl-x-{number}-{name}"].dense_tokens = 10 if name == "a" else 1
@@ -103,12 +105,12 @@ def test_each_http_request_has_a_report_of_its_own() -> None:
 @pytest.mark.parametrize("value", [True, 1, "forged", ["forged"]])
 def test_a_ticket_is_never_a_clients_own(value: Any) -> None:
     """Where nothing waits for the report, as in the log alone, there is none."""
-    assert reports.with_ticket({"sparse_prefill_report": value, "other": 1}) == {
+    assert reports.plain_ticket({"sparse_prefill_report": value, "other": 1}) == {
         "sparse_prefill_report": True,
         "other": 1,
     }
-    assert reports.with_ticket({"sparse_prefill_report": False}) == {"sparse_prefill_report": False}
-    assert reports.with_ticket(None) is None
+    assert reports.plain_ticket({"sparse_prefill_report": False}) == {"sparse_prefill_report": False}
+    assert reports.plain_ticket(None) is None
 
 
 def test_ranks_and_stages_make_one_report() -> None:
@@ -129,7 +131,7 @@ def test_what_is_no_answer_stays_as_it_is(body: bytes) -> None:
         sent.append(message)
 
     async def run() -> None:
-        send = reports.Reporting(keep, None)
+        send = reports.Reporting(keep, None, Ticket("t"))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"3")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for part, more in (body[:2], True), (body[2:], False):

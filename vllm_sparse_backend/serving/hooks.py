@@ -233,13 +233,13 @@ def _marked(original: Function) -> Function:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
             return original(self, *args, **kwargs)
-        from vllm_sparse_backend.serving.reports import with_ticket
+        from vllm_sparse_backend.serving.reports import plain_ticket
         from vllm_sparse_backend.serving.requests import mark_of
 
         mark = mark_of(self, signature.bind(self, *args, **kwargs).arguments["params"])
         request = original(self, *args, **kwargs)
         if request.sampling_params is not None:
-            request.sampling_params.extra_args = with_ticket(mark.write(request.sampling_params.extra_args))
+            request.sampling_params.extra_args = plain_ticket(mark.write(request.sampling_params.extra_args))
         return request
 
     return process_inputs
@@ -251,9 +251,9 @@ def _with_http_level(original: Function) -> Function:
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.vllm_config.attention_config.backend):
-            from vllm_sparse_backend.serving.requests import take_level
+            from vllm_sparse_backend.serving.requests import apply_http_request
 
-            take_level(signature.bind(self, *args, **kwargs).arguments["sampling_params"])
+            apply_http_request(signature.bind(self, *args, **kwargs).arguments["sampling_params"])
         return original(self, *args, **kwargs)
 
     return generate

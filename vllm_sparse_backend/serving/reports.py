@@ -10,15 +10,13 @@ asks for none costs nothing.
 
 import json
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.asking import answers_of, engines_of, send_whole
 from vllm_sparse_backend.settings.metrics import REPORT_METHOD
-from vllm_sparse_backend.settings.requests import REPORT
+from vllm_sparse_backend.settings.requests import REPORT, Ticket
 
 logger = logging.getLogger(LOGGER)
 
@@ -27,15 +25,20 @@ ANSWERED = {"/v1/completions", "/v1/chat/completions"}
 
 TIMEOUT_S = 10.0
 
-TICKET: ContextVar[str] = ContextVar("sparse_prefill_ticket", default="")
-"""Of the HTTP request at hand, if its answer will bear a report. Ways to the engine carry nothing else."""
 
+def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a request's ``extra_args`` as they travel to other processes.
 
-def with_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A request's ``extra_args`` with the ticket in place of its wish for a report, if it has one."""
+    Args:
+        extra_args: the request's, in which the middleware's ``Ticket`` or true asks for a report.
+
+    Returns:
+        The same, with a ticket as plain text, and true for whatever else asks for a report: that one is in the log.
+    """
     if not extra_args or not extra_args.get(REPORT):
         return extra_args
-    return {**extra_args, REPORT: TICKET.get() or True}
+    value = extra_args[REPORT]
+    return {**extra_args, REPORT: str(value) if isinstance(value, Ticket) else True}
 
 
 async def report(client: Any, ticket: str) -> dict[str, Any] | None:
@@ -63,13 +66,14 @@ def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | N
 class Reporting:
     """An app's ``send`` that puts the report into the answer: a JSON object, or the last event before [DONE].
 
-    To be made in the context that the app will answer in: what the engine is asked there bears its ticket.
+    Args:
+        send: ASGI's, which takes the answer.
+        client: the engine client, whose workers count.
+        ticket: under which they count for this request.
     """
 
-    def __init__(self, send: Any, client: Any) -> None:
-        self.send, self.client = send, client
-        self.ticket = secrets.token_hex(16)
-        TICKET.set(self.ticket)
+    def __init__(self, send: Any, client: Any, ticket: Ticket) -> None:
+        self.send, self.client, self.ticket = send, client, ticket
         self.start: dict[str, Any] = {}
         self.streams = False
         self.held = b""
@@ -108,4 +112,4 @@ class Reporting:
             return body
         if not isinstance(answer, dict) or "id" not in answer:
             return body
-        return json.dumps({**answer, REPORT: await report(self.client, self.ticket)}, ensure_ascii=False).encode()
+        return json.dumps({**answer, REPORT: await report(self.client, str(self.ticket))}, ensure_ascii=False).encode()

@@ -22,7 +22,7 @@ from vllm_sparse_backend.settings.config import KEY, OPTION
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.requests import FIELD, Choices, Mark, RequestLevel, fingerprint
+from vllm_sparse_backend.settings.requests import FIELD, REPORT, Choices, Mark, RequestLevel, Ticket, fingerprint
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -109,6 +109,8 @@ class HttpRequest:
 
     level: RequestLevel | None = None
     """None where the body asks for none, and the served model that it names has none of its own."""
+    ticket: Ticket | None = None
+    """Under which workers count for this request's report; None if its answer will bear none."""
 
 
 HTTP_REQUEST: ContextVar[HttpRequest | None] = ContextVar("sparse_prefill_http_request", default=None)
@@ -116,11 +118,18 @@ HTTP_REQUEST: ContextVar[HttpRequest | None] = ContextVar("sparse_prefill_http_r
 their own, which lose what stands in a body's ``vllm_xargs``, and so do some paths of some releases."""
 
 
-def take_level(params: Any) -> None:
-    """Put the level of the HTTP request at hand, if there is one, into sampling parameters that are made for it."""
+def apply_http_request(params: Any) -> None:
+    """Put the level and the ticket of the HTTP request at hand, if it has them, into sampling parameters made for it.
+
+    Args:
+        params: vLLM's SamplingParams, whose ``extra_args`` is replaced.
+    """
     http_request = HTTP_REQUEST.get()
-    if http_request is not None and http_request.level is not None:
-        params.extra_args = {**(params.extra_args or {}), FIELD: http_request.level}
+    if http_request is None:
+        return
+    values = {FIELD: http_request.level, REPORT: http_request.ticket}
+    if values := {key: value for key, value in values.items() if value is not None}:
+        params.extra_args = {**(params.extra_args or {}), **values}
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of this backend on a server that runs another one: a line in its log, as nothing else tells the operator."""
 
+import multiprocessing
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +16,15 @@ VARIABLE = "VLLM_ATTENTION_BACKEND"
 def log_unread_settings(vllm_config: Any) -> None:
     """Log once, where the configuration has settings of this backend, that they are not read, and what runs instead.
 
+    Engine cores and workers, which vLLM spawns, get the same configuration and stay silent.
+
     Args:
         vllm_config: A configuration whose backend is another one.
     """
     from vllm.logger import init_logger
 
+    if multiprocessing.parent_process() is not None:
+        return
     if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
         init_logger(LOGGER).info_once(unread_settings(vllm_config.attention_config.backend))
 

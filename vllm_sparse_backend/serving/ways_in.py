@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import re
+import secrets
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from vllm_sparse_backend.serving.reports import ANSWERED, Reporting
 from vllm_sparse_backend.serving.requests import HTTP_REQUEST, HttpRequest, choices_at, front_of
 from vllm_sparse_backend.settings.config import KEY, OPTION
 from vllm_sparse_backend.settings.errors import SLIP_PARTS, ConfigurationError, looks_like, not_one_of, unexpected
-from vllm_sparse_backend.settings.requests import FIELD, REPORT, Choices, RequestLevel, asks_report
+from vllm_sparse_backend.settings.requests import FIELD, REPORT, Choices, RequestLevel, Ticket, asks_report
 
 PREFILLING = {
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
@@ -120,7 +121,6 @@ class Post:
         self._tail = b""
         self._may_hold_ours = self.prefills and desk.reads_models
         self._is_read = False
-        self._reports = False
         self._has_begun = False
 
     async def look_ahead(self) -> None:
@@ -176,7 +176,9 @@ class Post:
         if isinstance(settled, str):
             self.refusal = settled
             raise Refused(400, settled)
-        self.request.level, self._reports = settled
+        self.request.level, reports = settled
+        if reports and self.path in ANSWERED:
+            self.request.ticket = Ticket(secrets.token_hex(16))
 
     def _settled(self, chunks: Sequence[bytes]) -> tuple[RequestLevel | None, bool] | str:
         """The level and whether a report is wanted; or why the request is refused."""
@@ -190,8 +192,8 @@ class Post:
         """For the app: a message of the answer, which is not sent where the request is refused."""
         if self.refusal is not None:
             return
-        if self._reports and message["type"] == "http.response.start" and self.path in ANSWERED:
-            self._send = Reporting(self._send, self.desk.client)
+        if self.request.ticket is not None and message["type"] == "http.response.start":
+            self._send = Reporting(self._send, self.desk.client, self.request.ticket)
         self._has_begun = True
         await self._send(message)
 

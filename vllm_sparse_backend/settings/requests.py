@@ -49,12 +49,28 @@ def refuse_slips(where: str, keys: Iterable[object]) -> None:
             raise ValueError(f"{where}: {unexpected(key, f'the key {FIELD!r} in vllm_xargs')}")
 
 
-def asks_report(given: Mapping[str, Any]) -> bool:
-    """Whether the request with these ``vllm_xargs`` wants to know how it was prefilled. Raises ValueError."""
-    asked = given.get(REPORT, False)
-    if asked not in (True, False):
-        raise ValueError(f"vllm_xargs {REPORT}: {unexpected(asked, 'true or false')}")
-    return bool(asked)
+class Ticket(str):
+    """Random text under which workers count for one HTTP request. No client can send a value of this type."""
+
+
+def asks_report(xargs: Mapping[str, Any]) -> bool:
+    """Return whether a request wants to know how it was prefilled.
+
+    Args:
+        xargs: the request's ``vllm_xargs``.
+
+    Returns:
+        Whether ``sparse_prefill_report`` is true, or the server's own ticket.
+
+    Raises:
+        ValueError: it is neither true nor false.
+    """
+    value = xargs.get(REPORT, False)
+    if isinstance(value, Ticket):
+        return True
+    if value not in (True, False):
+        raise ValueError(f"vllm_xargs {REPORT}: {unexpected(value, 'true or false')}")
+    return bool(value)
 
 
 @dataclass(frozen=True)
