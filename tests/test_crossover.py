@@ -100,7 +100,7 @@ def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str
     assert found.min_query_tokens == crossover.UNMEASURED_MIN_QUERY_TOKENS
     (note,) = found.notes
     assert f"a_shape not measured on {CARD} with engine flash" in note
-    assert "`sparse-prefill bench crossover` measures" in note
+    assert "run `sparse-prefill bench crossover` to measure this device" in note
 
 
 @pytest.mark.parametrize("numbers", [(None, 512), (9000, None), (None, None)])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.profiling.job import Job
     from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.profiling.prompts import PromptSet
-    from vllm_sparse_backend.settings.crossover import OwnCrossover
+    from vllm_sparse_backend.settings.crossover import ProfileCrossover
     from vllm_sparse_backend.settings.profile import Profile
 
 Level = Annotated[
@@ -152,7 +152,7 @@ def _report(profile: "Profile", out: Path) -> None:
     say(f"Written to {out}")
 
 
-def pays(found: "OwnCrossover | None") -> str:
+def pays(found: "ProfileCrossover | None") -> str:
     if found is None:
         return "where it pays was not measured (no CUDA device, or prompts under 4,096 tokens): auto goes by its table"
     where = f"on {found.device} with {', '.join(found.engines)}, up to {found.longest_tokens:,} tokens"

@@ -92,13 +92,13 @@ def _settings(name: str, fields: str) -> list[Any]:
     """Of one kind: those with these values, or those like the method's defaults."""
     ladder, default = ladder_of(name), METHODS[name].parameters()
     if not fields:
-        return [one for one in ladder if one.alike == default.alike] or ladder
+        return [one for one in ladder if one.group_key == default.group_key] or ladder
     wanted = [part.strip().partition("=")[::2] for part in fields.split(",")]
     found = [one for one in ladder if all(str(one.shown_fields.get(field)).lower() == value for field, value in wanted)]
     if not found:
-        known = "; ".join(dict.fromkeys(describe(one.alike) for one in ladder))
+        known = "; ".join(dict.fromkeys(describe(one.group_key) for one in ladder))
         raise ConfigurationError(f"--method {name}: {unexpected(fields, f'values of one of its ladders: {known}')}")
-    return [one for one in found if one.alike == found[0].alike]
+    return [one for one in found if one.group_key == found[0].group_key]
 
 
 def best(methods: Sequence[str]) -> Strategy:
