@@ -192,7 +192,11 @@ def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride
 
 @triton.jit
 def widen(b_x):
-    """Convert fp8 elements to fp16; return others unchanged."""
+    """Convert fp8 elements to fp16; return others unchanged.
+
+    Args:
+        b_x: A block of elements.
+    """
     if b_x.dtype == tl.float8e4nv:
         return b_x.to(tl.float16)
     else:

@@ -40,7 +40,7 @@ class GuardConfig(Section):
     """
 
     rate: Annotated[StrictFloat, Field(ge=1e-6, le=1)] = 0.1
-    """Fraction of the steps with sparse rows in which a layer is checked: every `round(1 / rate)`-th step."""
+    """Fraction of the steps with sparse rows in which a layer is checked: once per `round(1 / rate)` steps."""
 
     bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 0.3
     """Largest relative error of a layer's output that is acceptable."""

@@ -23,6 +23,9 @@ class Registry(Mapping[str, MethodSpec]):
 
     Entry points are loaded on first access rather than on construction, because the packages behind them import this
     one.
+
+    Attributes:
+        builtin_specs: The methods of this package, in the order in which their folders are listed.
     """
 
     def __init__(self, builtin_specs: Iterable[MethodSpec]) -> None:
@@ -31,7 +34,7 @@ class Registry(Mapping[str, MethodSpec]):
         Args:
             builtin_specs: The methods of this package.
         """
-        self._builtin_specs = tuple(builtin_specs)
+        self.builtin_specs = tuple(builtin_specs)
 
     @cached_property
     def specs(self) -> dict[str, MethodSpec]:
@@ -40,7 +43,7 @@ class Registry(Mapping[str, MethodSpec]):
         Raises:
             PluginError: A package's entry point does not provide a method, or its method's name is taken.
         """
-        specs = {spec.name: spec for spec in self._builtin_specs}
+        specs = {spec.name: spec for spec in self.builtin_specs}
         for entry_point in entry_points(group=GROUP):
             for spec in _load_specs(entry_point):
                 if spec.name in specs:

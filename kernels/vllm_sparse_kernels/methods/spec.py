@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from vllm_sparse_kernels.methods.base import Method
 
@@ -25,6 +26,11 @@ class MethodSpec:
             left out even with random weights, whose attention is spread out. They are not meant for real models.
         ladder: Parameters from the sparsest useful setting to one that is nearly lossless; searches choose from them.
         cost: Time of the selection as a fraction of dense attention's, used where nothing was measured.
+        paper: The paper in a table, as Markdown; empty for none.
+        summary: The keys that a query attends to, as a phrase for a table. README.md's table needs it.
+        control: What bounds the number of kept keys: ``budget`` (a number of keys, whatever the prompt's length),
+            ``threshold`` (keys above it) or ``share`` (the fewest keys with that share of the attention).
+        main_parameters: Fields of the method that trade accuracy for speed.
     """
 
     name: str
@@ -34,3 +40,7 @@ class MethodSpec:
     demo: Mapping[str, object] = field(default_factory=dict)
     ladder: tuple[Mapping[str, object], ...] = ()
     cost: float = 0.1
+    paper: str = ""
+    summary: str = ""
+    control: Literal["budget", "threshold", "share", ""] = ""
+    main_parameters: tuple[str, ...] = ()
