@@ -72,7 +72,7 @@ class RequestsConfig(Section):
 
     default: LevelChoice | None = None
     """Level of requests that do not choose one: `exact`, `on` (the server's method or profile) or the name of a level.
-    The default is `on`; servers of pooling models default to `exact`."""
+    The default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
 
     models: dict[StrictStr, LevelChoice] = Field(default={})
     """Overrides `default` by served model name, for servers with several names (`--served-model-name a b`)."""
