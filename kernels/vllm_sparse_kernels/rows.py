@@ -114,6 +114,11 @@ class Rows:
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Check the lengths.
+
+        Raises:
+            ValueError: Sequences differ in length, or a number of tokens is out of range.
+        """
         lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
         if len(lengths) != 1:
             raise ValueError(

@@ -245,6 +245,7 @@ class Thresholds:
         return math.inf if self.min_tokens is None else self.min_tokens, self.min_query_tokens
 
     def __str__(self) -> str:
+        """Format the thresholds for the log."""
         if self.min_tokens is None:
             return "no rows"
         return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new"

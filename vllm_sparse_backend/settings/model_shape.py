@@ -52,11 +52,17 @@ class ModelShape:
     names: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        """Check the numbers of heads.
+
+        Raises:
+            ValueError: ``num_kv_heads`` does not divide ``num_heads``.
+        """
         if self.num_heads % self.num_kv_heads:
             expected = f"a divisor of num_heads {self.num_heads}"
             raise ValueError(f"num_kv_heads: {unexpected(self.num_kv_heads, expected)}")
 
     def __str__(self) -> str:
+        """Format the shape for messages."""
         theta = f", rope_theta {self.rope_theta:g}" if self.rope_theta is not None else ""
         return (
             f"{self.architecture} with {self.num_layers} layers, {self.num_heads} heads, {self.num_kv_heads} kv heads, "

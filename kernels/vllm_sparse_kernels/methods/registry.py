@@ -55,12 +55,22 @@ class Registry(Mapping[str, MethodSpec]):
         return dict(sorted(specs.items()))
 
     def __getitem__(self, name: str) -> MethodSpec:
+        """Return the description of a method.
+
+        Args:
+            name: Name of the method.
+
+        Returns:
+            Its description.
+        """
         return self.specs[name]
 
     def __iter__(self) -> Iterator[str]:
+        """Return an iterator over the names."""
         return iter(self.specs)
 
     def __len__(self) -> int:
+        """Return the number of methods."""
         return len(self.specs)
 
 
