@@ -118,10 +118,12 @@ def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
     model_type = config.get("model_type")
     is_encoder = model_type in ENCODER_MODELS or bool(config.get("is_encoder_decoder"))
     has_attention = "attention" in kind and "linear" not in kind  # other kinds are Mamba and linear attention
-    derived_head_dim = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
+    head_dim = config.get("head_dim")
+    if not head_dim:  # only then do the other fields have to be numbers
+        head_dim = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
     return layer_fallback(
         LayerTraits(
-            head_dim=config.get("head_dim") or derived_head_dim,
+            head_dim=head_dim,
             dtype="bfloat16",
             attn_type="decoder" if has_attention and not is_encoder else "other",
             sliding_window=config.get("sliding_window") or 0 if kind in WINDOWED_KINDS else None,
