@@ -72,7 +72,11 @@ class TestPagedCache:
             (torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 32), "expected both as"),
             (torch.zeros(2, 16, 64), torch.zeros(2, 16, 64), "expected both as"),
             (*[torch.zeros(2, 16, 64, 2).transpose(2, 3)] * 2, "expected equal strides, and 1 for head_dim"),
-            (torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 128)[..., :64], "expected equal strides, and 1 for head_dim"),
+            (
+                torch.zeros(2, 16, 1, 64),
+                torch.zeros(2, 16, 1, 128)[..., :64],
+                "expected equal strides, and 1 for head_dim",
+            ),
         ],
         ids=["unlike shapes", "no pages", "heads that are not contiguous", "strides that differ"],
     )
