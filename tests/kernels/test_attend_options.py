@@ -263,7 +263,7 @@ def test_options_that_nobody_asks_for():
 def test_options_that_do_not_fit(device):
     batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
     index = random_index(batch, 64, 1.0)
-    with pytest.raises(ValueError, match=r"skip_margins is \(3,\), expected \(2,\)"):
+    with pytest.raises(ValueError, match=r"skip_margins: given shape \(3,\), expected \(2,\)"):
         run(batch, index, AttendOptions(torch.zeros(3, device=device), None))
 
 
