@@ -58,7 +58,10 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ({"guard": {"rate": 1.5}}, "sparse_prefill.guard.rate: given 1.5, expected less than or equal to 1"),
         ({"guard": {"patience": 0, "recovery": 4}}, "guard.recovery: unknown field: given 'recovery', expected one of"),
         ({"profile": 3}, "sparse_prefill.profile: given 3, expected a valid string"),
-        ({"profile": "x", "params": {}}, "sparse_prefill: given profile 'x' and params, expected one of them"),
+        (
+            {"profile": "x", "params": {}},
+            "sparse_prefill: given both profile 'x' and params, expected only one of them",
+        ),
         (7, "sparse_prefill: given 7, expected a mapping, or the name or path of a profile"),
         ({"method": "dense", "params": {"top": 1}}, "sparse_prefill.params: top: unknown parameter of dense"),
         ({"method": "den\nse"}, "sparse_prefill.method: given 'den\\nse'"),
@@ -82,7 +85,7 @@ def test_misspelt_key_is_no_silent_default(key: str) -> None:
 @pytest.mark.parametrize("beside", [{}, {"sparse_prefill": {"min_tokens": 1}}])
 def test_settings_one_level_too_high_are_no_silent_default(beside: dict[str, Any]) -> None:
     for key, value in (("method", "a_shape"), ("profile", "mine.yaml"), ("min_tokens", 1)):
-        with pytest.raises(ConfigurationError, match=f"given key '{key}' at the top, expected it inside of"):
+        with pytest.raises(ConfigurationError, match=f"given key '{key}' at the top level, expected it under"):
             load_config({**beside, key: value})
     assert load_config({**beside, "of_another_plugin": 1}) == load_config(beside)
 

@@ -100,7 +100,7 @@ def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str
     assert found.min_query_tokens == crossover.UNMEASURED_MIN_QUERY_TOKENS
     (note,) = found.notes
     assert f"a_shape not measured on {CARD} with engine flash" in note
-    assert "`sparse-prefill bench crossover` measures" in note
+    assert "run `sparse-prefill bench crossover` to measure this device" in note
 
 
 @pytest.mark.parametrize("numbers", [(None, 512), (9000, None), (None, None)])
@@ -119,9 +119,9 @@ def test_numbers_that_are_set_need_no_measurement() -> None:
     assert resolved(table(entry(9000, 700)), min_tokens=500) == Thresholds(500, 700)
     assert resolved(table(entry(9000, 700)), min_query_tokens=20) == Thresholds(9000, 20)
     for setting, names in (
-        ({"min_tokens": 500}, "auto stands for min_query_tokens 1024 there"),
-        ({"min_query_tokens": 20}, "auto stands for min_tokens 16384 there"),
-        ({}, "auto stands for min_tokens 16384 and min_query_tokens 1024 there"),
+        ({"min_tokens": 500}, "auto uses the conservative defaults min_query_tokens 1024;"),
+        ({"min_query_tokens": 20}, "auto uses the conservative defaults min_tokens 16384;"),
+        ({}, "auto uses the conservative defaults min_tokens 16384 and min_query_tokens 1024;"),
     ):
         (note,) = resolved(table(), **setting).notes
         assert names in note

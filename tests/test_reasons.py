@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.settings.reasons import Fallback, LayerTraits, layer_fallback
 
 FITTING = {"head_dim": 128, "dtype": "bfloat16"}
 # What makes each of the reasons that a layer's properties can give.
@@ -53,11 +53,11 @@ UNREAD = ("nvfp4", "fp8_per_token_head", "fp8_inc", "turboquant_3bit")
     ],
 )
 def test_property_gives_its_reason(reason: Fallback | None, properties: dict[str, object]) -> None:
-    assert layer_fallback(**(FITTING | properties)) is reason
+    assert layer_fallback(LayerTraits(**(FITTING | properties))) is reason
 
 
 def test_head_dims() -> None:
-    taken = [d for d in range(1, 600) if layer_fallback(head_dim=d, dtype="float16") is None]
+    taken = [d for d in range(1, 600) if layer_fallback(LayerTraits(head_dim=d, dtype="float16")) is None]
     assert taken == list(range(16, 257, 8))
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SparseIndex: what each (query head, tile) attends to.
+"""``SparseIndex``: the keys that each (query head, tile) attends to.
 
-Per head and tile, a sorted list of key blocks and a sorted list of single key positions ("stripes"), in buffers whose
-layout the host fixes from upper bounds, so that nothing has to be read back. A tile's block list has room for every
-block in its causal reach: it cannot overflow. A method states how many stripes it may keep (``StripeLayout``), and
-tiles that share one list (groups of AnchorAttention) share its place.
+Each head and tile has a sorted list of key blocks and a sorted list of single key positions ("stripes"). The host fixes
+the layout of the buffers from upper bounds, so that nothing has to be read back from the device. A tile's block list
+has room for every block in its causal reach and cannot overflow. A method states how many stripes it may keep
+(``StripeLayout``). Tiles that share one list of stripes (groups of AnchorAttention) share its memory.
 
-Invariants (``check``): lists sorted, unique and causal; every block of a tile's diagonal present; no stripe inside a
-kept block; counts within capacity.
+Invariants, which ``SparseIndex.check`` verifies: lists are sorted, unique and causal; every block of a tile's diagonal
+is present; no stripe lies inside a kept block; counts are within capacity.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,25 +24,38 @@ from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What the memory that a layer needs depends on, beside its rows: heads of this rank, and its index's blocks."""
+    """Sizes of a layer on which the memory for its selection and attention depends, in addition to the rows.
+
+    Attributes:
+        num_heads: Query heads of this rank.
+        num_kv_heads: Key-value heads of this rank.
+        head_dim: Elements of a head's query or key.
+        block_tokens: Keys of an index block.
+        element_bytes: Bytes of an element of queries, keys and values.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_tokens: int
-    element_bytes: int  # of q, keys and values
+    element_bytes: int
 
 
 @dataclass(frozen=True)
 class StripeLayout:
-    """Where one head's stripe lists begin: ``offsets[i]`` for tile i, within ``capacity`` positions in all."""
+    """Places of one head's stripe lists.
+
+    Attributes:
+        offsets: Per tile, the offset of its list, in positions. Tiles with equal offsets share a list.
+        capacity: Positions of all lists together.
+    """
 
     offsets: tuple[int, ...]
     capacity: int
 
     @cached_property
     def longest(self) -> int:
-        """Positions that the longest list has room for: a list ends where the next one begins."""
+        """Capacity of the longest list, in positions. A list ends where the next one begins."""
         places = sorted({*self.offsets, self.capacity})
         return max((end - start for start, end in pairwise(places)), default=0)
 
@@ -53,69 +66,120 @@ class StripeLayout:
 
     @staticmethod
     def none(rows: Rows) -> "StripeLayout":
+        """Return the layout of a head without stripes.
+
+        Args:
+            rows: The rows of a step.
+
+        Returns:
+            A layout of capacity 0.
+        """
         return StripeLayout((0,) * rows.num_tiles, 0)
 
     @staticmethod
     def per_tile(rows: Rows, stripes: int) -> "StripeLayout":
-        """At most ``stripes`` positions for each tile, and no more than lie before it."""
+        """Return the layout of a head with a separate list for each tile.
+
+        Args:
+            rows: The rows of a step.
+            stripes: Maximum number of positions of a tile. The list of a tile is no longer than its context.
+
+        Returns:
+            The layout.
+        """
         ends = rows.tile_positions.clamp(max=stripes).cumsum(0).tolist()
         return StripeLayout((0, *ends[:-1]), ends[-1]) if ends else StripeLayout((), 0)
 
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """Where each list lies, which the host knows of the rows alone: layers that keep alike may share it in a pass."""
+    """Places of all lists of an index, which follow from the rows. Layers with equal layouts share it in a pass.
+
+    Attributes:
+        rows: The rows of a step.
+        num_heads: Query heads of this rank.
+        block_tokens: Keys of an index block.
+        block_capacity: Blocks of all lists of one head.
+        stripe_capacity: Positions of all lists of all heads.
+        longest_stripes: Capacity of the longest list of stripes, in positions.
+        block_offsets: [num_tiles] int64, offset of a tile's list of blocks among those of a head.
+        stripe_offsets: [num_heads, num_tiles] int64, offset of a list of stripes.
+        zero_counts: [num_heads, num_tiles] int32 zeros, the counts of stripes if no head has room for any; otherwise
+            None.
+    """
 
     rows: Rows
     num_heads: int
     block_tokens: int
-    block_capacity: int  # of a head
-    stripe_capacity: int  # of all heads
+    block_capacity: int
+    stripe_capacity: int
     longest_stripes: int
-    block_offsets: torch.Tensor  # [num_tiles] int64
-    stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64
-    no_stripes: torch.Tensor | None  # [num_heads, num_tiles] int32, zeros: the counts where no head has room for any
+    block_offsets: torch.Tensor
+    stripe_offsets: torch.Tensor
+    zero_counts: torch.Tensor | None
 
     @staticmethod
-    def of(
+    def build(
         rows: Rows, num_heads: int, block_tokens: int, stripes: Mapping[int, StripeLayout] | None = None
     ) -> "IndexLayout":
-        """``stripes`` maps a query head to its layout; heads that are not in it keep no stripes."""
+        """Compute the layout.
+
+        Args:
+            rows: The rows of a step.
+            num_heads: Query heads of this rank.
+            block_tokens: Keys of an index block.
+            stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
+
+        Returns:
+            The layout, with its tensors on the rows' device.
+        """
         stripes = stripes or {}
         capacities = rows.block_capacities(block_tokens)
         layouts = [stripes.get(head) for head in range(num_heads)]
-        begins = [0, *accumulate(layout.capacity if layout else 0 for layout in layouts)]
-        nothing = torch.zeros(rows.num_tiles, dtype=torch.int64)
-        stripe_offsets = torch.stack([layout.host_offsets if layout else nothing for layout in layouts])
-        stripe_offsets += torch.tensor(begins[:-1])[:, None]
-        no_stripes = None
-        if not begins[-1]:
-            no_stripes = torch.zeros(num_heads, rows.num_tiles, dtype=torch.int32, device=rows.device)
+        *head_offsets, stripe_capacity = [0, *accumulate(layout.capacity if layout else 0 for layout in layouts)]
+        zero_offsets = torch.zeros(rows.num_tiles, dtype=torch.int64)
+        stripe_offsets = torch.stack([layout.host_offsets if layout else zero_offsets for layout in layouts])
+        stripe_offsets += torch.tensor(head_offsets)[:, None]
+        *block_offsets, num_blocks = [0, *accumulate(capacities)]
+        zero_counts = None
+        if not stripe_capacity:
+            zero_counts = torch.zeros(num_heads, rows.num_tiles, dtype=torch.int32, device=rows.device)
         return IndexLayout(
-            rows,
-            num_heads,
-            block_tokens,
-            padded_capacity(sum(capacities)),
-            begins[-1],
-            max((layout.longest for layout in stripes.values()), default=0),
-            to_device([0, *accumulate(capacities)][:-1], torch.int64, rows.device),
-            host_to_device(stripe_offsets, rows.device),
-            no_stripes,
+            rows=rows,
+            num_heads=num_heads,
+            block_tokens=block_tokens,
+            block_capacity=padded_capacity(num_blocks),
+            stripe_capacity=stripe_capacity,
+            longest_stripes=max((layout.longest for layout in stripes.values()), default=0),
+            block_offsets=to_device(block_offsets, torch.int64, rows.device),
+            stripe_offsets=host_to_device(stripe_offsets, rows.device),
+            zero_counts=zero_counts,
         )
 
     def allocate(self, workspace: Workspace) -> "SparseIndex":
-        """Room for every causal block of every tile, and for the stripes. All but stripes' counts is undefined."""
-        room = partial(workspace.empty, dtype=torch.int32)
-        none = self.no_stripes
+        """Allocate an index with this layout.
+
+        Args:
+            workspace: Memory of the index.
+
+        Returns:
+            An index whose counts of stripes are 0. Everything else is undefined until all heads have been selected.
+        """
+        empty = partial(workspace.empty, dtype=torch.int32)
+        block_counts = empty(self.num_heads, self.rows.num_tiles)
+        block_ids = empty(self.num_heads, self.block_capacity)
+        stripe_counts = self.zero_counts
+        if stripe_counts is None:
+            stripe_counts = empty(self.num_heads, self.rows.num_tiles).zero_()
         return SparseIndex(
             rows=self.rows,
             num_heads=self.num_heads,
             block_tokens=self.block_tokens,
-            block_counts=room(self.num_heads, self.rows.num_tiles),
-            block_ids=room(self.num_heads, self.block_capacity),
+            block_counts=block_counts,
+            block_ids=block_ids,
             block_offsets=self.block_offsets,
-            stripe_counts=room(self.num_heads, self.rows.num_tiles).zero_() if none is None else none,
-            stripe_positions=room(self.stripe_capacity),
+            stripe_counts=stripe_counts,
+            stripe_positions=empty(self.stripe_capacity),
             stripe_offsets=self.stripe_offsets,
             longest_stripes=self.longest_stripes,
             workspace=workspace,
@@ -123,10 +187,22 @@ class IndexLayout:
 
 
 class IndexArgs(NamedTuple):
-    """Tensors of Rows and SparseIndex, for kernels.
+    """Tensors of ``Rows`` and ``SparseIndex``, as arguments of kernels.
 
-    No number here changes with a batch's size in a way that Triton specialises on (a head's lists are a multiple of 16
-    long): a kernel that is compiled at start-up serves every later batch.
+    Triton does not specialise on any number here as the batch changes, because the length of a head's lists is a
+    multiple of 16: a kernel that is compiled at start-up serves every later batch.
+
+    Attributes:
+        tiles: [num_tiles, 4] int32, see ``Rows.tiles``.
+        order: [num_tiles] int32, tiles in the order in which to process them (``Rows.heaviest_first``).
+        row_ends: [num_rows] int32, tokens of each row.
+        block_counts: [num_heads, num_tiles] int32.
+        block_ids: [num_heads, block_capacity] int32.
+        block_offsets: [num_tiles] int64.
+        stride_blocks: Elements between the lists of two heads in ``block_ids``.
+        stripe_counts: [num_heads, num_tiles] int32.
+        stripe_positions: [stripe_capacity] int32.
+        stripe_offsets: [num_heads, num_tiles] int64.
     """
 
     tiles: Any
@@ -142,25 +218,46 @@ class IndexArgs(NamedTuple):
 
 
 def padded_capacity(num_blocks: int) -> int:
-    """The length of a head's block lists: a multiple of 16, which kernels are compiled for."""
+    """Round the length of a head's block lists up to a multiple of 16, for which kernels are specialised.
+
+    Args:
+        num_blocks: Blocks of all lists of one head.
+
+    Returns:
+        The padded number.
+    """
     return ceil_div(num_blocks, 16) * 16
 
 
 @dataclass(frozen=True)
 class SparseIndex:
-    """Selected keys of every (query head, tile). All tensors lie on the device; see the module for the invariants."""
+    """Selected keys of every (query head, tile). The module's docstring has the invariants.
+
+    Attributes:
+        rows: The rows of a step.
+        num_heads: Query heads of this rank.
+        block_tokens: Keys of a block. Block i holds the keys at positions [i · block_tokens, (i + 1) · block_tokens).
+        block_counts: [num_heads, num_tiles] int32, lengths of the lists of blocks.
+        block_ids: [num_heads, block_capacity] int32, the lists of blocks.
+        block_offsets: [num_tiles] int64, offset of a tile's list in a head's row of ``block_ids``.
+        stripe_counts: [num_heads, num_tiles] int32, lengths of the lists of stripes.
+        stripe_positions: [stripe_capacity] int32, the lists of stripes.
+        stripe_offsets: [num_heads, num_tiles] int64, offset of a list in ``stripe_positions``.
+        longest_stripes: Capacity of the longest list of stripes, in positions, known on the host.
+        workspace: Memory for selection and attention with this index.
+    """
 
     rows: Rows
     num_heads: int
     block_tokens: int
-    block_counts: torch.Tensor  # [num_heads, num_tiles] int32
-    block_ids: torch.Tensor  # [num_heads, block_capacity] int32, keys [id * block_tokens, (id + 1) * block_tokens)
-    block_offsets: torch.Tensor  # [num_tiles] int64, where a tile's list begins in a head's row of block_ids
-    stripe_counts: torch.Tensor  # [num_heads, num_tiles] int32
-    stripe_positions: torch.Tensor  # [stripe_capacity] int32
-    stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64, where a list begins in stripe_positions
-    longest_stripes: int  # positions that the longest of the stripe lists has room for, on the host
-    workspace: Workspace  # for what fills the index and what walks it
+    block_counts: torch.Tensor
+    block_ids: torch.Tensor
+    block_offsets: torch.Tensor
+    stripe_counts: torch.Tensor
+    stripe_positions: torch.Tensor
+    stripe_offsets: torch.Tensor
+    longest_stripes: int
+    workspace: Workspace
 
     @staticmethod
     def allocate(
@@ -170,23 +267,41 @@ class SparseIndex:
         stripes: Mapping[int, StripeLayout] | None = None,
         workspace: Workspace | None = None,
     ) -> "SparseIndex":
-        """Room for every causal block of every tile, and for the stripes that each head's layout asks for.
+        """Allocate an index with room for every causal block of every tile.
 
-        ``stripes`` maps a query head to its layout; heads that are not in it keep no stripes. Contents are undefined
-        until every head has been selected.
+        Args:
+            rows: The rows of a step.
+            num_heads: Query heads of this rank.
+            block_tokens: Keys of a block.
+            stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
+            workspace: Memory of the index; None for a workspace of its own without a buffer.
+
+        Returns:
+            An index whose counts of stripes are 0. Everything else is undefined until all heads have been selected.
         """
-        return IndexLayout.of(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
+        return IndexLayout.build(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
 
     @staticmethod
     def bytes_for(rows: Rows, num_heads: int, block_tokens: int, stripe_capacity: int) -> int:
-        """What ``allocate`` takes from the workspace; ``stripe_capacity``: of all heads together."""
-        room = partial(padded_bytes, dtype=torch.int32)
+        """Return the workspace memory that ``allocate`` needs.
+
+        Args:
+            rows: The rows of a step.
+            num_heads: Query heads of this rank.
+            block_tokens: Keys of a block.
+            stripe_capacity: Positions of all lists of all heads.
+
+        Returns:
+            Bytes.
+        """
+        int32_bytes = partial(padded_bytes, dtype=torch.int32)
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
-        counts = (2 if stripe_capacity else 1) * room(num_heads, rows.num_tiles)
-        return counts + room(num_heads, block_capacity) + room(stripe_capacity)
+        counts = (2 if stripe_capacity else 1) * int32_bytes(num_heads, rows.num_tiles)
+        return counts + int32_bytes(num_heads, block_capacity) + int32_bytes(stripe_capacity)
 
     @property
     def args(self) -> IndexArgs:
+        """Arguments of kernels that read or write the index."""
         rows = self.rows
         return IndexArgs(
             rows.tiles, rows.heaviest_first, rows.row_ends,
@@ -200,47 +315,101 @@ class SparseIndex:
         return len(self.stripe_positions) > 0
 
     def clear_stripes(self, heads: torch.Tensor) -> None:
-        """No stripes in these heads, int32 on the device."""
-        if self.has_stripes:  # else counts are zeros that no layer writes
+        """Remove the stripes of some heads.
+
+        Args:
+            heads: [n] int32 on the device, numbers of query heads.
+        """
+        if self.has_stripes:  # otherwise the counts are zeros, which all layers share
             self.stripe_counts.index_fill_(0, heads.long(), 0)
 
     def num_causal_blocks(self, tile: Tile) -> int:
-        """Blocks with a key that the tile's last query may see: the capacity of the tile's list."""
+        """Return the number of blocks with a key that a tile's last query may attend to: its list's capacity.
+
+        Args:
+            tile: A tile of ``rows``.
+
+        Returns:
+            Blocks.
+        """
         return ceil_div(tile.last_position + 1, self.block_tokens)
 
     def first_diagonal_block(self, tile: Tile) -> int:
-        """From this block on every block of the tile holds a key that one of its queries may not see."""
+        """Return the first block that contains a key that some query of a tile may not attend to.
+
+        Args:
+            tile: A tile of ``rows``.
+
+        Returns:
+            The block's id.
+        """
         return tile.position // self.block_tokens
 
     @property
     def masked_pairs(self) -> int:
-        """(query, key) pairs of all rows' and heads' listed blocks that the causal mask forbids; known to the host."""
+        """(query, key) pairs of listed blocks that the causal mask excludes, all rows and heads; known on the host."""
         return self.num_heads * self.rows.masked_pairs(self.block_tokens)
 
     def kept_pairs(self) -> torch.Tensor:
-        """Kept (query, key) pairs of all rows and heads: an int64 scalar on the device, not waited for."""
+        """Count the kept (query, key) pairs of all rows and heads, without synchronising with the device.
+
+        Returns:
+            An int64 scalar on the device.
+        """
         return self.listed_pairs().sum() - self.masked_pairs
 
     def pairs_of_heads(self) -> torch.Tensor:
-        """Kept (query, key) pairs of all rows: int64 [num_heads] on the device, not waited for."""
+        """Count the kept (query, key) pairs of each head, without synchronising with the device.
+
+        Returns:
+            [num_heads] int64 on the device.
+        """
         return self.listed_pairs().sum(1) - self.rows.masked_pairs(self.block_tokens)
 
     def listed_pairs(self) -> torch.Tensor:
-        """[num_heads, num_tiles] int32: a tile's queries times the keys of its blocks and stripes, masked or not."""
+        """Count the listed (query, key) pairs of each head and tile, including those that the mask excludes.
+
+        Returns:
+            [num_heads, num_tiles] int32 on the device: queries of a tile times keys of its blocks and stripes.
+        """
         return torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens) * self.rows.tile_lengths
 
-    # What follows reads the device: for references, tests and debugging only.
+    # The methods below synchronise with the device: for references, tests and debugging only.
 
     def blocks_of(self, head: int, i_tile: int) -> torch.Tensor:
+        """Return one list of blocks.
+
+        Args:
+            head: Number of the query head.
+            i_tile: Number of the tile.
+
+        Returns:
+            [n] int64, ids of blocks.
+        """
         start = int(self.block_offsets[i_tile])
         return self.block_ids[head, start : start + int(self.block_counts[head, i_tile])].long()
 
     def stripes_of(self, head: int, i_tile: int) -> torch.Tensor:
+        """Return one list of stripes.
+
+        Args:
+            head: Number of the query head.
+            i_tile: Number of the tile.
+
+        Returns:
+            [n] int64, positions of keys.
+        """
         start = int(self.stripe_offsets[head, i_tile])
         return self.stripe_positions[start : start + int(self.stripe_counts[head, i_tile])].long()
 
     def set_blocks(self, head: int, i_tile: int, kept: torch.Tensor) -> None:
-        """Keep the blocks where the bool vector ``kept`` [num_causal_blocks] is set, and the diagonal ones."""
+        """Write one list of blocks. Blocks on the diagonal are added.
+
+        Args:
+            head: Number of the query head.
+            i_tile: Number of the tile.
+            kept: [num_causal_blocks] bool, whether to keep each block.
+        """
         tile = self.rows.tile_list[i_tile]
         kept = kept.clone()
         kept[self.first_diagonal_block(tile) :] = True
@@ -250,7 +419,13 @@ class SparseIndex:
         self.block_counts[head, i_tile] = len(ids)
 
     def set_stripes(self, head: int, i_tile: int, positions: torch.Tensor) -> None:
-        """Keep the given key positions, less those inside kept blocks. Call after ``set_blocks``."""
+        """Write one list of stripes. Call ``set_blocks`` before: positions inside kept blocks are left out.
+
+        Args:
+            head: Number of the query head.
+            i_tile: Number of the tile.
+            positions: [n] integers, positions of keys in any order.
+        """
         positions = positions.long().unique()
         inside = torch.isin(positions // self.block_tokens, self.blocks_of(head, i_tile))
         positions = positions[~inside].int()
@@ -259,10 +434,13 @@ class SparseIndex:
         self.stripe_counts[head, i_tile] = len(positions)
 
     def check(self, heads: Sequence[int] | None = None) -> None:
-        """Raise AssertionError naming head, tile and broken invariant. Reads the device: not for a step.
+        """Check the invariants, synchronising with the device: for tests and debugging.
 
         Args:
             heads: The query heads to check; None checks all.
+
+        Raises:
+            AssertionError: An invariant is broken; the message names it with head and tile.
         """
         for i_tile, tile in enumerate(self.rows.tile_list):
             for head in range(self.num_heads) if heads is None else heads:
@@ -272,28 +450,36 @@ class SparseIndex:
 
     def _check_blocks(self, head: int, i_tile: int, tile: Tile, where: str) -> None:
         count, capacity = int(self.block_counts[head, i_tile]), self.num_causal_blocks(tile)
-        assert 0 < count <= capacity, f"{where}: {count} blocks, capacity {capacity}"
+        assert 0 < count <= capacity, f"{where}: given {count} blocks, expected 1 to {capacity}"
         blocks = self.blocks_of(head, i_tile)
-        assert bool((blocks.diff() > 0).all()), f"{where}: blocks not sorted and unique"
+        assert bool((blocks.diff() > 0).all()), f"{where}: blocks are not sorted and unique"
         in_reach = 0 <= int(blocks[0]) <= int(blocks[-1]) < capacity
-        assert in_reach, f"{where}: block outside [0, {capacity})"
+        assert in_reach, f"{where}: a block is outside of [0, {capacity})"
         diagonal = torch.arange(self.first_diagonal_block(tile), capacity, device=blocks.device)
-        assert bool(torch.isin(diagonal, blocks).all()), f"{where}: diagonal block missing"
+        assert bool(torch.isin(diagonal, blocks).all()), f"{where}: a diagonal block is missing"
 
     def _check_stripes(self, head: int, i_tile: int, tile: Tile, where: str) -> None:
         count = int(self.stripe_counts[head, i_tile])
         start = int(self.stripe_offsets[head, i_tile])
-        assert 0 <= count <= len(self.stripe_positions) - start, f"{where}: {count} stripes from {start}"
+        capacity = len(self.stripe_positions) - start
+        assert 0 <= count <= capacity, f"{where}: given {count} stripes at offset {start}, expected at most {capacity}"
         stripes = self.stripes_of(head, i_tile)
         if count == 0:
             return
-        assert bool((stripes.diff() > 0).all()), f"{where}: stripes not sorted and unique"
+        assert bool((stripes.diff() > 0).all()), f"{where}: stripes are not sorted and unique"
         causal = 0 <= int(stripes[0]) <= int(stripes[-1]) <= tile.position
-        assert causal, f"{where}: stripe not causal"
+        assert causal, f"{where}: a stripe is not causal"
         inside = torch.isin(stripes // self.block_tokens, self.blocks_of(head, i_tile))
-        assert not bool(inside.any()), f"{where}: stripe inside a kept block"
+        assert not bool(inside.any()), f"{where}: a stripe is inside a kept block"
 
 
 def causal_pairs(rows: Rows) -> int:
-    """(query, key) pairs of one head that a causal mask allows, all rows together."""
+    """Count the (query, key) pairs of one head that a causal mask allows.
+
+    Args:
+        rows: The rows of a step.
+
+    Returns:
+        Pairs of all rows together.
+    """
     return sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True))

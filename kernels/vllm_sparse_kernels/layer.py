@@ -55,7 +55,7 @@ def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> Laye
     heads: dict[Method, list[int]] = {}
     selections = [method if counts[method.sharing] > 1 else method.unshared for method in methods]
     for head, selection in enumerate(selections):
-        heads.setdefault(selection.alike, []).append(head)
+        heads.setdefault(selection.group_key, []).append(head)
     return tuple(HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids])) for alike, ids in heads.items())
 
 
@@ -69,7 +69,7 @@ def methods_by_head(groups: LayerPlan) -> list[Method]:
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
     """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
-    return AttendOptions.of([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
+    return AttendOptions.from_heads([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
 
 
 def stripes_of(method: Method, rows: Rows) -> StripeLayout:
@@ -133,7 +133,7 @@ class Layer:
 
     def _layout(self, rows: Rows) -> IndexLayout:
         stripes = {head: stripes_of(method, rows) for head, method in enumerate(methods_by_head(self.groups))}
-        return IndexLayout.of(rows, self.num_heads, self.block_tokens, stripes)
+        return IndexLayout.build(rows, self.num_heads, self.block_tokens, stripes)
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:
         """Fill ``index`` for all heads. On a GPU nothing here waits for it.
@@ -165,7 +165,9 @@ class Layer:
 @lru_cache(maxsize=1024)
 def keeping(layer: Layer, share: float) -> Layer:
     """The layer with this p in all heads whose method has one: it takes the same room, kernels and engine."""
-    return replace(layer, groups=tuple(replace(group, method=group.method.keeping(share)) for group in layer.groups))
+    return replace(
+        layer, groups=tuple(replace(group, method=group.method.with_kept_mass(share)) for group in layer.groups)
+    )
 
 
 def run(

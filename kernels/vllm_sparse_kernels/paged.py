@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged key-value cache, and the one place where a position becomes an address.
+"""The paged key-value cache, and the only place where a position becomes an address.
 
-A position p of row i lies on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels resolve that
-with ``key_offsets`` below; the references gather a row's keys whole.
+The key at position p of row i is on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels
+compute that with ``key_offsets``; references gather all keys of a row.
 
-A cache may be in fp8 (e4m3). Its queries are then in fp8 too, and an element stands for itself times a scale: that of
-queries and keys together is for the caller to fold into the softmax's scale, as every method and engine sees q and k in
-products alone; that of values is applied by whoever reads them. Products of q and k are taken in fp8 as they are. What
-is not such a product is computed in fp16, which holds all numbers of e4m3.
+A cache may be in fp8 (e4m3). Queries are then in fp8 too, and each element has to be multiplied by a scale. Methods and
+engines use q and k in products only, so that the caller multiplies the softmax's scale by the scales of queries and
+keys. Attention applies the scale of values. Products of q and k are computed in fp8; everything else in fp16, which
+represents all numbers of e4m3 exactly.
 """
 
 from dataclasses import dataclass
@@ -20,71 +20,104 @@ import triton.language as tl
 from vllm_sparse_kernels.rows import ceil_div
 
 SPLIT_TOKENS = 1024
-"""Keys that one program adds up for their mean."""
+"""Keys per program in ``key_means``."""
 
 FP8 = torch.float8_e4m3fn
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What means and weights of such elements are kept in: fp16 for fp8, else their own."""
+    """Return the dtype for means and weights of elements.
+
+    Args:
+        dtype: dtype of the elements.
+
+    Returns:
+        float16 for fp8, otherwise ``dtype``.
+    """
     return torch.float16 if dtype == FP8 else dtype
 
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of one layer: logical [num_pages, page_size, num_kv_heads, head_dim] views, any strides."""
+    """Keys and values of one layer.
+
+    Attributes:
+        keys: [num_pages, page_size, num_kv_heads, head_dim] view with any strides.
+        values: View of the same shape.
+        score_scale: Scale of queries times scale of keys. Callers pass methods and engines the softmax's scale times
+            this.
+        value_scale: Scale of values, by which attention multiplies its result.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
-
     score_scale: float = 1.0
-    """What q·k of elements counts, the queries' scale times the keys': a caller gives methods and engines the
-    softmax's scale times this."""
-
     value_scale: float = 1.0
-    """What an element of a value counts: attention multiplies its result by it."""
 
     def __post_init__(self) -> None:
+        """Check the shapes.
+
+        Raises:
+            ValueError: Keys and values are not both [num_pages, page_size, num_kv_heads, head_dim].
+        """
         if self.keys.dim() != 4 or self.keys.shape != self.values.shape:
             raise ValueError(
-                "PagedCache: keys and values must both be [num_pages, page_size, num_kv_heads, head_dim], given "
-                f"{tuple(self.keys.shape)} and {tuple(self.values.shape)}"
+                f"PagedCache: given keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)}, expected both "
+                "as [num_pages, page_size, num_kv_heads, head_dim]"
             )
 
     @property
     def page_size(self) -> int:
+        """Keys of a page."""
         return self.keys.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
+        """Key-value heads."""
         return self.keys.shape[2]
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head's key or value."""
         return self.keys.shape[3]
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """(page, token, head) strides in elements, the same for keys and values, for kernels.
+        """(page, token, head) strides in elements, the same for keys and values.
 
-        Raises ValueError where keys and values differ in strides or a head's elements are not contiguous.
+        Raises:
+            ValueError: Keys and values differ in strides, or a head's elements are not contiguous.
         """
         if self.keys.stride() != self.values.stride() or self.keys.stride(3) != 1:
             raise ValueError(
-                "PagedCache: kernels need keys and values of equal strides with contiguous head_dim, given strides "
-                f"{self.keys.stride()} and {self.values.stride()}"
+                f"PagedCache: given keys with strides {self.keys.stride()} and values with strides "
+                f"{self.values.stride()}, expected equal strides, and 1 for head_dim"
             )
         page, token, head, _ = self.keys.stride()
         return page, token, head
 
     def gather(self, block_table_row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one row's first ``seq_len`` positions: two [seq_len, num_kv_heads, head_dim] copies."""
+        """Copy the keys and values of one row.
+
+        Args:
+            block_table_row: [max_pages] int32, the row's pages.
+            seq_len: Number of positions to copy.
+
+        Returns:
+            Keys and values, both [seq_len, num_kv_heads, head_dim].
+        """
         pages = block_table_row[: ceil_div(seq_len, self.page_size)].long()
         return tuple(x[pages].flatten(0, 1)[:seq_len] for x in (self.keys, self.values))  # type: ignore[return-value]
 
 
 class QueryArgs(NamedTuple):
-    """Queries by pointer, head_dim contiguous: for kernels."""
+    """Queries as arguments of kernels; head_dim is contiguous.
+
+    Attributes:
+        q: [num_tokens, num_heads, head_dim] queries.
+        stride_token: Elements between two tokens.
+        stride_head: Elements between two heads.
+    """
 
     q: Any
     stride_token: int
@@ -92,11 +125,30 @@ class QueryArgs(NamedTuple):
 
 
 def query_args(q: torch.Tensor) -> QueryArgs:
+    """Build the arguments of kernels that read queries.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] with contiguous head_dim.
+
+    Returns:
+        The arguments.
+    """
     return QueryArgs(q, q.stride(0), q.stride(1))
 
 
 class KeyArgs(NamedTuple):
-    """Keys by pointer, and the block table that places them: for kernels. ``v``: values, for those that read them."""
+    """Keys and their block table as arguments of kernels.
+
+    Attributes:
+        k: [num_pages, page_size, num_kv_heads, head_dim] keys.
+        stride_page: Elements between two pages.
+        stride_token: Elements between two tokens.
+        stride_head: Elements between two heads.
+        page_size: Keys of a page.
+        block_table: [num_rows, max_pages] int32, or [max_pages] for a single row.
+        stride_table: Elements between two rows of the block table; 0 for a single row.
+        v: Values, with the strides of keys; None for kernels that do not read them.
+    """
 
     k: Any
     stride_page: int
@@ -109,7 +161,19 @@ class KeyArgs(NamedTuple):
 
 
 def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False) -> KeyArgs:
-    """``block_table``: [num_rows, max_pages], or one row's [max_pages], of which kernels then read no other."""
+    """Build the arguments of kernels that read keys.
+
+    Args:
+        cache: Keys and values of the layer.
+        block_table: [num_rows, max_pages] int32, or [max_pages] if kernels read a single row.
+        values: Whether kernels read values too.
+
+    Returns:
+        The arguments.
+
+    Raises:
+        ValueError: Keys and values differ in strides, or a head's elements are not contiguous.
+    """
     stride_table = block_table.stride(0) if block_table.dim() == 2 else 0
     v = cache.values if values else None
     return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, stride_table, v)
@@ -117,9 +181,15 @@ def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False)
 
 @triton.jit
 def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride_token):
-    """Element offsets (int64) in the cache of one row's key positions, less the head's and the dimension's part.
+    """Return the element offsets of keys in the cache, int64, without the offsets of head and dimension.
 
-    ``block_table_ptr`` points at the row's first page; masked positions give offset 0, which is always readable.
+    Args:
+        block_table_ptr: Pointer to the row's first entry in the block table.
+        positions: Positions of keys in the row's sequence.
+        mask: Positions to compute. Others get an offset on page 0, which is always readable.
+        page_size: Keys of a page.
+        stride_page: Elements between two pages.
+        stride_token: Elements between two tokens.
     """
     page = tl.load(block_table_ptr + positions // page_size, mask=mask, other=0).to(tl.int64)
     return page * stride_page + tl.where(mask, positions % page_size, 0).to(tl.int64) * stride_token
@@ -127,7 +197,11 @@ def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride
 
 @triton.jit
 def widen(b_x):
-    """fp8 elements as fp16, anything else as it is."""
+    """Convert fp8 elements to fp16; return others unchanged.
+
+    Args:
+        b_x: A block of elements.
+    """
     if b_x.dtype == tl.float8e4nv:
         return b_x.to(tl.float16)
     else:
@@ -136,7 +210,17 @@ def widen(b_x):
 
 @triton.jit
 def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries [BLOCK_M, BLOCK_D] of a head from ``token`` on, zero from ``length`` on."""
+    """Load the queries [BLOCK_M, BLOCK_D] of a head.
+
+    Args:
+        queries: ``QueryArgs``.
+        i_head: Number of the query head.
+        token: Index of the first query in q.
+        length: Number of queries; rows past it are zero.
+        BLOCK_M: Rows of the result.
+        HEAD_DIM: Elements of a query.
+        BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
+    """
     o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     o_q = (token + o_m).to(tl.int64)
     return tl.load(
@@ -147,7 +231,17 @@ def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM
 
 @triton.jit
 def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys of one row and kv head at the positions ``o_n`` [BLOCK_N, BLOCK_D]; 0 from ``end`` on."""
+    """Load keys [len(o_n), BLOCK_D] of one row and kv head.
+
+    Args:
+        keys: ``KeyArgs``.
+        i_row: Number of the row in the block table.
+        i_kv: Number of the key-value head.
+        o_n: Positions of the keys.
+        end: Position from which on keys are zero.
+        HEAD_DIM: Elements of a key.
+        BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
+    """
     o_d = tl.arange(0, BLOCK_D)
     table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
     o_k = key_offsets(table, o_n, o_n < end, keys.page_size, keys.stride_page, keys.stride_token)
@@ -160,7 +254,19 @@ def load_block(
     keys, i_row, i_kv, start, end,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """``load_keys`` of BLOCK keys from ``start`` on, a multiple of BLOCK: those of a page by one address."""
+    """Load the keys [BLOCK, BLOCK_D] of an aligned block, with one address computation if a page contains it.
+
+    Args:
+        keys: ``KeyArgs``.
+        i_row: Number of the row in the block table.
+        i_kv: Number of the key-value head.
+        start: Position of the first key, a multiple of ``BLOCK``.
+        end: Position from which on keys are zero.
+        PAGE: Keys of a page.
+        BLOCK: Rows of the result.
+        HEAD_DIM: Elements of a key.
+        BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
+    """
     o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
     if PAGE % BLOCK == 0:
@@ -174,7 +280,17 @@ def load_block(
 
 
 def key_means(cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:
-    """Mean of one row's first ``seq_len`` keys: [num_kv_heads, head_dim padded to a power of two] float32."""
+    """Compute the mean key of one row.
+
+    Args:
+        cache: Keys and values of the layer.
+        block_table: [num_rows, max_pages] int32.
+        row: Number of the row.
+        seq_len: Number of keys.
+
+    Returns:
+        [num_kv_heads, head_dim padded to a power of two] float32.
+    """
     block_d, num_splits = triton.next_power_of_2(cache.head_dim), ceil_div(seq_len, SPLIT_TOKENS)
     sums = torch.empty(num_splits, cache.num_kv_heads, block_d, dtype=torch.float32, device=block_table.device)
     _key_sums_kernel[(num_splits, cache.num_kv_heads)](
@@ -189,7 +305,10 @@ def _key_sums_kernel(
     keys, sums, i_row, seq_len,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sum of up to SPLIT keys of one kv head."""
+    """Sum up to SPLIT keys of one kv head per program.
+
+    Grid: (num_splits, num_kv_heads). sums is [num_splits, num_kv_heads, BLOCK_D] float32. Bound by memory bandwidth.
+    """
     i_split, i_kv = tl.program_id(0), tl.program_id(1)
     b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for i in range(i_split * SPLIT, tl.minimum(i_split * SPLIT + SPLIT, seq_len), BLOCK_N):

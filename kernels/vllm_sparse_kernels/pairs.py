@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many pairs a layer's index lists, added up on the device: a server asks in each layer of each step."""
+"""Counting of the pairs that a layer's index lists, on the device, for every layer of every step."""
 
 import torch
 import triton
@@ -9,11 +9,17 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ceil_div
 
 CHUNK_LISTS = 1024
-"""Lists that one program adds up."""
+"""Lists per program."""
 
 
 def add_listed_pairs(index: SparseIndex, totals: torch.Tensor, i_total: int) -> None:
-    """Add the sum of ``index.listed_pairs()`` to ``totals[i_total]``, int64 on the index's device: one launch."""
+    """Add the sum of ``index.listed_pairs()`` to a counter, in one launch and without synchronisation.
+
+    Args:
+        index: The index of a layer.
+        totals: [n] int64 counters on the index's device.
+        i_total: Number of the counter.
+    """
     num_lists = index.block_counts.numel()
     _add_listed_pairs_kernel[(ceil_div(num_lists, CHUNK_LISTS),)](
         index.block_counts, index.stripe_counts, index.rows.tile_lengths, totals, i_total, num_lists,
@@ -26,7 +32,11 @@ def _add_listed_pairs_kernel(
     block_counts, stripe_counts, tile_lengths, totals, i_total, num_lists, num_tiles,
     BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Σ over CHUNK lists of (blocks · BLOCK_N + stripes) · queries of the tile, added to totals[i_total], int64."""
+    """Add Σ (blocks · BLOCK_N + stripes) · queries of the tile, over CHUNK lists per program, to totals[i_total].
+
+    Grid: (⌈num_lists / CHUNK⌉,). block_counts and stripe_counts are [num_heads, num_tiles] int32, contiguous;
+    tile_lengths is [num_tiles] int32. Bound by launch latency.
+    """
     o_list = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     valid = o_list < num_lists
     b_keys = tl.load(block_counts + o_list, mask=valid, other=0) * BLOCK_N

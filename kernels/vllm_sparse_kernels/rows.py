@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a step that run sparse, and their tiles of 128 queries.
+"""``Rows``: the rows of a step that run sparse, and their tiles of 128 queries.
 
-Everything here is known on the host before the step starts, so that no size ever has to come back from the device.
+The host knows everything here before the step starts, so that no size ever has to be read back from the device.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 TILE_TOKENS = 128
-"""Queries of one tile. 64-query tiles reach about half the speed on Hopper: the key tile is read twice as often."""
+"""Queries of a tile. Tiles of 64 queries are about half as fast on Hopper, because keys are read twice as often."""
 
 TILE_FIELDS = 4
 """Columns of ``Rows.tiles``: row, first token in q, number of queries, position of the first query."""
@@ -22,49 +22,88 @@ ROW_FIELDS = 4
 """Columns of ``Rows.row_table``: first token in q, number of queries, number of keys, place of the first key."""
 
 KEY_ALIGN = 64
+"""Alignment of a row's keys in ``Rows.key_starts``, in tokens."""
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Divide two integers and round up.
+
+    Args:
+        a: The dividend.
+        b: The divisor, at least 1.
+
+    Returns:
+        ⌈a / b⌉.
+    """
     return -(-a // b)
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A list of host numbers on the device, without waiting for the device."""
+    """Copy a list of numbers to the device, without synchronising with it.
+
+    Args:
+        values: The numbers.
+        dtype: Type of the tensor's elements.
+        device: Device of the tensor.
+
+    Returns:
+        [len(values)] tensor on the device.
+    """
     return host_to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def host_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, without waiting for the device."""
+    """Copy a tensor from the host to the device, without synchronising with it.
+
+    Args:
+        host: A CPU tensor.
+        device: Device of the copy.
+
+    Returns:
+        The copy.
+    """
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """128 consecutive queries of one row (fewer at the row's end), counted from the row's first query of this step."""
+    """Up to 128 consecutive queries of one row. Tiles are counted from the row's first query of this step.
+
+    Attributes:
+        row: Number of the row.
+        token: Index of the tile's first query in q.
+        length_tokens: Number of queries: 128, or fewer at the row's end.
+        position: Position of the first query in the row's sequence.
+    """
 
     row: int
-    token: int  # of the first query, in q
+    token: int
     length_tokens: int
-    position: int  # of the first query, in the sequence
+    position: int
 
     @property
     def last_position(self) -> int:
+        """Position of the last query in the row's sequence."""
         return self.position + self.length_tokens - 1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The sparse rows of one step.
+    """The sparse rows of one forward pass.
 
-    ``tokens[i]`` is the place of row i's first query in q, ``query_lens[i]`` and ``context_lens[i]`` are its new and
-    its cached tokens, all host integers. ``block_table`` is [num_rows, max_pages] int32 on the device; page p of row i
-    holds the keys at positions [p · page_size, (p + 1) · page_size).
+    All layers of a pass get the same object, and the next pass gets a new one, even if the lengths are equal
+    (``dataclasses.replace(rows)`` copies them, with an empty ``state``). A pass with too many rows for its memory is
+    split into several objects, each of which runs through all layers with a state of its own.
 
-    A Rows object is one forward pass: all of its layers get the same one, and the next pass gets another, also where
-    the lengths are equal (``dataclasses.replace(rows)`` makes it, with an empty ``state``). A pass that has too many
-    rows for its memory is several such objects, each with layers and a state of its own.
+    Attributes:
+        tokens: Per row, the index of its first query in q.
+        query_lens: Per row, its new tokens, at least 1.
+        context_lens: Per row, its cached tokens.
+        block_table: [num_rows, max_pages] int32 on the device. Page p of row i holds the keys at positions
+            [p · page_size, (p + 1) · page_size).
+        state: Values that a method keeps from layer to layer of this pass, under a key of its own.
     """
 
     tokens: tuple[int, ...]
@@ -72,27 +111,39 @@ class Rows:
     context_lens: tuple[int, ...]
     block_table: torch.Tensor
     state: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What a method keeps from layer to layer of this pass, under a key of its own. It never outlives the step."""
-
-    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Check the lengths.
+
+        Raises:
+            ValueError: Sequences differ in length, or a number of tokens is out of range.
+        """
         lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
         if len(lengths) != 1:
-            raise ValueError(f"Rows: tokens, query_lens, context_lens and block_table differ in length: {lengths}")
+            raise ValueError(
+                f"Rows: given tokens, query_lens, context_lens and block_table of different lengths "
+                f"{sorted(lengths)}, expected one entry per row in each"
+            )
         if min(self.query_lens, default=1) < 1 or min(self.context_lens, default=0) < 0:
-            raise ValueError(f"Rows: query_lens {self.query_lens} must be >= 1, context_lens {self.context_lens} >= 0")
+            raise ValueError(
+                f"Rows: given query_lens {self.query_lens} and context_lens {self.context_lens}, expected query_lens "
+                ">= 1 and context_lens >= 0"
+            )
 
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return len(self.tokens)
 
     @property
     def device(self) -> torch.device:
+        """Device of the tensors."""
         return self.block_table.device
 
     @cached_property
     def seq_lens(self) -> tuple[int, ...]:
+        """Per row, its cached and new tokens together."""
         return tuple(c + q for c, q in zip(self.context_lens, self.query_lens, strict=True))
 
     @cached_property
@@ -106,18 +157,26 @@ class Rows:
 
     @property
     def num_tiles(self) -> int:
+        """Number of tiles of all rows."""
         return len(self.tile_list)
 
     @cached_property
     def tile_starts(self) -> tuple[int, ...]:
-        """Per row the id of its first tile, and at the end the number of tiles."""
+        """[num_rows + 1] number of each row's first tile; the last entry is the number of all tiles."""
         starts = [0]
         for query_len in self.query_lens:
             starts.append(starts[-1] + ceil_div(query_len, TILE_TOKENS))
         return tuple(starts)
 
     def tiles_of(self, row: int) -> range:
-        """The ids of a row's tiles."""
+        """Return the numbers of a row's tiles.
+
+        Args:
+            row: Number of the row.
+
+        Returns:
+            A range of numbers.
+        """
         return range(self.tile_starts[row], self.tile_starts[row + 1])
 
     @cached_property
@@ -127,29 +186,51 @@ class Rows:
 
     @cached_property
     def tile_positions(self) -> torch.Tensor:
-        """[num_tiles] int64 on the host: position of each tile's first query."""
+        """[num_tiles] int64 on the host: position of each tile's first query in its sequence."""
         return torch.tensor([tile.position for tile in self.tile_list], dtype=torch.int64)
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What the host works out of these rows once for all layers that ask under the same key."""
-        if key not in self._made:
-            self._made[key] = make()
-        made: Made = self._made[key]
-        return made
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Compute a value from these rows once for all layers of the pass.
+
+        Args:
+            key: Key of the value.
+            make: Computes the value, on the first call with this key.
+
+        Returns:
+            The value.
+        """
+        if key not in self._computed:
+            self._computed[key] = make()
+        value: T = self._computed[key]
+        return value
 
     def block_capacities(self, block_tokens: int) -> list[int]:
-        """Per tile the blocks with a key that its last query may see."""
+        """Return the number of blocks in the causal reach of each tile.
+
+        Args:
+            block_tokens: Keys of a block.
+
+        Returns:
+            Per tile, the number of blocks with a key that its last query may attend to.
+        """
         return self.once(
             ("block_capacities", block_tokens),
             lambda: [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list],
         )
 
     def masked_pairs(self, block_tokens: int) -> int:
-        """(query, key) pairs of all tiles' diagonal blocks, of one head, that a causal mask forbids."""
+        """Count the (query, key) pairs of one head in diagonal blocks of tiles that a causal mask excludes.
+
+        Args:
+            block_tokens: Keys of a block.
+
+        Returns:
+            Pairs of all tiles together.
+        """
         return self.once(
             ("masked_pairs", block_tokens),
             lambda: sum(
-                # The first query may see one key of its own block past the keys before it, each later one one more.
+                # Query i of a tile attends to i + 1 keys past the keys before the tile.
                 tile.length_tokens * (ceil_div(tile.last_position + 1, block_tokens) * block_tokens - tile.position)
                 - tile.length_tokens * (tile.length_tokens + 1) // 2
                 for tile in self.tile_list
@@ -159,15 +240,15 @@ class Rows:
     @cached_property
     def tiles(self) -> torch.Tensor:
         """[num_tiles, 4] int32 on the device: row, first token in q, number of queries, position of the first query."""
-        flat = [v for t in self.tile_list for v in (t.row, t.token, t.length_tokens, t.position)]
+        flat = [value for tile in self.tile_list for value in (tile.row, tile.token, tile.length_tokens, tile.position)]
         return to_device(flat, torch.int32, self.device).view(-1, TILE_FIELDS)
 
     @cached_property
     def tile_lengths(self) -> torch.Tensor:
-        """[num_tiles] int32 on the device: number of queries, a column of ``tiles``.
+        """[num_tiles] int32 on the device: number of queries, copied from a column of ``tiles``.
 
-        A copy even of one tile's, where the column is contiguous as it lies, since kernels are compiled anew for
-        addresses that 16 bytes do not divide.
+        The copy is forced because Triton would compile kernels anew for an address that is not a multiple of 16 bytes,
+        such as that of the column of a single tile, which is contiguous without a copy.
         """
         return self.tiles[:, 2].clone(memory_format=torch.contiguous_format)
 
@@ -178,19 +259,23 @@ class Rows:
 
     @cached_property
     def heaviest_order(self) -> tuple[int, ...]:
-        """Tile ids by falling number of keys in reach, so that none straggles."""
+        """Numbers of tiles in descending order of keys in reach: long tiles start first, so that none finishes late."""
         return tuple(sorted(range(self.num_tiles), key=lambda i: -self.tile_list[i].last_position))
 
     @cached_property
     def key_starts(self) -> tuple[int, ...]:
-        """Per row where its keys begin when all rows' lie in one array, rounded up to 64 each; and at the end its
-        length."""
+        """[num_rows + 1] offset of each row's keys, in tokens, if all rows' keys are stored in one array.
+
+        A row's length is rounded up to a multiple of 64. The last entry is the array's length.
+        """
         return (0, *accumulate(ceil_div(seq_len, KEY_ALIGN) * KEY_ALIGN for seq_len in self.seq_lens))
 
     @cached_property
     def row_table(self) -> torch.Tensor:
-        """[num_rows + 1, 4] int32 on the device: first token in q, numbers of queries and keys, place of the first key
-        by ``key_starts``; of the last row only the latter."""
+        """[num_rows + 1, 4] int32 on the device: first token in q, number of queries, number of keys, ``key_starts``.
+
+        The last row is 0 in all columns but the last.
+        """
         lengths = zip((*self.tokens, 0), (*self.query_lens, 0), (*self.seq_lens, 0), self.key_starts, strict=True)
         return to_device([v for row in lengths for v in row], torch.int32, self.device).view(-1, ROW_FIELDS)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for what selection and attention keep between two of their launches.
+"""``Workspace``: memory for intermediate tensors of selection and attention.
 
-Tensors are handed out from one buffer whose size the host fixes beforehand, or, without one, from torch's allocator.
-Layers run one after the other on one stream: what a layer took, the next one gets again.
+Tensors come from one buffer, whose size the host fixes beforehand, or from torch's allocator if there is no buffer.
+Layers run one after the other on one stream, so that each layer reuses the memory of the one before.
 """
 
 from collections.abc import Iterator
@@ -11,58 +11,85 @@ from contextlib import contextmanager
 import torch
 
 ALIGN_BYTES = 256
-"""Every tensor begins at a multiple of this: bulk copies and wide loads want 16, cache lines 128."""
+"""Alignment of every tensor: bulk copies and wide loads need 16 bytes, cache lines have 128."""
 
-MOST_VIEWS = 4096
-"""Tensors over a buffer that are remembered: a step's layers ask for the same ones, and a view costs the host more than
-a look-up."""
+MAX_VIEWS = 4096
+"""Maximum number of cached tensors over a buffer. All layers of a step request the same tensors, and creating a view
+takes the host longer than looking it up."""
 
 SPARE_BYTES = 16 << 10
-"""What bounds add to what they count, as each of a few dozen tensors is filled up to ``ALIGN_BYTES``."""
+"""Allowance of memory bounds for the padding of a few dozen tensors to ``ALIGN_BYTES``."""
 
 
 class Workspace:
-    """Hands out uninitialised tensors on one device; ``frame`` takes back all that was handed out within it.
+    """An allocator of uninitialised tensors on one device. ``frame`` releases everything allocated inside of it.
 
-    buffer: [bytes] uint8, or None to ask torch for every tensor. ``peak_bytes`` is the most that was out at a time.
+    Attributes:
+        device: Device of the tensors.
+        buffer: [bytes] uint8, or None if torch allocates every tensor.
+        used_bytes: Bytes that are allocated now.
+        peak_bytes: Maximum of ``used_bytes`` so far.
     """
 
     def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
+        """Create a workspace.
+
+        Args:
+            device: Device of the tensors.
+            buffer: [bytes] uint8 on that device; None to let torch allocate every tensor.
+        """
         self.device = device
         self.buffer = buffer
         self.used_bytes = 0
         self.peak_bytes = 0
         self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], tuple[int, torch.Tensor]] = {}
-        """By where a tensor begins, of what and of which shape: where it ends, and itself."""
+        """Cached (end offset, tensor) by (begin offset, dtype, shape)."""
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised contiguous tensor. Raises MemoryError where the buffer has no room left for it."""
-        key = (self.used_bytes, dtype, shape)
-        if (known := self._views.get(key)) is None:
-            known = self._made(*key)
-        self.used_bytes, made = known
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return made
+        """Allocate a tensor.
 
-    def _made(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
+        Args:
+            *shape: Sizes of its dimensions.
+            dtype: Type of its elements.
+
+        Returns:
+            An uninitialised contiguous tensor, valid until the surrounding ``frame`` ends.
+
+        Raises:
+            MemoryError: The buffer has no room for it.
+        """
+        key = (self.used_bytes, dtype, shape)
+        entry = self._views.get(key)
+        if entry is None:
+            entry = self._create(*key)
+        self.used_bytes, tensor = entry
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return tensor
+
+    def _create(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
         num_bytes = padded_bytes(*shape, dtype=dtype)
         if self.buffer is None:
             return begin + num_bytes, torch.empty(shape, dtype=dtype, device=self.device)
         if begin + num_bytes > len(self.buffer):
             raise MemoryError(
-                f"Workspace: {num_bytes} bytes for {dtype} {shape}, {begin} used, the buffer has {len(self.buffer)}"
+                f"Workspace: given {dtype} {shape} of {num_bytes} bytes with {begin} bytes in use, expected at most "
+                f"{len(self.buffer)} bytes in total"
             )
-        if len(self._views) >= MOST_VIEWS:
+        if len(self._views) >= MAX_VIEWS:
             self._views.clear()
         count = torch.Size(shape).numel()
-        with torch.inference_mode(False):  # whoever asks first, all may write
+        with torch.inference_mode(False):  # a cached inference tensor could not be written outside of inference mode
             view = self.buffer[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
         self._views[begin, dtype, shape] = begin + num_bytes, view
         return self._views[begin, dtype, shape]
 
     @contextmanager
     def frame(self) -> Iterator[None]:
-        """What is handed out within is free again after. Its tensors must not be used any more then."""
+        """Release everything allocated inside of the ``with`` block at its end; its tensors become invalid.
+
+        Yields:
+            Nothing.
+        """
         mark = self.used_bytes
         try:
             yield
@@ -71,5 +98,13 @@ class Workspace:
 
 
 def padded_bytes(*shape: int, dtype: torch.dtype = torch.float32) -> int:
-    """What ``Workspace.empty`` of this shape takes up."""
+    """Return the memory that ``Workspace.empty`` needs for a tensor.
+
+    Args:
+        *shape: Sizes of its dimensions.
+        dtype: Type of its elements.
+
+    Returns:
+        Bytes, including the padding to ``ALIGN_BYTES``.
+    """
     return -(-torch.Size(shape).numel() * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES

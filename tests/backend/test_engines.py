@@ -67,7 +67,7 @@ def table(*found: Engine) -> dict[str, Engine]:
 def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | None) -> None:
     found = failure(broken(change), BATCH, STRIPES, None, expected_attention(BATCH, STRIPES))
     assert found is None if says is None else says in str(found)
-    options = AttendOptions.of([-1.0, None], [False, True], CPU)  # with these nothing but NaN can be found
+    options = AttendOptions.from_heads([-1.0, None], [False, True], CPU)  # with these nothing but NaN can be found
     found = failure(broken(change), BATCH, BLOCKS, options, None)
     assert found is None if says is None or "off" in says else says in str(found)
 
@@ -76,7 +76,7 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
     """Refused or found wrong: ``flash`` has no skip of products, whose trial can find nothing but NaN."""
     wrong = broken(lambda out: out.mul_(1.01), "hopper")
     picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
-    options = AttendOptions.of([-1.0, None], [False, False], CPU)
+    options = AttendOptions.from_heads([-1.0, None], [False, False], CPU)
     asked = [(BLOCKS, None), (STRIPES, None), (BLOCKS, options)]
     chosen = [picker.pick(BATCH, *given) for given in asked]
     assert [engine.name for engine in chosen] == ["flash", "flash", "hopper"]

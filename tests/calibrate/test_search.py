@@ -109,7 +109,7 @@ def test_ladders_are_of_their_method_and_have_its_own_settings(name):
     ladder = ladder_of(name)
     assert {name_of(one) for one in ladder} == {name}
     assert len(set(ladder)) == len(ladder) >= 5
-    assert any(one.alike == METHODS[name].parameters().alike for one in ladder)
+    assert any(one.group_key == METHODS[name].parameters().group_key for one in ladder)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import typer
 
+from benchmarks import settings_tables
 from tests import queries
 from tests.tools import ROOT
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.settings.config import GuardConfig, RequestsConfig, SparsePrefillConfig
 from vllm_sparse_backend.settings.methods import PRESETS
 from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
 from vllm_sparse_backend.settings.plan import DEFAULT
@@ -187,3 +189,37 @@ def test_links(path: Path) -> None:
         found = path.parent / target if target else path
         assert found.exists(), (path.name, target)
         assert not anchor or anchor in anchors(found), (path.name, target, anchor)
+
+
+@pytest.mark.parametrize("document", settings_tables.DOCUMENTS)
+def test_tables_of_settings_and_methods_are_current(document: str) -> None:
+    text = (ROOT / document).read_text()
+    assert settings_tables.REGION.search(text), document
+    assert settings_tables.fill(text, document) == text, "run python -m benchmarks.settings_tables"
+
+
+def test_each_table_is_in_exactly_one_document() -> None:
+    texts = [(ROOT / document).read_text() for document in settings_tables.DOCUMENTS]
+    names = [match[2] for text in texts for match in settings_tables.REGION.finditer(text)]
+    assert sorted(names) == sorted(settings_tables.TABLES)
+
+
+@pytest.mark.parametrize("section", [SparsePrefillConfig, GuardConfig, RequestsConfig])
+def test_a_tables_rows_are_the_sections_fields(section: Any) -> None:
+    rows = settings_tables.settings_table(section).splitlines()[2:]
+    assert [re.findall(r"`(\w+)`", row)[0] for row in rows] == list(section.model_fields)
+
+
+def test_a_changed_description_makes_a_document_outdated(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = "docs/guard.md"
+    text = (ROOT / document).read_text()
+    monkeypatch.setattr(GuardConfig.model_fields["bound"], "description", "Another text. See docs/quality.md#a.")
+    changed = settings_tables.fill(text, document)
+    assert "| Another text. See [docs/quality.md](quality.md#a). |" in changed
+    monkeypatch.setattr(GuardConfig.model_fields["bound"], "description", None)
+    with pytest.raises(ValueError, match=r"GuardConfig\.bound: given no description"):
+        settings_tables.fill(text, document)
+    with pytest.raises(
+        ValueError, match=r"docs/guard\.md: given .*:begin settings -->, expected one of sparse_prefill"
+    ):
+        settings_tables.fill(text.replace("begin guard", "begin settings"), document)

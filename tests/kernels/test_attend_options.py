@@ -112,7 +112,7 @@ def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bo
     """Of four heads in turn the first has both options, the others one each, or none."""
     heads = range(batch.num_heads)
     margins = [clear_margin(margins_of(batch, index, h)) if skips and h % 4 in (0, 1) else None for h in heads]
-    options = AttendOptions.of(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)
+    options = AttendOptions.from_heads(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)
     assert options is not None
     return options
 
@@ -178,7 +178,7 @@ def test_what_asks_for_nothing_changes_nothing(device):
 @pytest.mark.full
 def test_a_row_does_not_depend_on_its_neighbours(device):
     batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
-    options = AttendOptions.of([-1.0, -2.0], [True, False], batch.q.device)
+    options = AttendOptions.from_heads([-1.0, -2.0], [True, False], batch.q.device)
     independent(PORTABLE, batch, random_index(batch, 64, 1.0), range(3), options)
 
 
@@ -215,7 +215,7 @@ def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
     """On normal q, k, v SageAttention's table 9 has a cosine of 1.0 and a relative L1 of 0.021 for its kernel B."""
     batch = random_batch([(0, 700)], 1, 1, 128, 16, DTYPES[1], device)
     index = random_index(batch, 64, 1.0)
-    options = AttendOptions.of([None], [True], batch.q.device)
+    options = AttendOptions.from_heads([None], [True], batch.q.device)
     exact = expected_attention(batch, index)
     wanted, wanted_lse = by_reference(batch, index, options)
     out, lse = run(batch, index, options)
@@ -257,15 +257,15 @@ def test_the_reference_is_an_online_softmax_step_by_step(margin):
 
 def test_options_that_nobody_asks_for():
     device = torch.device("cpu")
-    assert AttendOptions.of([None, None], [False, False], device) is None
-    assert AttendOptions.of([None], [True], device).all_int8
-    assert AttendOptions.of([-3.0], [False], device).int8_heads is None
+    assert AttendOptions.from_heads([None, None], [False, False], device) is None
+    assert AttendOptions.from_heads([None], [True], device).all_int8
+    assert AttendOptions.from_heads([-3.0], [False], device).int8_heads is None
 
 
 def test_options_that_do_not_fit(device):
     batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
     index = random_index(batch, 64, 1.0)
-    with pytest.raises(ValueError, match=r"skip_margins is \(3,\), expected \(2,\)"):
+    with pytest.raises(ValueError, match=r"skip_margins: given shape \(3,\), expected \(2,\)"):
         run(batch, index, AttendOptions(torch.zeros(3, device=device), None))
 
 

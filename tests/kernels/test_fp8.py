@@ -89,7 +89,7 @@ def test_eight_bit_scores_and_skips(device):
     """They round anew, from fp8 as from fp16: results are as far from the reference as there."""
     batch = in_fp8(random_batch([(300, 100)], 2, 1, 64, 16, device=device), *SCALES)
     index = random_index(batch, 64, 0.6, 20)
-    options = AttendOptions.of([-3.0, None], [True, False], torch.device(device))
+    options = AttendOptions.from_heads([-3.0, None], [True, False], torch.device(device))
     found, truth = [], batch.empty_out().float()
     reference(batch.q, batch.cache, index, truth, batch.scale, options=options)
     for given in (batch, widened(batch)):

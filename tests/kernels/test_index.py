@@ -54,10 +54,10 @@ class TestRows:
     @pytest.mark.parametrize(
         ("queries", "contexts", "num_rows", "says"),
         [
-            ((4, 4), (0, 0), 2, "differ in length"),
-            ((4,), (0,), 2, "differ in length"),
-            ((0,), (5,), 1, r"query_lens .* must be >= 1, context_lens .* >= 0"),
-            ((3,), (-1,), 1, r"query_lens .* must be >= 1, context_lens .* >= 0"),
+            ((4, 4), (0, 0), 2, "of different lengths"),
+            ((4,), (0,), 2, "of different lengths"),
+            ((0,), (5,), 1, "expected query_lens >= 1 and context_lens >= 0"),
+            ((3,), (-1,), 1, "expected query_lens >= 1 and context_lens >= 0"),
         ],
     )
     def test_lengths_that_cannot_be(self, queries, contexts, num_rows, says):
@@ -69,10 +69,14 @@ class TestPagedCache:
     @pytest.mark.parametrize(
         ("keys", "values", "says"),
         [
-            (torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 32), "must both be"),
-            (torch.zeros(2, 16, 64), torch.zeros(2, 16, 64), "must both be"),
-            (*[torch.zeros(2, 16, 64, 2).transpose(2, 3)] * 2, "equal strides with contiguous head_dim"),
-            (torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 128)[..., :64], "equal strides with contiguous head_dim"),
+            (torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 32), "expected both as"),
+            (torch.zeros(2, 16, 64), torch.zeros(2, 16, 64), "expected both as"),
+            (*[torch.zeros(2, 16, 64, 2).transpose(2, 3)] * 2, "expected equal strides, and 1 for head_dim"),
+            (
+                torch.zeros(2, 16, 1, 64),
+                torch.zeros(2, 16, 1, 128)[..., :64],
+                "expected equal strides, and 1 for head_dim",
+            ),
         ],
         ids=["unlike shapes", "no pages", "heads that are not contiguous", "strides that differ"],
     )
@@ -158,26 +162,29 @@ def put_stripes(place: int, *positions: int):
     return lambda index: put(index.stripe_positions, index.stripe_offsets[1, 1] + place, positions)
 
 
-NOT_UNIQUE, NOT_CAUSAL = "head 1, tile 1 .* stripes not sorted and unique", "head 1, tile 1 .* stripe not causal"
+NOT_UNIQUE, NOT_CAUSAL = (
+    "head 1, tile 1 .* stripes are not sorted and unique",
+    "head 1, tile 1 .* a stripe is not causal",
+)
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (count("block_counts", 0, 0, 0), "head 0, tile 0 at position 100: 0 blocks, capacity 4"),
-        (count("block_counts", 1, 1, 6), "head 1, tile 1 at position 228: 6 blocks, capacity 5"),
+        (count("block_counts", 0, 0, 0), "head 0, tile 0 at position 100: given 0 blocks, expected 1 to 4"),
+        (count("block_counts", 1, 1, 6), "head 1, tile 1 at position 228: given 6 blocks, expected 1 to 5"),
         (count("block_counts", 1, 1, -1), "-1 blocks"),
-        (put_blocks(0, 0, 0, 1, 0), r"head 0, tile 0 .* not sorted and unique"),
-        (put_blocks(1, 1, 1, 5), r"head 1, tile 1 .* block outside \[0, 5\)"),
-        (put_blocks(1, 0, 0, -1), r"head 1, tile 0 .* block outside"),
-        (put_blocks(1, 1, 0, 2, 4), r"head 1, tile 1 .* diagonal block missing"),
+        (put_blocks(0, 0, 0, 1, 0), r"head 0, tile 0 .* blocks are not sorted and unique"),
+        (put_blocks(1, 1, 1, 5), r"head 1, tile 1 .* a block is outside of \[0, 5\)"),
+        (put_blocks(1, 0, 0, -1), r"head 1, tile 0 .* a block is outside of"),
+        (put_blocks(1, 1, 0, 2, 4), r"head 1, tile 1 .* a diagonal block is missing"),
         (count("stripe_counts", 1, 1, -1), "head 1, tile 1 .* -1 stripes"),
         (count("stripe_counts", 1, 1, 100), "head 1, tile 1 .* 100 stripes"),
         (put_stripes(0, 5, 3, 70), NOT_UNIQUE),
         (put_stripes(0, 3, 3, 70), NOT_UNIQUE),
         (put_stripes(0, -1, 5, 70), NOT_CAUSAL),
         (put_stripes(0, 3, 5, 229), NOT_CAUSAL),
-        (put_stripes(2, 195), "head 1, tile 1 .* stripe inside a kept block"),
+        (put_stripes(2, 195), "head 1, tile 1 .* a stripe is inside a kept block"),
         (put_stripes(2, 228), "head 1, tile 1 .* stripe"),  # every query sees it, in the tile's diagonal blocks
     ],
 )

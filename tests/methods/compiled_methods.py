@@ -45,7 +45,7 @@ def compile_all(compiled: dict[str, set[str]]) -> None:
 
     with compiling_for(), patch.object(JITFunction, "run", compile_only), patch.object(torch, "empty", torch.zeros):
         for name, spec in METHODS.items():  # noqa: B007
-            found = (spec.parameters(), spec.full, *(spec.parameters(**one).alike for one in spec.ladder))
+            found = (spec.parameters(), spec.full, *(spec.parameters(**one).group_key for one in spec.ladder))
             for method in dict.fromkeys(found):
                 layer = replace(Layer.of(layer_plan([method] * 8), 128, torch.device("cpu")), by_kernels=True)
                 inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)

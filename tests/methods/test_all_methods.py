@@ -105,7 +105,7 @@ def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict
     settings, heads = [own, other, spec.parameters(**params), own], [2, 0, 3, 1]
     method = spec.parameters.merged(settings)
     assert list(method.of_heads(4)) == settings
-    assert method.alike == own.alike
+    assert method.group_key == own.group_key
     assert name_of(method) == name
     assert spec.parameters.merged([own, own]) == own
     batch = lined_batch([(240, 65), (0, 5)], 4, 2, 64, 16, F32, gap_tokens=3)
@@ -126,7 +126,7 @@ def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
     with pytest.raises(ValueError, match="one for each of the 3 heads"):
         own.merged([own, METHODS[name].full]).of_heads(3)
     for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor"}:
-        with pytest.raises(ValueError, match="methods alike"):
+        with pytest.raises(ValueError, match="methods that differ from"):
             own.merged([own, replace(own, **{field: not getattr(own, field)})])
 
 

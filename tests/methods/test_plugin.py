@@ -136,8 +136,8 @@ def test_an_entry_point_gives_one_method_or_several(installed: Callable[..., Reg
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (SPEC, "the method's name 'dense' is taken; expected another than dense"),
-        ((TWO[0], TWO[0]), "the method's name 'one' is taken; expected another than dense, one"),
+        (SPEC, "the method's name 'dense' is taken; expected a name other than dense"),
+        ((TWO[0], TWO[0]), "the method's name 'one' is taken; expected a name other than dense, one"),
         (ImportError("no module named their"), "ImportError: no module named their"),
         (SPEC.parameters, "expected a MethodSpec or a tuple of them"),
         ((), "given (), expected a MethodSpec or a tuple of them"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.profiling.job import Job, Tell
     from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.profiling.prompts import PromptSet
-    from vllm_sparse_backend.settings.crossover import OwnCrossover
+    from vllm_sparse_backend.settings.crossover import ProfileCrossover
     from vllm_sparse_backend.settings.profile import Profile
 
 DEFAULT_TOKENS = 32768
@@ -201,7 +201,7 @@ def _report(profile: "Profile", out: Path) -> None:
     say(f"Written to {out}")
 
 
-def pays(crossover: "OwnCrossover | None") -> str:
+def pays(crossover: "ProfileCrossover | None") -> str:
     """From which lengths on a level pays, in a sentence."""
     if crossover is None:
         return "where it pays was not measured (no CUDA device, or prompts under 4,096 tokens): auto goes by its table"

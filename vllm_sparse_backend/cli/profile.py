@@ -136,7 +136,7 @@ def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
     heads: dict[Method, list[Method]] = defaultdict(list)
     for layer in sparse_layers:
         for method in level.methods_of(layer, shape.num_heads):
-            heads[method.alike].append(method)
+            heads[method.group_key].append(method)
     total = shape.num_layers * shape.num_heads
     for alike in sorted(heads.values(), key=len, reverse=True):
         say(f"{start}{len(alike)} of {total} heads: {summarize(alike)}")

@@ -92,7 +92,7 @@ def _settings(name: str, fields: str) -> list[Any]:
     """Of one kind: those with these values, or those like the method's defaults."""
     ladder, default = ladder_of(name), METHODS[name].parameters()
     if not fields:
-        return [setting for setting in ladder if setting.alike == default.alike] or ladder
+        return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
     wanted = [part.strip().partition("=")[::2] for part in fields.split(",")]
     matching = [
         setting
@@ -100,9 +100,9 @@ def _settings(name: str, fields: str) -> list[Any]:
         if all(str(setting.shown_fields.get(field)).lower() == value for field, value in wanted)
     ]
     if not matching:
-        known = "; ".join(dict.fromkeys(describe(setting.alike) for setting in ladder))
+        known = "; ".join(dict.fromkeys(describe(setting.group_key) for setting in ladder))
         raise ConfigurationError(f"--method {name}: {unexpected(fields, f'values of one of its ladders: {known}')}")
-    return [setting for setting in matching if setting.alike == matching[0].alike]
+    return [setting for setting in matching if setting.group_key == matching[0].group_key]
 
 
 def best(methods: Sequence[str]) -> Strategy:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What selection and attention of one head take on this device, method by method: what searches weigh error against.
 
-Heads of a layer that are selected together (``Method.alike``: a *kind* of method) share what their selection takes
+Heads of a layer that are selected together (``Method.group_key``: a *kind* of method) share what their selection takes
 whatever their number. So a kind has three costs: of its selection on any heads at all, of each head more, and of
 attention to all pairs, of which a head pays the share that it keeps. They are measured once, on the first layer that
 can go sparse, and written down: searches that read the same file of costs decide alike.
@@ -68,7 +68,7 @@ class Costs(Protocol):
 @lru_cache(maxsize=4096)
 def kind_of(method: Method) -> Method:
     """Equal for methods that a layer selects together."""
-    return method.alike
+    return method.group_key
 
 
 @lru_cache(maxsize=4096)

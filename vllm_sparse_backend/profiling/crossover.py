@@ -20,7 +20,7 @@ from vllm_sparse_backend.measure.layers import layers_of
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.judge import LayerPrompt, Served
 from vllm_sparse_backend.settings.config import AUTO
-from vllm_sparse_backend.settings.crossover import OwnCrossover
+from vllm_sparse_backend.settings.crossover import ProfileCrossover
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.base import Method
@@ -34,7 +34,7 @@ Methods = Sequence[Sequence[Method]]
 """By layer and head, of the whole model."""
 
 
-def own_crossover(job: Job, methods: Methods) -> OwnCrossover | None:
+def own_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
     """None where nothing can be measured: without a CUDA device, on short prompts, and of what is dense throughout."""
     longest = max(map(len, job.prompts.prompts))
     sparse = [layer for layer, heads in enumerate(methods) if any(not isinstance(method, Dense) for method in heads)]
@@ -43,13 +43,13 @@ def own_crossover(job: Job, methods: Methods) -> OwnCrossover | None:
     text = json.dumps([[parameters_of(method) for method in heads] for heads in methods])
     card, layers = job.card, sparse[:: ceil_div(len(sparse), MOST_LAYERS)]
     name = f"crossover-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    crossover: OwnCrossover = job.remembered(
-        name, OwnCrossover, lambda: _measured(job, card, methods, layers).model_dump()
+    crossover: ProfileCrossover = job.remembered(
+        name, ProfileCrossover, lambda: _measured(job, card, methods, layers).model_dump()
     )
     return crossover
 
 
-def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> OwnCrossover:
+def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> ProfileCrossover:
     captured = max(job.captures["prompts"], key=lambda capture: capture.num_tokens)
     whole, device = Served(captured.num_tokens), torch.device(job.device)
     prompts = [Prompt(LayerPrompt.read(captured, layer, whole, device).batches[0]) for layer in layers]
@@ -71,4 +71,6 @@ def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> 
     for name, rungs in ladders.items():
         for _ in climb(name, rungs):
             job.tell.step()
-    return OwnCrossover(device=card.name, engines=tuple(sorted(engines)), longest_tokens=captured.num_tokens, **least)
+    return ProfileCrossover(
+        device=card.name, engines=tuple(sorted(engines)), longest_tokens=captured.num_tokens, **least
+    )

@@ -10,7 +10,7 @@ from vllm_sparse_backend.measure.report import versions
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, HeadResult
 from vllm_sparse_backend.settings import figures as profile_figures
-from vllm_sparse_backend.settings.crossover import OwnCrossover
+from vllm_sparse_backend.settings.crossover import ProfileCrossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Level, Profile, Provenance
 from vllm_sparse_kernels.methods.base import Method
@@ -29,7 +29,7 @@ class Found:
     figures: OfLayers
     """On the prompts."""
     held_out: OfLayers
-    crossover: OwnCrossover | None = None
+    crossover: ProfileCrossover | None = None
 
     def summary(self) -> dict[str, float]:
         """Of the held-out prompts, over the heads that are not dense: what part of them holds the bound; the most that

@@ -95,7 +95,7 @@ class LayerNeed:
         """How many heads have methods that take as much room."""
         heads: dict[Method, int] = {}
         for group in self.groups:
-            heads[group.method.sized] = heads.get(group.method.sized, 0) + len(group.heads)
+            heads[group.method.size_key] = heads.get(group.method.size_key, 0) + len(group.heads)
         return tuple(heads.items())
 
     @cached_property

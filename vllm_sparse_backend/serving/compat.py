@@ -88,7 +88,7 @@ def gather_over_ranks(value: T) -> list[T]:
 
 
 def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries: bool = True) -> dict[str, Any]:
-    """What ``layer_fallback`` asks that is the same for all layers of a cache dtype.
+    """Fields of ``LayerTraits`` that are the same for all layers of a cache dtype.
 
     Context parallel sizes are 1 where a version has no such thing. quantised_queries: whether those of an fp8 cache are
     in fp8 too.

@@ -88,7 +88,7 @@ class EnginePicker:
 
     def _pick_selection_of(self, method: Method, heads: torch.Tensor, layer: Layer, batch: Batch) -> SelectEngine:
         # Methods of one size run the same kernels: one trial is enough.
-        spec = SelectSpec(method.sized, heads.device, batch.cache.head_dim)
+        spec = SelectSpec(method.size_key, heads.device, batch.cache.head_dim)
         if spec not in self._selection:
             excluded, sharp, portable = (
                 self._excluded.get(_subject(spec), {}),

@@ -20,7 +20,7 @@ from vllm_sparse_backend.serving.tallies import Spans, add_pairs
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.settings.reasons import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_kernels import shared_bytes, widest_block
 from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, keeping, run
@@ -39,7 +39,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         self.config = config = get_current_vllm_config()
         self.out_dtype = config.model_config.dtype
         attn_type = given.get("attn_type", "decoder")
-        self.fallback: Fallback | None = layer_fallback(
+        traits = LayerTraits(
             head_dim=self.head_size,
             attn_type=str(getattr(attn_type, "value", attn_type)),
             sliding_window=given["sliding_window"],
@@ -47,6 +47,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             softcap=given.get("logits_soft_cap"),
             **compat.layer_limits(config, given["kv_cache_dtype"], self.supports_quant_query_input),
         )
+        self.fallback: Fallback | None = layer_fallback(traits)
         self.worker: Worker | None = None
         self.is_adopted = False
         self.levels: dict[str, SparsePrefillImpl] = {}

@@ -17,7 +17,7 @@ from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
-from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.settings.reasons import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.settings.resolved import Resolved
 
 
@@ -50,7 +50,7 @@ def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | Non
     cache = vllm_config.cache_config
     some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
     limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
-    return layer_fallback(head_dim=shape.head_dim, **limits)
+    return layer_fallback(LayerTraits(head_dim=shape.head_dim, **limits))
 
 
 def no_layer_message(reasons: set[Fallback]) -> str:

@@ -29,7 +29,7 @@ from vllm_sparse_backend.serving.asking import path_of
 from vllm_sparse_backend.serving.reports import ANSWERED, Reporting
 from vllm_sparse_backend.serving.requests import HTTP_REQUEST, HttpRequest, choices_at, front_of
 from vllm_sparse_backend.settings.config import KEY, OPTION
-from vllm_sparse_backend.settings.errors import SLIP_PARTS, ConfigurationError, looks_like, not_one_of, unexpected
+from vllm_sparse_backend.settings.errors import TYPO_PARTS, ConfigurationError, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.settings.requests import FIELD, REPORT, Choices, RequestLevel, Ticket, asks_report
 
 PREFILLING = {
@@ -160,7 +160,7 @@ class Post:
             return
         seen = (self._tail + chunk).lower()
         self._tail = chunk[-8:] if len(chunk) >= 8 else (self._tail + chunk)[-8:]
-        self._may_hold_ours = any(part.encode() in seen for part in SLIP_PARTS) or (
+        self._may_hold_ours = any(part.encode() in seen for part in TYPO_PARTS) or (
             # A NUL byte: JSON in UTF-16 or UTF-32, which vLLM takes as well.
             not self._is_form and (b"\0" in seen or ESCAPED_ASCII.search(seen) is not None)
         )
@@ -276,7 +276,7 @@ def keys_of_ours(fields: Mapping[str, Any]) -> Iterator[Found]:
                 keys_left -= 1
                 if key in (FIELD, REPORT):
                     yield Found(place, key, value)
-                elif slips_left and any(part in key[:100].lower() for part in SLIP_PARTS):
+                elif slips_left and any(part in key[:100].lower() for part in TYPO_PARTS):
                     slips_left -= 1
                     if looks_like(key, FIELD):
                         yield Found(place, key, value)

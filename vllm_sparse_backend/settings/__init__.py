@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators write and what it means: configuration, profiles and plans. Pure Python, no vLLM."""
+"""Settings, profiles and plans: how they are read, checked and resolved. Pure Python; nothing here imports vLLM."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``profile: auto``: the bundled profile for the model that is served, or none.
+"""``profile: auto``: the choice of a bundled profile for the served model.
 
-A profile fits by architecture and shape. Several models may share these, so among profiles that fit one is taken by
-what the model is called (``ModelShape.names``); only where all that fit were made for one model is that model's taken
-for another, such as its fine-tunes. What was taken, and why, is said either way.
+A profile fits a model by architecture and shape, which several models may share. Of the profiles that fit, the one with
+the model's name (``ModelShape.names``) is chosen. Without the name, a profile is chosen only if all that fit were made
+for one model, of which the served model may be a fine-tune. The reason for the choice is reported in either case.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,13 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Choice:
-    """``name`` and ``profile`` are None where none was taken; ``why`` says which way it went."""
+    """The result of ``choose``.
+
+    Attributes:
+        name: Name of the bundled profile; None if none was chosen.
+        profile: The profile; None if none was chosen.
+        why: The reason for the choice, or why there is none.
+    """
 
     name: str | None
     profile: Profile | None
@@ -26,24 +32,39 @@ class Choice:
 
 
 def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choice:
-    """The bundled profile for a model of that shape and those names.
+    """Choose the bundled profile for a model.
 
-    Of profiles for the same model, those that were calibrated for the served rope_theta and by this tool go first.
+    Of several profiles for the same model, those calibrated for the served rope_theta and by this tool are preferred.
+
+    Args:
+        shape: Shape and names of the served model.
+        bundled: Paths of the profiles by name; by default those of this package.
+
+    Returns:
+        The choice and its reason.
     """
     loaded = {name: load_profile(path) for name, path in (bundled or bundled_profiles()).items()}
-    fitting = {name: one for name, one in loaded.items() if one.model and not one.model.differences(shape)}
+    fitting = {
+        name: profile for name, profile in loaded.items() if profile.model and not profile.model.differences(shape)
+    }
     if not fitting:
         return Choice(None, None, f"no bundled profile is for {shape}")
-    named = {name: one for name, one in fitting.items() if one.model and _called(one.model) & _called(shape)}
-    same_theta = {name: one for name, one in fitting.items() if one.model and one.model.rope_theta == shape.rope_theta}
+    named = {
+        name: profile for name, profile in fitting.items() if profile.model and _called(profile.model) & _called(shape)
+    }
+    same_theta = {
+        name: profile
+        for name, profile in fitting.items()
+        if profile.model and profile.model.rope_theta == shape.rope_theta
+    }
     candidates = named or same_theta or fitting
-    models = sorted({" or ".join(one.model.names) for one in candidates.values() if one.model})
+    models = sorted({" or ".join(profile.model.names) for profile in candidates.values() if profile.model})
     called = ", ".join(shape.names) or "a model without a name"
     if not named and len(models) > 1:
         return Choice(
             None, None, f"{called} has the shape of {' and of '.join(models)}: name the profile that you want"
         )
-    name = min(candidates, key=lambda one: (candidates[one].provenance.tool_version is None, one))
+    name = min(candidates, key=lambda name: (candidates[name].provenance.tool_version is None, name))
     others = f"; others that fit: {', '.join(sorted(set(fitting) - {name}))}" if len(fitting) > 1 else ""
     if named:
         return Choice(name, loaded[name], f"it was made for {called}{others}")
@@ -52,5 +73,5 @@ def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choi
 
 
 def _called(shape: ModelShape) -> set[str]:
-    """Names without their owners, in small letters."""
+    """Return the names in lower case, without their owners."""
     return {name.rpartition("/")[2].lower() for name in shape.names}

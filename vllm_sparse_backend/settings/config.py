@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator can set, under the key ``sparse_prefill`` of vLLM's ``--additional-config``."""
+"""The settings under the key ``sparse_prefill`` of vLLM's ``--additional-config``.
+
+The text under each field is its only description: README.md, docs/guard.md and docs/requests.md show it in tables that
+``python -m benchmarks.settings_tables`` writes.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -26,103 +30,109 @@ from vllm_sparse_kernels.methods.base import Method
 
 
 class GuardConfig(Section):
-    """The online guard: how often it looks, what it puts up with, for how long. ``docs/guard.md`` says how to choose.
+    """Settings of the online guard, which compares sparse layers with dense attention (docs/guard.md).
 
     An error is that of one layer's output for up to 128 queries: ‖O − Õ‖₂ / ‖O‖₂ over the layer's heads on one rank.
     """
 
     rate: Annotated[StrictFloat, Field(ge=1e-6, le=1)] = 0.1
-    """Share of the steps with sparse rows in which a layer is checked; one step in so many, as a whole number."""
+    """Fraction of the steps with sparse rows in which a layer is checked: once per `round(1 / rate)` steps."""
 
     bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 0.3
-    """An error above it counts against the layer."""
+    """Largest relative error of a layer's output that is acceptable."""
 
     patience: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 3
-    """So many checks in a row above ``bound``, and the layer runs dense."""
+    """Consecutive checks above `bound` before the layer falls back to dense."""
 
     recover: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 10
-    """So many checks in a row well below ``bound``, and it goes sparse again; each time it has to run dense anew, twice
-    as many."""
+    """Consecutive checks below 0.8 × `bound` before the layer goes sparse again. The number doubles with each further
+    fallback of the layer, up to 64 times the setting."""
 
     @property
     def period_steps(self) -> int:
-        """One check of each layer in so many steps."""
+        """Steps with sparse rows per check of a layer."""
         return max(round(1 / self.rate), 1)
 
 
-def _to_name(given: object) -> object:
-    """YAML reads ``on`` as true; requests themselves say 0 and 1."""
-    return {0: EXACT, 1: ON}.get(given, given) if isinstance(given, (bool, int)) else given
+def _to_level(value: object) -> object:
+    """Accept 0, 1, false and true too: YAML reads ``on`` as true, and requests use 0 and 1."""
+    return {0: EXACT, 1: ON}.get(value, value) if isinstance(value, (bool, int)) else value
 
 
 def _without_duplicates(layers: object) -> object:
-    """A list of layers may name one twice."""
+    """Allow a list of layers to name a layer twice."""
     if isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers):
         return sorted(set(layers))
     return layers
 
 
-Choice = Annotated[StrictStr, BeforeValidator(_to_name)]
-"""``exact``, ``on`` for the server's own method or profile, or the name of one of its levels."""
+LevelChoice = Annotated[StrictStr, BeforeValidator(_to_level)]
+"""``exact``, ``on`` for the server's own method or profile, or the name of one of its profile's levels."""
 
 
 class RequestsConfig(Section):
-    """Which level requests get that ask for none, and which they may ask for. docs/requests.md says more."""
+    """Which level requests get, and which levels they may choose (docs/requests.md)."""
 
-    default: Choice | None = None
-    """Of requests that ask for none: ``on`` unless given; on a server that pools, ``exact``."""
+    default: LevelChoice | None = None
+    """Level of requests that do not choose one: `exact`, `on` (the server's method or profile) or the name of a level.
+    The default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
 
-    models: dict[StrictStr, Choice] = Field(default={})
-    """The same by model, for servers with several names (``--served-model-name a b``)."""
+    models: dict[StrictStr, LevelChoice] = Field(default={})
+    """Overrides `default` by served model name, for servers with several names (`--served-model-name a b`)."""
 
-    allow: tuple[Choice, ...] | None = None
-    """What requests may ask for beside what they get anyway; ``p`` stands for every share. All unless given."""
+    allow: tuple[LevelChoice, ...] | None = None
+    """Levels that requests may choose in addition to their default: `exact`, `on`, names of levels, and `p` for any
+    number between 0 and 1. `[]` allows none. The default allows all."""
 
 
 class SparsePrefillConfig(Section):
-    """One method for every head, or a profile that says which; and when not to go sparse."""
+    """All settings of the backend. Every field has a default, so that the empty mapping is a valid configuration."""
 
     profile: StrictStr | None = None
-    """Name of a bundled profile, path of a YAML file, or ``auto``: the bundled one for the model that is served, the
-    default method if there is none. Takes the place of ``method`` and ``params``."""
+    """Name of a bundled profile, path of a YAML file, or `auto` for the bundled profile that fits the model (`method`
+    if none fits). Excludes `method` and `params`. See profiles/README.md."""
 
     method: StrictStr = "default"
-    """A registered method, or a preset: ``default``, the fastest of what loses nothing measurable, ``minference``,
-    vertical-slash with its authors' defaults, or ``streaming``, A-shape."""
+    """Selection method of all heads: a method or one of the presets `default`, `minference` and `streaming`."""
 
     params: dict[str, Any] = Field(default={})
-    """Fields of the method that differ from its defaults."""
+    """Parameters of the method that differ from its defaults. `sparse-prefill profile schema` lists all parameters."""
 
     min_tokens: TokenCount = AUTO
-    """The first positions of every row, which run dense. Where it is given, it goes before the profile's."""
+    """Number of leading positions of every request that are computed densely, as in stock vLLM. `auto` is the measured
+    crossover. Takes precedence over the profile."""
 
     min_query_tokens: TokenCount = AUTO
-    """A row with fewer new tokens past ``min_tokens`` runs dense. Where it is given, it goes before the profile's."""
+    """Minimum number of new tokens past `min_tokens` for a request to run sparse in a step. `auto` is the measured
+    crossover. Takes precedence over the profile."""
 
     crossover: StrictStr | None = None
-    """Path of a table of measurements that ``auto`` looks numbers up in, in place of the one that ships."""
+    """Path of a table of measured crossovers, as written by `sparse-prefill bench crossover`, in place of the bundled
+    table."""
 
     dense_layers: Annotated[Ranges, BeforeValidator(_without_duplicates)] = ()
-    """Layers that always run dense, on top of the profile's: numbers, or ranges such as ``"0-3,7"``."""
+    """Layers that always run dense, in addition to the profile's: numbers, or ranges such as `"0-3,7"`."""
 
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
-    """What attention runs on: the fastest engine that can, or the named one, without which the server stops."""
+    """Attention kernel. `auto` is the fastest kernel that works. A named kernel that does not work stops the server."""
 
     guard: GuardConfig | None = None
-    """Compare with dense attention now and then, and let layers that are far off run dense: off unless given."""
+    """Compares layers with dense attention on live requests, and runs inaccurate layers dense. `{}` turns the guard on
+    with its defaults. See docs/guard.md."""
 
     switch: StrictBool = False
-    """Let ``sparse-prefill switch`` make all new requests exact, and back, without a restart: whoever may post to the
-    server's /v1 may then do so."""
+    """Allows `sparse-prefill switch` to make all new requests exact, and back, without a restart. Any client that may
+    post to the server's `/v1` can then do so. See docs/operations.md#roll-back."""
 
     requests: RequestsConfig = RequestsConfig()
-    """Who gets which level."""
+    """Default level for requests, per served model too, and the levels that requests may choose. See
+    docs/requests.md#a-policy."""
 
     check_index: StrictBool = False
-    """Check each layer's index in each step. It waits for the device every time: for debugging only."""
+    """Validates the selected keys of every layer in every step. Synchronises with the device: for debugging only."""
 
     metrics_interval_s: Annotated[StrictFloat, Field(gt=0, le=5, allow_inf_nan=False)] = 1.0
-    """Seconds from one question to the workers, for readers of /metrics, to the next at least."""
+    """Minimum interval, in seconds, at which `/metrics` polls the workers."""
 
     @field_validator("method")
     @classmethod
@@ -134,44 +144,62 @@ class SparsePrefillConfig(Section):
     @field_validator("params")
     @classmethod
     def _accepted(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        if "method" in info.data and info.data.get("profile") is None:  # else the error lies there
+        method_is_valid = "method" in info.data
+        if method_is_valid and info.data.get("profile") is None:  # otherwise another field reports the error
             make_method(info.data["method"], params)
         return params
 
     @model_validator(mode="after")
-    def _one_source(self) -> "SparsePrefillConfig":
-        beside = [field for field in ("method", "params") if field in self.model_fields_set]
-        if self.profile is not None and beside:
-            raise ValueError(f"given profile {self.profile!r} and {beside[0]}, expected one of them")
+    def _single_source(self) -> "SparsePrefillConfig":
+        conflicts = [field for field in ("method", "params") if field in self.model_fields_set]
+        if self.profile is not None and conflicts:
+            raise ValueError(f"given both profile {self.profile!r} and {conflicts[0]}, expected only one of them")
         return self
 
     def uniform_method(self) -> Method:
-        """The method of every head where no profile is given."""
+        """Build the method of every head, for a configuration without a profile.
+
+        Returns:
+            The method that ``method`` and ``params`` describe.
+
+        Raises:
+            ValueError: A parameter is unknown or has a wrong value.
+        """
         return make_method(self.method, self.params)
 
 
 def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillConfig:
-    """The configuration in vLLM's ``additional_config``: its key ``sparse_prefill``, defaults where that is absent.
+    """Read the settings from vLLM's ``additional_config``.
 
-    A plain text there names the profile. Raises ``ConfigurationError`` that names every wrong field.
+    Args:
+        additional_config: The value of ``--additional-config``. Its key ``sparse_prefill`` holds the settings, or a
+            text that names a profile; without the key all settings have their defaults.
+
+    Returns:
+        The checked settings.
+
+    Raises:
+        ConfigurationError: A value is wrong, or a setting stands in the wrong place; the message names every wrong
+            field.
     """
     if additional_config is None:
         additional_config = {}
     if not isinstance(additional_config, Mapping):
         raise ConfigurationError(f"{OPTION}: {unexpected(additional_config, f'a mapping with the key {KEY!r}')}")
-    given = additional_config.get(KEY, {})
-    _refuse_slips(additional_config)
-    if isinstance(given, str):
-        given = {"profile": given}
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{OPTION} {KEY}: {unexpected(given, 'a mapping, or the name or path of a profile')}")
-    return SparsePrefillConfig.read(dict(given), f"{OPTION} ", KEY)
+    settings = additional_config.get(KEY, {})
+    _refuse_misplaced_keys(additional_config)
+    if isinstance(settings, str):
+        settings = {"profile": settings}
+    if not isinstance(settings, Mapping):
+        expected = "a mapping, or the name or path of a profile"
+        raise ConfigurationError(f"{OPTION} {KEY}: {unexpected(settings, expected)}")
+    return SparsePrefillConfig.read(dict(settings), f"{OPTION} ", KEY)
 
 
-def _refuse_slips(additional_config: Mapping[str, Any]) -> None:
-    """The key is the operator's only way in: settings beside it, or under a misspelt one, must not pass for none."""
+def _refuse_misplaced_keys(additional_config: Mapping[str, Any]) -> None:
+    """Refuse settings next to the key, and a misspelt key: vLLM ignores unknown keys, so nobody else would."""
     for key in map(str, additional_config):
         if key in SparsePrefillConfig.model_fields:
-            raise ConfigurationError(f"{OPTION}: given key {key!r} at the top, expected it inside of {KEY!r}")
+            raise ConfigurationError(f"{OPTION}: given key {key!r} at the top level, expected it under {KEY!r}")
         if key not in (KEY, DOCUMENTS, DEVICE) and looks_like(key, KEY):
             raise ConfigurationError(f"{OPTION}: given key {key!r}, expected {KEY!r}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that a configuration names, read once, where the server starts.
+"""The files that a configuration names, read once where the server starts.
 
-Their texts travel to the server's other processes inside vLLM's ``additional_config``: a file that changes or goes
-away after the start, or that another node does not have, makes no difference to them.
+Their texts travel to the server's other processes inside vLLM's ``additional_config``. Later changes to a file, and its
+absence on another node, therefore have no effect.
 """
 
 from collections.abc import Mapping
@@ -20,47 +20,87 @@ from vllm_sparse_backend.settings.strict_yaml import read_text
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts of the profile and of the crossover table, and what errors and logs call them."""
+    """Texts of the profile and of the crossover table, with their names for errors and logs.
 
-    asked: tuple[str | None, str | None]
-    """``profile`` and ``crossover`` of the configuration that these were read for."""
+    Attributes:
+        settings: ``profile`` and ``crossover`` of the configuration for which the files were read.
+        source: Name of the profile or method in the log.
+        profile: Text of the profile; None if every head has the configuration's method.
+        profile_path: Path of the profile, for error messages.
+        crossover: Text of the crossover table; None for the bundled table.
+    """
+
+    settings: tuple[str | None, str | None]
     source: str
     profile: str | None = None
-    """None where every head has the configuration's method."""
     profile_path: str = ""
     crossover: str | None = None
-    """None for the table that ships."""
 
     @staticmethod
     def read(config: SparsePrefillConfig, shape: ModelShape) -> "Documents":
-        """Raises ``ConfigurationError`` where a file cannot be read."""
-        asked = (config.profile, config.crossover)
+        """Read the files that a configuration names.
+
+        Args:
+            config: The configuration.
+            shape: The served model, for ``profile: auto``.
+
+        Returns:
+            The texts.
+
+        Raises:
+            ConfigurationError: A file does not exist or cannot be read.
+        """
+        settings = (config.profile, config.crossover)
         crossover = None if config.crossover is None else read_text(crossover_file(config.crossover))
         if config.profile is None:
-            return Documents(asked, f"method {config.method}", crossover=crossover)
+            return Documents(settings, f"method {config.method}", crossover=crossover)
         if config.profile != auto.AUTO:
-            path, source = profile_file(config.profile, f"{OPTION} sparse_prefill.profile"), f"profile {config.profile}"
-            return Documents(asked, source, read_text(path), str(path), crossover)
+            path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
+            return Documents(settings, f"profile {config.profile}", read_text(path), str(path), crossover)
         choice = auto.choose(shape)
         if choice.name is None:
-            return Documents(asked, f"method {config.method} (profile auto: {choice.why})", crossover=crossover)
-        path, source = bundled_profiles()[choice.name], f"profile {choice.name} (auto: {choice.why})"
-        return Documents(asked, source, read_text(path), str(path), crossover)
+            source = f"method {config.method} (profile auto: {choice.why})"
+            return Documents(settings, source, crossover=crossover)
+        path = bundled_profiles()[choice.name]
+        source = f"profile {choice.name} (auto: {choice.why})"
+        return Documents(settings, source, read_text(path), str(path), crossover)
 
     @staticmethod
     def carried(additional_config: Mapping[str, Any], config: SparsePrefillConfig) -> "Documents | None":
-        """Those that came along in ``additional_config``, if they were read for this configuration."""
+        """Return the texts that another process of the server put into ``additional_config``.
+
+        Args:
+            additional_config: vLLM's ``additional_config``.
+            config: The configuration.
+
+        Returns:
+            The texts; None if there are none, or if they were read for another configuration.
+        """
         data = additional_config.get(DOCUMENTS)
-        if data is None or tuple(data["asked"]) != (config.profile, config.crossover):
+        if data is None or tuple(data["settings"]) != (config.profile, config.crossover):
             return None
-        return Documents(**{**data, "asked": tuple(data["asked"])})
+        return Documents(**{**data, "settings": tuple(data["settings"])})
 
     def data(self) -> dict[str, Any]:
-        """As plain values, which every process takes."""
-        return {**asdict(self), "asked": list(self.asked)}
+        """Convert the texts to plain values, which vLLM can pass to any process.
+
+        Returns:
+            The fields by name, from which ``carried`` restores the object.
+        """
+        return {**asdict(self), "settings": list(self.settings)}
 
     def parse_profile(self, config: SparsePrefillConfig) -> Profile:
-        """The profile, or one that says the same as ``method`` and ``params``."""
+        """Parse the profile, or build one from ``method`` and ``params``.
+
+        Args:
+            config: The configuration.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ConfigurationError: The profile or a parameter of the method is wrong.
+        """
         if self.profile is not None:
             return parse_profile(self.profile, self.profile_path)
         try:
@@ -70,5 +110,15 @@ class Documents:
         return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method})
 
     def parse_crossover(self) -> Crossover:
-        """The table that was asked for, or the one that ships."""
-        return load_crossover() if self.crossover is None else parse_crossover(self.crossover, str(self.asked[1]))
+        """Parse the crossover table.
+
+        Returns:
+            The table that the configuration names, or the bundled one.
+
+        Raises:
+            ConfigurationError: A field of the table is missing, unknown or wrong.
+        """
+        if self.crossover is None:
+            return load_crossover()
+        _, crossover_path = self.settings
+        return parse_crossover(self.crossover, str(crossover_path))

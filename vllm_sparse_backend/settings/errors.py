@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that a wrong configuration ends in, and how it is worded."""
+"""``ConfigurationError``, the wording of its messages, and ``Section``, the base class of everything that users write.
+
+Every message says what was given, what was expected and where: ``dense_layers: given 9, expected at most 5``.
+"""
 
 import difflib
 import reprlib
@@ -16,66 +19,116 @@ _short.maxlist = _short.maxdict = 20
 
 
 class ConfigurationError(RuntimeError):
-    """What was given, what was expected and where (file, field), on one line.
+    """Invalid settings, as one line: what was given, what was expected and where (file, field).
 
-    Not a ValueError: inside vLLM's own configuration classes pydantic would catch it and wrap it in a page of text.
+    Not a ValueError, because pydantic would catch that inside vLLM's own configuration classes and wrap it in a page
+    of text.
     """
 
     def __init__(self, message: str) -> None:
+        """Join the lines of a message.
+
+        Args:
+            message: The text; every run of white space in it becomes one blank.
+        """
         super().__init__(" ".join(message.split()))
 
 
-def unexpected(given: object, expected: str) -> str:
-    """ "given …, expected …", with a long value cut short."""
-    shown = _short.repr(given) if isinstance(given, (dict, list)) else repr(given)
+def unexpected(value: object, expected: str) -> str:
+    """Word a complaint about a value.
+
+    Args:
+        value: The value that was given; its repr is cut to 80 characters.
+        expected: What would have been right.
+
+    Returns:
+        ``given VALUE, expected EXPECTED``.
+    """
+    # The whole repr of a large mapping or list would take long, only to be cut.
+    shown = _short.repr(value) if isinstance(value, (dict, list)) else repr(value)
     return f"given {shown if len(shown) <= 80 else shown[:77] + '...'}, expected {expected}"
 
 
-def not_one_of(given: object, allowed: Iterable[str]) -> str:
-    """ "given …, expected one of …", and the closest of them if ``given`` looks like a slip."""
+def not_one_of(value: object, allowed: Iterable[str]) -> str:
+    """Word a complaint about a name that does not exist.
+
+    Args:
+        value: The name that was given.
+        allowed: The names that exist.
+
+    Returns:
+        ``given VALUE, expected one of A, B, C``, with the closest name if the value looks like a typo of it.
+    """
     names = sorted(allowed)
-    close = difflib.get_close_matches(str(given), names, n=1)
-    return unexpected(given, f"one of {', '.join(names)}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    close = difflib.get_close_matches(str(value), names, n=1)
+    return unexpected(value, f"one of {', '.join(names)}" + (f" (did you mean {close[0]!r}?)" if close else ""))
 
 
-LONGEST_SLIP = 40
-"""Characters. A longer key is nobody's slip of ours, and comparing it would take time that grows with its length."""
-SLIP_PARTS = ("spars", "prefil")
-"""A slip of ``sparse_prefill`` has one of them, whatever else is wrong with it: what has none is not compared."""
+MAX_TYPO_LENGTH = 40
+"""Characters. A longer key is no typo of this project's, and the time of a comparison grows with the key's length."""
+TYPO_PARTS = ("spars", "prefil")
+"""Every typo of ``sparse_prefill`` is expected to contain one of these; other keys are not compared."""
 
 
-def looks_like(key: object, ours: str) -> bool:
-    """Whether a key may be a slip of ours: however it is cut up, with letters missing, or with more at its ends."""
-    if not isinstance(key, str) or len(key) > LONGEST_SLIP:
+def looks_like(key: object, known_key: str) -> bool:
+    """Return whether a key may be a typo of a known one.
+
+    Args:
+        key: A key that a user wrote.
+        known_key: A key of this project.
+
+    Returns:
+        True if they are equal or similar once case and punctuation are ignored, or if the known key is a part of the
+        other. False for a key that is no text, is longer than ``MAX_TYPO_LENGTH`` or has none of ``TYPO_PARTS``.
+    """
+    if not isinstance(key, str) or len(key) > MAX_TYPO_LENGTH:
         return False
-    if not any(part in key.lower() for part in SLIP_PARTS):
+    if not any(part in key.lower() for part in TYPO_PARTS):
         return False
-    plain = "".join(filter(str.isalnum, key.lower()))
-    name = "".join(filter(str.isalnum, ours.lower()))
-    return name in plain or difflib.SequenceMatcher(None, plain, name).ratio() >= 0.85
+    written = _letters(key)
+    known = _letters(known_key)
+    return known in written or difflib.SequenceMatcher(None, written, known).ratio() >= 0.85
+
+
+def _letters(key: str) -> str:
+    return "".join(filter(str.isalnum, key.lower()))
 
 
 MAPPINGS = ("dict_type", "model_type", "dataclass_type")
-"""Kinds of pydantic's errors that it words by the names of Python's classes."""
+"""Types of pydantic errors whose messages name Python classes, which users do not know."""
 
 
 def reason_of(detail: ErrorDetails) -> str:
-    """What is wrong with one value, without saying where it stands."""
-    kind, given = detail["type"], detail["input"]
-    if kind == "value_error":  # raised by this project's own validators
+    """Word what is wrong with one value, without its place.
+
+    Args:
+        detail: One error of a ``pydantic.ValidationError``.
+
+    Returns:
+        The reason, such as ``given 3, expected a valid string``.
+    """
+    kind = detail["type"]
+    if kind == "value_error":  # raised by a validator of this project, with a message of its own
         return str(detail["ctx"]["error"])
     if kind == "missing":
         return "missing"
-    if kind == "json_invalid":  # whatever file it is, its content is nobody's business
+    if kind == "json_invalid":  # does not quote the input: any file of the machine may have been named
         return f"not JSON: {detail['ctx']['error']}"
-    said = detail["msg"].removeprefix("Input should be ")
-    return unexpected(given, "a mapping of fields to values" if kind in MAPPINGS else said)
+    expected = "a mapping of fields to values" if kind in MAPPINGS else detail["msg"].removeprefix("Input should be ")
+    return unexpected(detail["input"], expected)
 
 
 def report(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:
-    """All that pydantic found wrong with the fields of ``model``, in one line.
+    """Convert pydantic's errors about a model's fields into one ``ConfigurationError``.
 
-    ``source`` says where they were given (a file, an option), ``root`` under which field there.
+    Args:
+        error: What pydantic raised.
+        model: The model or dataclass that was validated.
+        source: Where the values were given: a file or an option, with the separator that follows it.
+        root: The field there that holds the model, or an empty text.
+
+    Returns:
+        The error to raise: one line that names every wrong field.
     """
     return ConfigurationError(f"{source}{'; '.join(_problem(detail, model, root) for detail in error.errors())}")
 
@@ -91,12 +144,12 @@ def _problem(detail: ErrorDetails, model: type, root: str) -> str:
 
 
 def _part(model: type, key: str) -> type:
-    """The model or dataclass that holds what stands under ``key``; the same one for the keys of a mapping in it."""
+    """The model or dataclass of the values under ``key``; ``model`` itself if ``key`` is the key of a mapping in it."""
     return next(_models_in(_annotations(model).get(key)), model)
 
 
 def _annotations(model: type) -> dict[str, Any]:
-    """The fields of a model or dataclass."""
+    """Types of the fields of a model or dataclass, by name."""
     if issubclass(model, BaseModel):
         return {name: field.annotation for name, field in model.model_fields.items()}
     return get_type_hints(model)
@@ -110,14 +163,29 @@ def _models_in(annotation: Any) -> Iterator[type]:
 
 
 class Section(BaseModel):
-    """A part of what people write; a field that it does not know is an error."""
+    """Base class of everything that users write. Instances are immutable; an unknown field is an error.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    The text under a field is its description: JSON schemas and the tables in the documents take it from there.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @classmethod
-    def read(cls, given: object, source: str, root: str = "") -> Self:
-        """From plain values, or JSON's text. Raises ``ConfigurationError`` as ``report`` words it."""
+    def read(cls, value: object, source: str, root: str = "") -> Self:
+        """Validate plain values or a JSON text.
+
+        Args:
+            value: A mapping of fields to values, or a text that holds one as JSON.
+            source: Where it was given: a file or an option, with the separator that follows it.
+            root: The field there that holds it, or an empty text.
+
+        Returns:
+            The section.
+
+        Raises:
+            ConfigurationError: A field is missing, unknown or wrong; the message names all of them.
+        """
         try:
-            return cls.model_validate_json(given) if isinstance(given, str) else cls.model_validate(given)
+            return cls.model_validate_json(value) if isinstance(value, str) else cls.model_validate(value)
         except ValidationError as error:
             raise report(error, cls, source, root) from None

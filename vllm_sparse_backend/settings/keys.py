@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option and the keys under which settings travel, apart from what reads them: every process knows these."""
+"""The option and the keys under which settings travel between processes.
+
+They are apart from the modules that read the settings, because every process needs the names.
+"""
 
 OPTION = "--additional-config"
 KEY = "sparse_prefill"
-"""What an operator sets, within ``OPTION``."""
+"""Key of the settings, within ``OPTION``."""
 DOCUMENTS = "sparse_prefill_documents"
-"""Beside it, where the server's processes find the files that it names (``documents``)."""
+"""Key next to it that carries the texts of the named files to the server's other processes (``documents.py``)."""
 DEVICE = "sparse_prefill_device"
-"""And the device for which the first of them looked ``auto`` up."""
+"""Key next to it that carries the device for which the first process looked ``auto`` up."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a method's name and parameters, as configurations and profiles write them, to the method itself.
+"""Conversion between methods and their names and parameters in configurations and profiles.
 
-Methods and their fields are read from the kernels' table: one that is added there can be configured at once.
+Methods and their fields come from the registry of the kernels package: a method that is added there can be configured
+at once.
 """
 
 import dataclasses
@@ -23,22 +24,35 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "minference": ("vertical_slash", {}),
     "streaming": ("a_shape", {}),
 }
-"""Names that stand for a method and parameters. ``default`` is what a server does that is told nothing: the cheapest
-that keeps what dense attention answers on models that others trained (docs/quality.md has the table). MInference
-without a profile is vertical-slash, StreamingLLM's pattern is A-shape.
+"""Aliases for a method with parameters.
+
+``default`` is the cheapest method that loses no answers of dense attention on models trained by others (table in
+docs/quality.md). ``minference`` is MInference's pattern without a profile, ``streaming`` is StreamingLLM's pattern.
 """
 
 
 def method_names() -> list[str]:
-    """Every name that ``make_method`` takes."""
+    """List every name that ``make_method`` accepts.
+
+    Returns:
+        Names of methods and presets, sorted.
+    """
     return sorted({*METHODS, *(name for name, (method, _) in PRESETS.items() if method in METHODS)})
 
 
 def make_method(name: object, params: Mapping[str, Any]) -> Method:
-    """The method called ``name``; ``params`` replace the defaults of its fields, or what a preset says of them.
+    """Build a method from its name and parameters.
 
-    Raises ValueError naming what is wrong: the name, every unknown field, every value of the wrong type, or the value
-    that the method itself refuses.
+    Args:
+        name: A method or a preset.
+        params: Values of the method's fields, in place of its defaults or the preset's values.
+
+    Returns:
+        The method.
+
+    Raises:
+        ValueError: The name or a parameter is unknown, or a value has the wrong type or is refused by the method. The
+            message names every wrong parameter.
     """
     if not isinstance(name, str) or name not in method_names():
         raise ValueError(f"method: {not_one_of(name, method_names())}")
@@ -46,38 +60,59 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
     parameters = METHODS[method].parameters
     adapters = _adapters(parameters)
     problems, values = [], {}
-    for field, given in {**preset, **params}.items():
+    for field, value in {**preset, **params}.items():
         if field not in adapters:
             fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"
             problems.append(f"{field}: unknown parameter of {name}: {fields}")
             continue
         try:
-            # Through JSON, as strict types then still let a list be a tuple.
-            values[field] = adapters[field].validate_json(json.dumps(given), strict=True)
-            # Methods state their own lowest values; none has a use for more than kernels can count.
+            # Validation of JSON lets a list be a tuple even for strict types.
+            values[field] = adapters[field].validate_json(json.dumps(value), strict=True)
+            # Methods check their own minimum; the maximum is what kernels can count to.
             if isinstance(values[field], int) and values[field] > MOST_COUNT:
-                problems.append(f"{field}: {unexpected(given, f'at most {MOST_COUNT}')}")
+                problems.append(f"{field}: {unexpected(value, f'at most {MOST_COUNT}')}")
         except ValidationError as error:
             problems.append(f"{field}: {reason_of(error.errors()[0])}")
         except (TypeError, ValueError):
-            problems.append(f"{field}: {unexpected(given, 'a number, a text, true or false')}")
+            problems.append(f"{field}: {unexpected(value, 'a number, a text, true or false')}")
     if problems:
         raise ValueError("; ".join(problems))
     return parameters(**values)
 
 
 def parameters_of(method: Method) -> dict[str, Any]:
-    """A method as profiles write it: its name under ``method``, then all of its fields, and what it asks for beside."""
+    """Convert a method to the mapping that profiles hold.
+
+    Args:
+        method: The method of one head.
+
+    Returns:
+        The method's name under ``method``, then all of its fields.
+    """
     return {"method": name_of(method), **method.shown_fields}
 
 
 def describe(method: Method) -> str:
-    """``vertical_slash(vertical_tokens=1000, slash_tokens=6096)``: the name and every field."""
+    """Format a method with all of its fields.
+
+    Args:
+        method: The method of one head.
+
+    Returns:
+        A text such as ``vertical_slash(vertical_tokens=1000, slash_tokens=6096)``.
+    """
     return _call(name_of(method), method.shown_fields)
 
 
 def summarize(methods: Sequence[Method]) -> str:
-    """Many heads in as few words: the name of their methods, which are alike, and what those say of themselves."""
+    """Format the methods of many heads as one, with the fields that they share.
+
+    Args:
+        methods: Methods with the same ``group_key``; at least one.
+
+    Returns:
+        A text such as ``sale(channels=16, settings=3)``.
+    """
     return _call(name_of(methods[0]), methods[0].summary(methods))
 
 

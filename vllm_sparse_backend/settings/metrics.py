@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server exports on its /metrics: one table for the workers that count, the page, and those who read it.
+"""The metrics that a server exports on /metrics: one table for the workers, the page and its readers.
 
-Names here go without the prefix; a counter's samples end in ``_total``. Every sample has the labels of vLLM's own:
+Names here have no prefix. Samples of counters end in ``_total``. Every sample has the labels of vLLM's own metrics:
 ``model_name``, and ``engine``, the number of the data-parallel engine.
 """
 
@@ -10,15 +10,16 @@ from typing import Literal
 
 PREFIX = "sparse_prefill_"
 WORKER_METHOD = "sparse_prefill_samples"
-"""What the server calls its workers' counts by: vLLM's ``collective_rpc`` takes any name."""
+"""Name of the ``collective_rpc`` call that returns a worker's samples."""
 REPORT_METHOD = "sparse_prefill_report_of"
-"""And what they have of the requests of one answer."""
+"""Name of the ``collective_rpc`` call that returns how the requests of one response were prefilled."""
 AGREEMENT_METHOD = "sparse_prefill_numbers"
-"""And from which lengths on their rows go sparse, which all processes must agree on (``serving.agreement``)."""
+"""Name of the ``collective_rpc`` call that returns the lengths from which a worker's rows go sparse, on which all
+processes must agree (``serving.agreement``)."""
 SWITCH_METHOD = "sparse_prefill_switch"
-"""What the engine's core answers itself, before its workers are asked."""
+"""Name of the call that the engine core answers itself, without asking its workers."""
 SWITCH_PATH = "/v1/sparse_prefill/switch"
-"""vLLM asks for its API key, where it has one, for all that begins with /v1."""
+"""Path of the switch. It begins with /v1, so that vLLM asks for its API key, where it has one."""
 
 FRESH_QUERY = "sparse_prefill=fresh"
 """Query of /metrics that waits for counts asked for after the request came, for tools that compare before and after."""
@@ -29,9 +30,15 @@ MODEL, ENGINE, RANK = "model_name", "engine", "rank"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. What an engine's workers count adds up; with ``per_rank`` each worker has a sample of its own.
+    """Definition of one metric.
 
-    ``seen_by_all``: workers that have samples at all count the same things, so that one speaks for them.
+    Attributes:
+        name: Name without the prefix and, of a counter, without ``_total``.
+        type: ``counter`` or ``gauge``, as Prometheus has them.
+        help: Description for the page.
+        labels: Labels in addition to the model, the engine and the rank.
+        per_rank: Whether each worker has a sample of its own. Otherwise samples of an engine's workers are added up.
+        seen_by_all: Whether all workers that have samples count the same events, so that one worker's samples suffice.
     """
 
     name: str
@@ -43,42 +50,43 @@ class Metric:
 
     @property
     def sample(self) -> str:
-        """The name that queries use."""
+        """Name of the samples, as queries use it."""
         return PREFIX + self.name + ("_total" if self.type == "counter" else "")
 
     @property
     def all_labels(self) -> tuple[str, ...]:
+        """Labels of every sample, in order."""
         return (MODEL, ENGINE, *((RANK,) if self.per_rank else ()), *self.labels)
 
 
 LAYER = ("layer",)
 LEVEL = "level"
-"""What rows' requests asked for: ``default`` is the server's own."""
+"""Label: the level of the rows' requests. ``default`` is the server's own."""
 LAYER_LEVEL = (*LAYER, LEVEL)
 # fmt: off
 _TABLE = (
-    Metric("rows", "counter", "Rows (one request in one step) by what they ran on, and why dense.",
+    Metric("rows", "counter", "Rows (one request in one step) by path, and by the reason where the path is dense.",
            ("path", "reason", LEVEL), seen_by_all=True),
     Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", LAYER_LEVEL),
-    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", LAYER_LEVEL),
-    Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", LAYER_LEVEL),
+    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, all heads.", LAYER_LEVEL),
+    Metric("causal_pairs", "counter", "(query, key) pairs of dense attention in sparse tiles, all heads.",
+           LAYER_LEVEL),
     Metric("prefill_pairs", "counter",
-           "(query, key) pairs that dense would compute in all prefills, of all heads of all layers that attend."),
-    Metric("compilations", "counter", "Kernels that were compiled, or read from disk, and when: warmup or serving.",
+           "(query, key) pairs of dense attention in all prefills, all heads of all attention layers."),
+    Metric("compilations", "counter", "Kernels compiled or loaded from the disk cache, by phase: warmup or serving.",
            ("when",)),
     Metric("arena_overflows", "counter", "Allocations outside the arena (a bug)."),
     Metric("arena_bytes", "gauge", "Memory reserved for selection and attention.", per_rank=True),
-    Metric("arena_peak_bytes", "gauge", "The most of it that was in use at a time.", per_rank=True),
-    Metric("device_bytes", "gauge", "Memory of the device that the worker holds, not counting drivers.", per_rank=True),
-    Metric("layers", "gauge", "The model's layers by what computes the attention of their prefills.", ("attention",)),
-    Metric("guard_checks", "counter", "Calls of which the guard computed some queries densely and compared.",
-           LAYER_LEVEL),
-    Metric("guard_trips", "counter", "Times that the guard turned a layer dense.", LAYER_LEVEL),
+    Metric("arena_peak_bytes", "gauge", "Peak use of the reserved memory.", per_rank=True),
+    Metric("device_bytes", "gauge", "Device memory that the worker holds, without the driver's.", per_rank=True),
+    Metric("layers", "gauge", "Layers of the model by what computes their prefill attention.", ("attention",)),
+    Metric("guard_checks", "counter", "Attention calls that the guard compared with dense attention.", LAYER_LEVEL),
+    Metric("guard_trips", "counter", "Times the guard forced a layer dense.", LAYER_LEVEL),
     Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER_LEVEL, per_rank=True),
-    Metric("guard_dense", "gauge", "Whether the guard keeps the layer dense at present: 1 or 0.", LAYER_LEVEL,
+    Metric("guard_dense", "gauge", "Whether the guard currently keeps the layer dense: 1 or 0.", LAYER_LEVEL,
            per_rank=True),
-    Metric("switched_exact", "gauge", "Whether all new requests are exact, as the server was switched: 1 or 0."),
-    Metric("up", "gauge", "Whether the engine answers when it is asked for its counts: 1 or 0."),
+    Metric("switched_exact", "gauge", "Whether the switch makes all new requests exact: 1 or 0."),
+    Metric("up", "gauge", "Whether the engine answers the polls for these metrics: 1 or 0."),
 )
 # fmt: on
 

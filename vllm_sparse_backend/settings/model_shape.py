@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a profile must know of a model: its layers and heads."""
+"""``ModelShape``: the layers and heads of a model, read from its config.json, to which profiles refer."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from vllm_sparse_backend.settings.strict_yaml import read_text
 
 Count = Annotated[int, Field(ge=1, le=MAX_NUMBER, strict=True)]
 
-# Where a model's config.json has each number; the later names are those of older remote-code models.
+# Keys of each number in a model's config.json: the usual key first, then those of older remote-code models.
 _CONFIG_NAMES = {
     "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
     "num_heads": ("num_attention_heads", "n_head"),
@@ -29,9 +29,16 @@ _CONFIG_NAMES = {
 class ModelShape:
     """Layers and heads of a whole model, before tensor parallelism splits it.
 
-    ``rope_theta`` tells models apart that share a shape and differ in context length; None where it is not known.
-    ``names`` are what models of this shape are called: of several profiles that fit, ``auto`` takes the one that names
-    the model. They are no part of the shape: shapes that differ only in them are equal.
+    Attributes:
+        architecture: Class name of the model, as in config.json.
+        num_layers: Decoder layers.
+        num_heads: Query heads of each layer.
+        num_kv_heads: Key-value heads of each layer; a divisor of ``num_heads``.
+        head_dim: Elements of a head's query or key.
+        rope_theta: Base of the rotary embedding, which distinguishes models of one shape with different context
+            lengths; None if unknown.
+        names: Names of models with this shape. Of several profiles that fit, ``auto`` takes the one that has the
+            model's name. Names do not take part in comparisons.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -45,11 +52,17 @@ class ModelShape:
     names: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        """Check the numbers of heads.
+
+        Raises:
+            ValueError: ``num_kv_heads`` does not divide ``num_heads``.
+        """
         if self.num_heads % self.num_kv_heads:
             expected = f"a divisor of num_heads {self.num_heads}"
             raise ValueError(f"num_kv_heads: {unexpected(self.num_kv_heads, expected)}")
 
     def __str__(self) -> str:
+        """Format the shape for messages."""
         theta = f", rope_theta {self.rope_theta:g}" if self.rope_theta is not None else ""
         return (
             f"{self.architecture} with {self.num_layers} layers, {self.num_heads} heads, {self.num_kv_heads} kv heads, "
@@ -57,8 +70,15 @@ class ModelShape:
         )
 
     def differences(self, other: Self) -> list[str]:
-        """Names of the fields in which the two differ; a rope_theta that one does not know is no difference."""
-        names = [one.name for one in fields(self) if one.compare]
+        """List the fields in which two shapes differ.
+
+        Args:
+            other: The other shape.
+
+        Returns:
+            Names of fields. A ``rope_theta`` that is unknown on either side counts as equal.
+        """
+        names = [item.name for item in fields(self) if item.compare]
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         if None in pairs["rope_theta"]:
             del pairs["rope_theta"]
@@ -66,39 +86,79 @@ class ModelShape:
 
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
-        """The shape that a model's config.json states; of a multimodal model, that of its text part."""
+        """Read the shape from the content of a config.json.
+
+        Args:
+            config: The content; of a multimodal model, its text part counts.
+            source: The name of the file in error messages.
+
+        Returns:
+            The shape.
+
+        Raises:
+            ConfigurationError: A number is missing or wrong.
+        """
         text = text_part(config, source)
-        found = {field: _first(text, names) for field, names in _CONFIG_NAMES.items()}
-        hidden_size, num_heads = found.pop("hidden_size"), found["num_heads"]
-        if found["num_kv_heads"] is None:
-            found["num_kv_heads"] = num_heads
-        if found["head_dim"] is None and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
-            found["head_dim"] = hidden_size // num_heads
+        values = {name: _first(text, keys) for name, keys in _CONFIG_NAMES.items()}
+        hidden_size, num_heads = values.pop("hidden_size"), values["num_heads"]
+        if values["num_kv_heads"] is None:
+            values["num_kv_heads"] = num_heads
+        if values["head_dim"] is None and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+            values["head_dim"] = hidden_size // num_heads
         architectures = config.get("architectures") or text.get("architectures") or []
-        found["architecture"] = architectures[0] if isinstance(architectures, list) and architectures else None
-        found["rope_theta"] = text.get("rope_theta") or _mapping(text, "rope_parameters", source).get("rope_theta")
-        if isinstance(name := config.get("_name_or_path"), str) and name.strip("/"):
-            found["names"] = (name_of_path(name),)
+        values["architecture"] = architectures[0] if isinstance(architectures, list) and architectures else None
+        values["rope_theta"] = text.get("rope_theta") or _mapping(text, "rope_parameters", source).get("rope_theta")
+        path = config.get("_name_or_path")
+        if isinstance(path, str) and path.strip("/"):
+            values["names"] = (name_of_path(path),)
         try:
-            return TypeAdapter(ModelShape).validate_python(found)
+            return TypeAdapter(ModelShape).validate_python(values)
         except ValidationError as error:
             raise report(error, ModelShape, f"{source}: ") from None
 
     @staticmethod
     def from_folder(path: Path) -> "ModelShape":
-        """The shape of a model folder, which names it as it does on a server, or of a config.json, which may itself."""
-        named = {"_name_or_path": str(path.resolve())} if path.is_dir() else {}
+        """Read the shape of a model on disk.
+
+        Args:
+            path: A model folder, whose path gives the model its name as on a server; or a config.json, whose
+                ``_name_or_path`` does.
+
+        Returns:
+            The shape.
+
+        Raises:
+            ConfigurationError: The file cannot be read, or a number is missing or wrong.
+        """
+        name = {"_name_or_path": str(path.resolve())} if path.is_dir() else {}
         file = config_file(path)
-        return ModelShape.from_config({**read_config_json(file), **named}, str(file))
+        return ModelShape.from_config({**read_config_json(file), **name}, str(file))
 
 
 def config_file(model: Path) -> Path:
-    """The config.json of a model folder; a file is taken for one."""
+    """Return the path of a model's config.json.
+
+    Args:
+        model: A model folder, or the config.json itself.
+
+    Returns:
+        The path, which need not exist.
+    """
     return model / "config.json" if model.is_dir() else model
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """What a model's config.json holds, as it stands there. Raises ``ConfigurationError`` where that is no mapping."""
+    """Read a model's config.json.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its content, unchanged.
+
+    Raises:
+        ConfigurationError: The file cannot be read, is not JSON or does not hold a mapping.
+    """
     try:
         config = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -109,21 +169,39 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Of a multimodal model's config the text part, of any other the config itself."""
+    """Return the part of a model's config that describes its language model.
+
+    Args:
+        config: The content of config.json.
+        source: The name of the file in error messages.
+
+    Returns:
+        The ``text_config`` of a multimodal model; otherwise ``config`` itself.
+
+    Raises:
+        ConfigurationError: ``text_config`` is not a mapping.
+    """
     return _mapping(config, "text_config", source) or config
 
 
 def usual_numbers(text: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config's text part states of layers and heads, under the names that most models have."""
-    found = {names[0]: _first(text, names) for names in _CONFIG_NAMES.values()}
-    return {name: value for name, value in found.items() if value is not None}
+    """Return the numbers of layers and heads of a config under the usual keys.
+
+    Args:
+        text: The text part of a config, whose keys may be those of older models.
+
+    Returns:
+        The numbers that are present, under keys such as ``num_hidden_layers``.
+    """
+    numbers = {keys[0]: _first(text, keys) for keys in _CONFIG_NAMES.values()}
+    return {key: value for key, value in numbers.items() if value is not None}
 
 
 def _mapping(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
-    given = config.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{source}: {name}: {unexpected(given, 'a mapping of fields to values')}")
-    return given
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{source}: {name}: {unexpected(value, 'a mapping of fields to values')}")
+    return value
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -131,7 +209,14 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def name_of_path(path: str) -> str:
-    """What the model at a path is called: of a folder its name, of a hub's repository, cached or not, owner/name."""
+    """Return the name of the model at a path.
+
+    Args:
+        path: A model folder, a folder of the hub's cache (``.../models--owner--name/...``), or a repository name.
+
+    Returns:
+        ``owner/name`` for a repository, cached or not; otherwise the folder's name.
+    """
     parts = [part for part in path.split("/") if part]
     cached = next((part for part in parts if part.startswith("models--")), None)
     if cached is not None:

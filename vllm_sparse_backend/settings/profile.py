@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles: which method, with which parameters, each layer and head of a model prefills with.
+"""Profiles: the method and parameters with which each layer and head of a model prefills.
 
 A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers and heads are those of the whole model.
 """
@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from vllm_sparse_backend.settings import strict_yaml
-from vllm_sparse_backend.settings.crossover import OwnCrossover, TokenCount
+from vllm_sparse_backend.settings.crossover import ProfileCrossover, TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, Section, not_one_of, unexpected
 from vllm_sparse_backend.settings.figures import HeadFigures
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
@@ -34,112 +34,151 @@ from vllm_sparse_kernels.methods.base import Method
 
 ANY_MODEL = "any"
 METHOD_MARK = "x-method"
-"""Stands in a JSON Schema for a method with parameters, which ``schema.py`` puts in its place."""
+"""Placeholder in a JSON Schema for a method with parameters, which ``schema.py`` replaces."""
 EXACT = "exact"
 BOUNDS = ("high", "fast")
-"""Levels that calibration makes: bounds on the error, the closest first."""
+"""Levels that calibration makes, the one with the tightest error bound first."""
 ON, SHARE = "on", "p"
-"""How settings and requests call the server's own level, and settings those of requests that give a share p."""
+"""Names of the server's own level, in settings and requests, and of requests that set the share p, in settings."""
 OTHERS = (EXACT, "default", ON, SHARE)
-"""What every server has without any profile: every head dense, and the server's own level."""
+"""Reserved names of levels, which every server has without a profile."""
 
 LEVEL_NAME = "[a-z][a-z0-9_.-]*"
 
 
-def _to_level_name(given: object) -> str:
-    if isinstance(given, str) and re.fullmatch(LEVEL_NAME, given) and given not in OTHERS:
-        return given
+def _to_level_name(value: object) -> str:
+    if isinstance(value, str) and re.fullmatch(LEVEL_NAME, value) and value not in OTHERS:
+        return value
     expected = f"a name of small letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
-    raise ValueError(unexpected(given, f"{expected}, other than {', '.join(OTHERS)}"))
+    raise ValueError(unexpected(value, f"{expected}, other than {', '.join(OTHERS)}"))
 
 
-# Within allOf, as pydantic makes of a key's pattern one that other keys need not have.
+# Within allOf, because pydantic turns the plain pattern of a key into `patternProperties`, which allows other keys too.
 _NAME_SCHEMA = {"type": "string", "allOf": [{"pattern": f"^{LEVEL_NAME}$"}, {"not": {"enum": list(OTHERS)}}]}
 LevelName = Annotated[str, PlainValidator(_to_level_name), WithJsonSchema(_NAME_SCHEMA)]
 
 
-def _to_method(given: object) -> Method:
-    if isinstance(given, Method):
-        return given
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise ValueError(unexpected(given, "a mapping such as {method: NAME, PARAMETER: VALUE}"))
-    if "method" not in given:
+def _to_method(value: object) -> Method:
+    if isinstance(value, Method):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(unexpected(value, "a mapping such as {method: NAME, PARAMETER: VALUE}"))
+    if "method" not in value:
         raise ValueError(f"method: missing, expected one of {', '.join(method_names())}")
-    return make_method(given["method"], {name: value for name, value in given.items() if name != "method"})
+    return make_method(value["method"], {name: parameter for name, parameter in value.items() if name != "method"})
 
 
 MethodSpec = Annotated[
     Method, PlainValidator(_to_method), PlainSerializer(parameters_of), WithJsonSchema({METHOD_MARK: True})
 ]
+"""A method with its parameters: ``{method: NAME, PARAMETER: VALUE}``."""
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
 class LayerProfile(Section):
-    """What one layer, or several alike, do otherwise than the profile's default."""
+    """Exceptions of one or several layers from the default of their level."""
 
     default: MethodSpec | None = None
-    """For the heads that ``heads`` does not name; None for the profile's default."""
+    """Method of the heads that ``heads`` does not contain; None for the level's default."""
 
     heads: Annotated[dict[Ranges, MethodSpec], DisjointRanges] = Field(default={})
+    """Methods by head or range of heads."""
 
 
 class Provenance(Section):
-    """Where a profile's or a level's numbers come from. All of it is optional, and none of it changes what runs."""
+    """Origin of a profile's or a level's numbers. Every field is optional and none of them changes what runs."""
 
     tool_version: StrictStr | None = None
+    """Version of this package that made the profile."""
     prompts_sha256: Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the calibration prompts."""
     bounds: dict[StrictStr, StrictFloat] | None = None
-    """Error bounds that the search kept to, by the paper's name."""
+    """Error bounds of the search, by the paper's name."""
     recall: Share | None = None
+    """Recall of attention mass on the calibration prompts."""
     density: Share | None = None
+    """Kept (query, key) pairs over causal pairs on the calibration prompts."""
     device: StrictStr | None = None
+    """Name of the device, as torch reports it."""
     source: StrictStr | None = None
+    """Where the numbers were taken from, if this package did not measure them."""
     licence: StrictStr | None = None
-    """Of what the numbers were taken from."""
+    """Licence of the source."""
     figures: HeadFigures | None = None
-    """What calibration measured of each head."""
+    """Measured figures of each head."""
     held_out: dict[StrictStr, StrictFloat] | None = None
-    """What the check on prompts that no search has seen found."""
+    """Figures on prompts that the search did not use."""
     seed: StrictInt | None = None
+    """Seed of the calibration prompts."""
     versions: dict[StrictStr, StrictStr] | None = None
+    """Versions of other packages."""
 
 
 class Level(Section):
-    """What every layer and head does where one bound on the error holds, and what was measured of that."""
+    """Methods of all layers and heads under one error bound."""
 
     dense_layers: Ranges = ()
+    """Layers that run dense."""
     default: MethodSpec
+    """Method of all heads without an exception in ``layers``."""
     layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = Field(default={})
-    crossover: OwnCrossover | None = None
-    """From which lengths on it pays, as measured: what ``auto`` stands for on that device and with those engines."""
+    """Exceptions by layer or range of layers."""
+    crossover: ProfileCrossover | None = None
+    """Measured crossover, which replaces ``auto`` on its device and with its engines."""
     provenance: Provenance = Provenance()
+    """Origin of the numbers."""
 
     @staticmethod
     def of_heads(
-        methods: Sequence[Sequence[Method]], provenance: Provenance, crossover: OwnCrossover | None = None
+        methods: Sequence[Sequence[Method]], provenance: Provenance, crossover: ProfileCrossover | None = None
     ) -> "Level":
-        """What says of each layer's heads that they have these methods, in as few words as there are.
+        """Build the shortest level that gives each head a method.
 
-        Layers all of whose heads are plainly dense become ``dense_layers``, where there are others too.
+        Layers whose heads are all plainly dense go into ``dense_layers``, unless all layers are such.
+
+        Args:
+            methods: The methods by layer and head, [num_layers][num_heads].
+            provenance: Origin of the numbers.
+            crossover: Measured crossover of these heads.
+
+        Returns:
+            The level.
         """
-        given = [tuple(layer) for layer in methods]
-        dense = [i for i, layer in enumerate(given) if set(layer) == {make_method("dense", {})}]
-        dense = dense if len(dense) < len(given) else []
-        sparse = {i: layer for i, layer in enumerate(given) if i not in dense}
-        default = _commonest([method for layer in sparse.values() for method in layer])
-        alike: dict[tuple[Method, ...], list[int]] = defaultdict(list)
-        for i, layer in sparse.items():
-            alike[layer].append(i)
-        layers = {tuple(i): _layer_of(layer, default) for layer, i in alike.items() if set(layer) != {default}}
+        by_layer = [tuple(heads) for heads in methods]
+        dense_layers = [i for i, heads in enumerate(by_layer) if set(heads) == {make_method("dense", {})}]
+        if len(dense_layers) == len(by_layer):
+            dense_layers = []
+        sparse = {i: heads for i, heads in enumerate(by_layer) if i not in dense_layers}
+        default = _most_common([method for heads in sparse.values() for method in heads])
+        equal_layers: dict[tuple[Method, ...], list[int]] = defaultdict(list)
+        for i, heads in sparse.items():
+            equal_layers[heads].append(i)
+        layers = {
+            tuple(numbers): _layer_profile(heads, default)
+            for heads, numbers in equal_layers.items()
+            if set(heads) != {default}
+        }
         return Level(
-            dense_layers=tuple(dense), default=default, layers=layers, crossover=crossover, provenance=provenance
+            dense_layers=tuple(dense_layers),
+            default=default,
+            layers=layers,
+            crossover=crossover,
+            provenance=provenance,
         )
 
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
-        """The method of each of the model's ``num_heads`` query heads in one layer."""
-        profile = next((one for layers, one in self.layers.items() if layer in layers), LayerProfile())
-        methods = [profile.default or self.default] * num_heads
-        for heads, method in profile.heads.items():
+        """Return the method of each head of a layer, whether or not ``dense_layers`` contains it.
+
+        Args:
+            layer: Number of the layer.
+            num_heads: Query heads of the whole model's layer.
+
+        Returns:
+            ``num_heads`` methods.
+        """
+        exceptions = next((profile for numbers, profile in self.layers.items() if layer in numbers), LayerProfile())
+        methods = [exceptions.default or self.default] * num_heads
+        for heads, method in exceptions.heads.items():
             for head in heads:
                 methods[head] = method
         return tuple(methods)
@@ -156,35 +195,41 @@ class Level(Section):
             if numbers and max(numbers) >= limit
         ]
         figures = self.provenance.figures
-        return problems + [f"provenance.figures.{one}" for one in (figures.out_of_range(shape) if figures else ())]
+        if figures is not None:
+            problems += [f"provenance.figures.{problem}" for problem in figures.out_of_range(shape)]
+        return problems
 
     def _objections(self, shape: ModelShape) -> list[str]:
         methods: dict[type[Method], list[Method]] = defaultdict(list)
         for layer in set(range(shape.num_layers)) - set(self.dense_layers):
             for method in self.methods_of(layer, shape.num_heads):
                 methods[type(method)].append(method)
-        return [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]
+        objections = (kind.objection(heads) for kind, heads in methods.items())
+        return [objection for objection in objections if objection is not None]
 
 
 class Profile(Level):
-    """A checked profile. ``methods_of`` answers what it is asked for; ``check_model`` comes before that."""
+    """A checked profile. Call ``check_model`` before ``methods_of``."""
 
     format: Literal[1]
+    """Version of the file format."""
     model: ModelShape | None
-    """The model that it fits; None (``any`` in the file) if it fits every one."""
+    """Shape of the model that the profile fits; `any` if it fits every model."""
     min_tokens: TokenCount | None = None
+    """Number of leading positions of every request that are computed densely, or `auto`."""
     min_query_tokens: TokenCount | None = None
+    """Minimum number of new tokens past `min_tokens` for a request to run sparse in a step, or `auto`."""
     level: LevelName | None = None
-    """Which bound the profile's own default, layers and dense_layers hold; None where nobody says."""
+    """Name of the level that the profile's own default, layers and dense_layers make up; required with `levels`."""
     levels: dict[LevelName, Level] = Field(default={})
-    """Other bounds, and what holds them, or other settings to compare. A request may name them."""
+    """Further levels, which requests may choose by name."""
 
     @field_validator("model", mode="before")
     @classmethod
-    def _any_model(cls, given: object) -> object:
-        if given is None or (isinstance(given, str) and given != ANY_MODEL):
-            raise ValueError(unexpected(given, f"the model's shape, or {ANY_MODEL}"))
-        return None if given == ANY_MODEL else given
+    def _any_model(cls, value: object) -> object:
+        if value is None or (isinstance(value, str) and value != ANY_MODEL):
+            raise ValueError(unexpected(value, f"the model's shape, or {ANY_MODEL}"))
+        return None if value == ANY_MODEL else value
 
     @model_validator(mode="after")
     def _consistent(self) -> "Profile":
@@ -200,36 +245,51 @@ class Profile(Level):
         return self
 
     def _out_of_range(self, shape: ModelShape) -> list[str]:
-        others = [f"levels.{name}.{one}" for name, level in self.levels.items() for one in level._out_of_range(shape)]
-        return super()._out_of_range(shape) + others
+        problems = super()._out_of_range(shape)
+        for name, level in self.levels.items():
+            problems += [f"levels.{name}.{problem}" for problem in level._out_of_range(shape)]
+        return problems
 
     def _objections(self, shape: ModelShape) -> list[str]:
-        others = [f"levels.{name}: {one}" for name, level in self.levels.items() for one in level._objections(shape)]
-        return super()._objections(shape) + others
+        objections = super()._objections(shape)
+        for name, level in self.levels.items():
+            objections += [f"levels.{name}: {objection}" for objection in level._objections(shape)]
+        return objections
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """What a request may name: exact, which every server has, bounds, the closest first, then other levels."""
-        own = [name for name in (self.level, *self.levels) if name is not None]
-        return EXACT, *(name for name in BOUNDS if name in own), *(name for name in own if name not in BOUNDS)
+        """Levels that requests may choose: ``exact``, then the bounds of calibration in order, then all others."""
+        names = [name for name in (self.level, *self.levels) if name is not None]
+        return EXACT, *(name for name in BOUNDS if name in names), *(name for name in names if name not in BOUNDS)
 
     def at_level(self, name: str) -> "Profile":
-        """A profile that has the named level as its own, and no other. ``exact``: every head dense.
+        """Return the profile with another of its levels as its own.
 
-        Raises ValueError if there is no such level.
+        Args:
+            name: One of ``level_names``. At ``exact`` every head is dense.
+
+        Returns:
+            A profile that has this level only.
+
+        Raises:
+            ValueError: There is no such level.
         """
         if name not in self.level_names:
             raise ValueError(f"level: {not_one_of(name, self.level_names)}")
-        given = next((level for known, level in self.levels.items() if known == name), self)
-        level = Level(default=make_method("dense", {})) if name == EXACT else given
-        own = {field: getattr(level, field) for field in Level.model_fields}
-        return self.model_copy(update={**own, "level": None if name == EXACT else name, "levels": {}})
+        level = Level(default=make_method("dense", {})) if name == EXACT else self.levels.get(name, self)
+        fields = {field: getattr(level, field) for field in Level.model_fields}
+        return self.model_copy(update={**fields, "level": None if name == EXACT else name, "levels": {}})
 
     def check_model(self, shape: ModelShape, source: str = "profile") -> None:
-        """Raise ``ConfigurationError`` naming ``source`` if this is no profile for a model of that shape.
+        """Check that the profile fits a model.
 
-        It is none if it was made for another model (the error names both shapes), names layers or heads past the
-        model's, or has a method do nothing of what it is for.
+        Args:
+            shape: The model.
+            source: The name of the profile in error messages.
+
+        Raises:
+            ConfigurationError: The profile was made for another model, names layers or heads that the model does not
+                have, or uses a method in a way in which it has no effect.
         """
         if self.model is not None and (names := self.model.differences(shape)):
             raise ConfigurationError(
@@ -242,59 +302,105 @@ class Profile(Level):
             raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 
     def to_yaml(self) -> str:
-        """The profile as a file; loading that gives an equal one."""
+        """Format the profile as a file.
+
+        Returns:
+            YAML text, from which ``parse_profile`` makes an equal profile.
+        """
         data = self.model_dump(exclude_defaults=True)
         data["model"] = data["model"] or ANY_MODEL
-        own = [name for name in Profile.model_fields if name not in (*Level.model_fields, "levels")]
-        return strict_yaml.dump({name: data[name] for name in (*own, *Level.model_fields, "levels") if name in data})
+        profile_fields = [name for name in Profile.model_fields if name not in (*Level.model_fields, "levels")]
+        order = (*profile_fields, *Level.model_fields, "levels")
+        return strict_yaml.dump({name: data[name] for name in order if name in data})
 
 
-def profile_file(name_or_path: str | Path, asked_by: str = "profile") -> Path:
-    """The bundled profile of that name, or else that file.
+def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
+    """Find a profile's file.
 
-    Raises ``ConfigurationError`` with the bundled ones' names and the option that asked for it if there is neither.
+    Args:
+        name_or_path: Name of a bundled profile, or path of a file. A bundled name takes precedence.
+        option: The option or setting that named it, for the error message.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigurationError: There is neither; the message lists the bundled profiles.
     """
     bundled = bundled_profiles()
     path = bundled.get(str(name_or_path)) or strict_yaml.file_at(str(name_or_path))
     if path is None:
         problem = strict_yaml.why_no_file(str(name_or_path))
-        raise ConfigurationError(f"{asked_by}: {problem}; {not_one_of(str(name_or_path), bundled)}, or a file's path")
+        raise ConfigurationError(f"{option}: {problem}; {not_one_of(str(name_or_path), bundled)}, or a file's path")
     return path
 
 
-def load_profile(name_or_path: str | Path, asked_by: str = "profile") -> Profile:
-    """The profile in ``profile_file``. Raises ``ConfigurationError`` naming file and field."""
-    path = profile_file(name_or_path, asked_by)
+def load_profile(name_or_path: str | Path, option: str = "profile") -> Profile:
+    """Read a profile from its file.
+
+    Args:
+        name_or_path: Name of a bundled profile, or path of a file.
+        option: The option or setting that named it, for error messages.
+
+    Returns:
+        The checked profile.
+
+    Raises:
+        ConfigurationError: There is no such file, or a field is missing, unknown or wrong.
+    """
+    path = profile_file(name_or_path, option)
     return parse_profile(strict_yaml.read_text(path), str(path))
 
 
 def parse_profile(text: str, source: str) -> Profile:
-    """The profile that a YAML text holds; errors name ``source``."""
+    """Parse a profile.
+
+    Args:
+        text: The profile as YAML.
+        source: The name of the text in error messages, such as a file's path.
+
+    Returns:
+        The checked profile.
+
+    Raises:
+        ConfigurationError: A field is missing, unknown or wrong.
+    """
     return Profile.read(strict_yaml.parse(text, source), f"{source}: ")
 
 
 def bundled_profiles() -> dict[str, Path]:
-    """Paths of the profiles that come with this package, by name."""
+    """List the profiles that come with this package.
+
+    Returns:
+        Paths by name, sorted by name.
+    """
     package = Path(str(resources.files("vllm_sparse_backend")))
-    # A wheel carries them inside the package, an editable checkout beside it.
+    # A wheel has them inside the package, an editable checkout next to it.
     folder = next((path for path in (package / "_profiles", package.parent / "profiles") if path.is_dir()), None)
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
 
-def name_of_profile(given: str) -> str:
-    """What results call a profile that is given by its name, which may have dots, or by its path."""
-    return Path(given).name.removesuffix(".yaml")
+def name_of_profile(name_or_path: str) -> str:
+    """Return the name of a profile for tables of results.
+
+    Args:
+        name_or_path: Name of a bundled profile, which may contain dots, or path of a file.
+
+    Returns:
+        The name, or the file's name without ``.yaml``.
+    """
+    return Path(name_or_path).name.removesuffix(".yaml")
 
 
-def _commonest(methods: Sequence[Method]) -> Method:
-    """Of equally common ones the first."""
+def _most_common(methods: Sequence[Method]) -> Method:
+    """The most common method; the first of several that are equally common."""
     return Counter(methods).most_common(1)[0][0]
 
 
-def _layer_of(methods: Sequence[Method], default: Method) -> LayerProfile:
-    own = None if default in methods else _commonest(methods)
+def _layer_profile(methods: Sequence[Method], default: Method) -> LayerProfile:
+    layer_default = None if default in methods else _most_common(methods)
     heads: dict[Method, list[int]] = defaultdict(list)
     for head, method in enumerate(methods):
-        if method != (own or default):
+        if method != (layer_default or default):
             heads[method].append(head)
-    return LayerProfile(default=own, heads={tuple(ids): method for method, ids in heads.items()})
+    return LayerProfile(default=layer_default, heads={tuple(ids): method for method, ids in heads.items()})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of layers or heads as people write them: ``0-3,7``."""
+"""Sets of layers or heads in the notation ``0-3,7``."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,14 +7,25 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
-MAX_NUMBER = 1 << 12  # so that a slip of the keyboard doesn't fill the memory
+MAX_NUMBER = 1 << 12
+"""Largest layer or head number; keeps a typo such as ``0-99999999`` from filling the memory."""
 MOST_COUNT = 1 << 30
-"""Of tokens, queries, blocks and whatever else settings count: kernels do so in 32 bits, where two of these add up."""
+"""Largest count of tokens, queries or blocks: kernels count in 32 bits, and the sum of two such counts still fits."""
 _PART = re.compile(r"\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?")
 
 
 def parse_ranges(text: object) -> tuple[int, ...]:
-    """``"0-3,7"``, ``7``, or a list of numbers, sorted. Raises ValueError if it is none of these or names one twice."""
+    """Parse a set of numbers.
+
+    Args:
+        text: A text such as ``"0-3,7"``, a single number, or a list of numbers.
+
+    Returns:
+        The numbers, sorted.
+
+    Raises:
+        ValueError: ``text`` is none of these, a range is reversed or too large, or a number appears twice.
+    """
     if isinstance(text, list | tuple) and all(type(number) is int and number >= 0 for number in text):
         if len(set(text)) != len(text):
             raise ValueError(f"given {text!r}, expected each number once")
@@ -29,7 +40,10 @@ def parse_ranges(text: object) -> tuple[int, ...]:
             raise ValueError(expected)
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last > MAX_NUMBER:
-            raise ValueError(f"given {text!r}, expected the range {part.strip()!r} to rise, up to {MAX_NUMBER} at most")
+            raise ValueError(
+                f"given {text!r}, expected the range {part.strip()!r} in ascending order, with numbers up to "
+                f"{MAX_NUMBER}"
+            )
         numbers += range(first, last + 1)
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"given {text!r}, expected each number once")
@@ -37,7 +51,14 @@ def parse_ranges(text: object) -> tuple[int, ...]:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """The inverse of ``parse_ranges``: sorted, and as short as can be."""
+    """Format a set of numbers; the inverse of ``parse_ranges``.
+
+    Args:
+        numbers: Numbers of layers or heads, in any order.
+
+    Returns:
+        The shortest notation, such as ``0-3,7``.
+    """
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):
         if spans and number == spans[-1][1] + 1:
@@ -47,18 +68,18 @@ def format_ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def _disjoint(given: object) -> object:
-    """Refuse a number that two keys of a mapping name: once they are parsed, equal keys would have become one."""
+def _disjoint(mapping: object) -> object:
+    """Refuse a number that two keys of a mapping contain. This runs before the keys are parsed, as equal keys merge."""
     owners: dict[int, object] = {}
-    for key in given if isinstance(given, Mapping) else ():
+    for key in mapping if isinstance(mapping, Mapping) else ():
         try:
             numbers = parse_ranges(key)
         except ValueError:
-            continue  # the key's own error is reported with its place
+            continue  # validation of the key itself reports it, with its place
         for number in numbers:
             if owners.setdefault(number, key) is not key:
                 raise ValueError(f"given {number} in both {owners[number]!r} and {key!r}, expected it once")
-    return given
+    return mapping
 
 
 RANGES_PATTERN = f"^{_PART.pattern}(?:,{_PART.pattern})*$"
@@ -71,10 +92,11 @@ _SCHEMA = {
 }
 
 
-def _written(numbers: tuple[int, ...]) -> int | str:
+def _serialize(numbers: tuple[int, ...]) -> int | str:
     return numbers[0] if len(numbers) == 1 else format_ranges(numbers)
 
 
-Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges), PlainSerializer(_written), WithJsonSchema(_SCHEMA)]
+Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges), PlainSerializer(_serialize), WithJsonSchema(_SCHEMA)]
+"""A set of layers or heads, sorted."""
 DisjointRanges = BeforeValidator(_disjoint)
-"""For a mapping with ``Ranges`` as keys."""
+"""Validator of a mapping with ``Ranges`` as keys, no two of which overlap."""

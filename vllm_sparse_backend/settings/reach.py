@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far back a layer's queries look, and how many pairs of query and key that makes: what attention costs."""
+"""Which earlier tokens a layer's queries attend to, and the number of (query, key) pairs that results."""
 
 from typing import NamedTuple
 
 
 class Reach(NamedTuple):
-    """Over all tokens before, or those of a window, or those of the chunk of positions that a query is in."""
+    """Attention reach of a layer: all earlier tokens, a sliding window, or the query's own chunk of positions.
+
+    Attributes:
+        window: Tokens of the sliding window, including the query's own; 0 without a window.
+        chunk: Tokens of a chunk, for chunked local attention; 0 without chunks. Takes precedence over ``window``.
+    """
 
     window: int = 0
     chunk: int = 0
 
     def pairs(self, first: int, end: int) -> int:
-        """Causal (query, key) pairs of the queries at positions ``first`` to ``end`` - 1, of one head."""
+        """Count the causal (query, key) pairs of a range of queries.
+
+        Args:
+            first: Position of the first query.
+            end: Position after the last query.
+
+        Returns:
+            Pairs of one head.
+        """
         return self._pairs_up_to(end) - self._pairs_up_to(first)
 
     def _pairs_up_to(self, end: int) -> int:
         if self.chunk:
-            chunks, rest = divmod(end, self.chunk)
-            return chunks * _triangle(self.chunk) + _triangle(rest)
+            full_chunks, remainder = divmod(end, self.chunk)
+            return full_chunks * _triangle(self.chunk) + _triangle(remainder)
         within = min(self.window or end, end)
         return _triangle(within) + (end - within) * within
 

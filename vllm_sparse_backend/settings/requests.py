@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask for: exact attention, the server's own level, another level of its profile, or a share p.
+"""Levels that a request may choose: exact attention, the server's own level, another of its profile, or a share p.
 
-It stands in the request's ``vllm_xargs`` under ``sparse_prefill``. The front process checks it and leaves a mark in the
-request's sampling parameters, which the engine's core (for the hashes of cached blocks) and every worker read.
+The choice is in the request's ``vllm_xargs`` under ``sparse_prefill``. The front process checks it and leaves a mark in
+the request's sampling parameters, which the engine's core (for the hashes of cached blocks) and every worker read.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from vllm_sparse_kernels.methods.base import Method
 
 FIELD = "sparse_prefill"
 REPORT = "sparse_prefill_report"
-"""Beside it: true asks how the request was prefilled."""
+"""Key next to it: true asks how the request was prefilled."""
 MARK = "sparse_prefill_mark"
-"""The front process writes it, over whatever a request may hold there."""
+"""Key of the mark. The front process overwrites any value that a client sends there."""
 
 
 class RequestLevel(NamedTuple):
@@ -36,14 +36,23 @@ class RequestLevel(NamedTuple):
     """p of the request's ``top_p`` heads, between 0 and 1; None: that of the plan."""
 
     def __str__(self) -> str:
+        """Format the level for logs: its name, or ``p`` with its value."""
         return self.name if self.kept_mass is None else f"{self.name}={self.kept_mass!r}"
 
 
 SERVER_LEVEL = RequestLevel()
 
 
-def refuse_slips(where: str, keys: Iterable[object]) -> None:
-    """Raise ValueError where one of the keys looks like ours, and is not: it must not pass for none."""
+def refuse_typos(where: str, keys: Iterable[object]) -> None:
+    """Refuse keys that look like this project's and are not: they must not be ignored.
+
+    Args:
+        where: The field that holds the keys, for the error message.
+        keys: Keys of a request.
+
+    Raises:
+        ValueError: A key looks like a typo of ``sparse_prefill``.
+    """
     for key in keys:
         if key not in (FIELD, REPORT) and looks_like(key, FIELD):
             raise ValueError(f"{where}: {unexpected(key, f'the key {FIELD!r} in vllm_xargs')}")
@@ -53,19 +62,19 @@ class Ticket(str):
     """Random text under which workers count for one HTTP request. No client can send a value of this type."""
 
 
-def asks_report(xargs: Mapping[str, Any]) -> bool:
-    """Return whether a request wants to know how it was prefilled.
+def asks_report(vllm_xargs: Mapping[str, Any]) -> bool:
+    """Return whether a request asks how it was prefilled.
 
     Args:
-        xargs: the request's ``vllm_xargs``.
+        vllm_xargs: The request's ``vllm_xargs``.
 
     Returns:
-        Whether ``sparse_prefill_report`` is true, or the server's own ticket.
+        True if it asks for a report, by true or by the server's own ticket.
 
     Raises:
-        ValueError: it is neither true nor false.
+        ValueError: The value is neither true nor false.
     """
-    value = xargs.get(REPORT, False)
+    value = vllm_xargs.get(REPORT, False)
     if isinstance(value, Ticket):
         return True
     if value not in (True, False):
@@ -75,16 +84,27 @@ def asks_report(xargs: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Salt:
-    """Tells blocks of different levels apart.
+    """Part of the hashes of a request's cached blocks that separates levels from each other.
 
-    ``text`` goes into the hash of the block that holds position ``exact_tokens``, and so into those of all later ones.
+    Attributes:
+        text: Text that goes into the hash of the block that holds position ``exact_tokens``, and thereby into the
+            hashes of all later blocks.
+        exact_tokens: Number of leading positions that are dense at all levels.
     """
 
     text: str
     exact_tokens: int
 
     def key(self, start_token_idx: int, end_token_idx: int) -> tuple[str, str] | None:
-        """The extra key of the block [start_token_idx, end_token_idx); None for all blocks but one of a request."""
+        """Return the extra key of a block's hash.
+
+        Args:
+            start_token_idx: First position of the block.
+            end_token_idx: Position after its last.
+
+        Returns:
+            The key; None for all blocks of a request except the one that holds ``exact_tokens``.
+        """
         if not start_token_idx <= self.exact_tokens < end_token_idx:
             return None
         return FIELD, f"{FIELD}={self.text}"
@@ -92,22 +112,36 @@ class Salt:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a request gets: made once, where vLLM turns it into an engine request; read by core and workers."""
+    """The level of a request, as the front process passes it to core and workers.
+
+    It is made once, where vLLM turns the request into an engine request.
+
+    Attributes:
+        level: Name of the level.
+        kept_mass: p of the request's ``top_p`` heads, between 0 and 1; None for the plan's.
+        salt: Part of the hashes of the request's blocks; None if they have vLLM's own hashes.
+    """
 
     level: str = DEFAULT
     kept_mass: float | None = None
     salt: Salt | None = None
-    """None where the request's blocks have vLLM's own hashes."""
 
     @property
     def request_level(self) -> RequestLevel:
+        """The level without the salt."""
         return RequestLevel(self.level, self.kept_mass)
 
     @staticmethod
     def read(extra_args: object) -> "Mark | None":
-        """The mark in a request's ``extra_args``; None without one, and where it is not such as ``write`` writes.
+        """Parse the mark in a request's ``extra_args``.
 
-        It runs in the scheduler's loop, where an exception would end the engine: it raises nothing.
+        This runs in the scheduler's loop, where an exception would end the engine. It therefore raises nothing.
+
+        Args:
+            extra_args: The field of the request's sampling parameters.
+
+        Returns:
+            The mark; None if there is none, or if it does not have the form that ``write`` gives it.
         """
         if not isinstance(extra_args, dict) or MARK not in extra_args:
             return None
@@ -129,10 +163,16 @@ class Mark:
         return Mark(level, kept_mass, Salt(text, exact_tokens))
 
     def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """``extra_args`` with this mark in place of what was asked for, and of any mark that was sent.
+        """Put the mark into ``extra_args``, in place of the request's choice and of any mark that a client sent.
 
-        As plain values, which every serialiser of vLLM's knows. A request of the server's level with vLLM's own hashes
-        needs none.
+        The mark consists of plain values, which all of vLLM's serialisers support. A request of the server's level with
+        vLLM's own hashes needs none.
+
+        Args:
+            extra_args: The field of the request's sampling parameters.
+
+        Returns:
+            A copy with the mark; None if it is empty.
         """
         others = {key: value for key, value in (extra_args or {}).items() if key not in (FIELD, MARK)}
         if self.request_level == SERVER_LEVEL and self.salt is None:
@@ -143,29 +183,43 @@ class Mark:
 
 @dataclass(frozen=True)
 class Choices:
-    """What requests of one server may ask for, and which of them may read each other's cached keys and values."""
+    """Levels that requests of a server may choose, and which requests may share cached keys and values.
+
+    Attributes:
+        levels: Names of the levels: ``exact``, then those of the profile.
+        server_level: Name of the server's own level, if its profile names it.
+        exact_tokens: Number of leading positions of every row that are dense at all levels; None if no row ever goes
+            sparse.
+        salts: Text of the salt by level; a level without one has vLLM's own hashes.
+        refusal: Why requests cannot choose a level on this server; None if they can.
+        has_shares: Whether some head selects by attention mass, so that requests may set its p.
+        default: Level of requests that do not choose one.
+        models: The same by served name, for requests that give it as their model.
+        allowed: Levels that requests may choose in addition to their default; None for all.
+    """
 
     levels: tuple[str, ...]
-    """``exact`` first, then those of the profile."""
-    own: str | None = None
-    """The name of the server's own level, where its profile says."""
+    server_level: str | None = None
     exact_tokens: int | None = None
-    """The first positions of every row, which are dense at all levels; None if nothing ever goes sparse."""
     salts: Mapping[str, str] = field(default_factory=dict)
-    """By level; one without has the hashes of vLLM."""
     refusal: str | None = None
-    """Why requests can have nothing here but what they get unasked."""
     has_shares: bool = False
-    """Whether some head chooses by mass, so that requests may set its p."""
     default: str = DEFAULT
-    """The level of requests that ask for none."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """The same, by the served name that requests give as their model."""
     allowed: frozenset[str] | None = None
-    """Levels that requests may have beside what they get unasked; None: all."""
 
     def under(self, policy: RequestsConfig) -> "Choices":
-        """These choices, as an operator's policy has them. Raises ConfigurationError that names the field."""
+        """Restrict the choices by an operator's policy.
+
+        Args:
+            policy: The setting ``requests``.
+
+        Returns:
+            The choices under the policy.
+
+        Raises:
+            ConfigurationError: The policy names a level that does not exist; the message names the field.
+        """
         default = DEFAULT if policy.default is None else self._named("default", policy.default)
         models = {model: self._named(f"models.{model}", name) for model, name in policy.models.items()}
         allowed = None
@@ -177,60 +231,95 @@ class Choices:
         names = (ON, *more, *self.levels)
         if name not in names:
             raise ConfigurationError(f"{OPTION} {KEY}.requests.{where}: {not_one_of(name, names)}")
-        return DEFAULT if name in (ON, self.own) else name
+        return DEFAULT if name in (ON, self.server_level) else name
 
     def level_of(self, vllm_xargs: Mapping[str, Any] | None) -> RequestLevel:
-        """The level of a request with these ``vllm_xargs``, all keys of which are looked at.
+        """Return the level of a request, after a check of all its keys.
+
+        Args:
+            vllm_xargs: The request's ``vllm_xargs``.
+
+        Returns:
+            The level.
 
         Raises:
-            ValueError: the level may not be had here, or a key only looks like ours.
+            ValueError: The request may not have the level, or a key looks like a typo of ``sparse_prefill``.
         """
-        given = {key: value for key, value in (vllm_xargs or {}).items() if key != MARK}
-        refuse_slips("vllm_xargs", given)
-        asks_report(given)
-        return self.permit(given[FIELD]) if FIELD in given else self.unasked()
+        values = {key: value for key, value in (vllm_xargs or {}).items() if key != MARK}
+        refuse_typos("vllm_xargs", values)
+        asks_report(values)
+        return self.permit(values[FIELD]) if FIELD in values else self.unasked()
 
     def unasked(self, model: str | None = None) -> RequestLevel:
-        """The level of requests that ask for none, of the served model of that name."""
+        """Return the level of requests that do not choose one.
+
+        Args:
+            model: The served name that the request gives as its model.
+
+        Returns:
+            The level.
+        """
         return RequestLevel(self.models.get(model or "", self.default))
 
-    def permit(self, given: object, model: str | None = None) -> RequestLevel:
-        """The level that a request asks for by the value ``given``, of the served model of that name.
+    def permit(self, value: object, model: str | None = None) -> RequestLevel:
+        """Return the level that a request chooses.
+
+        Args:
+            value: The request's value of ``sparse_prefill``.
+            model: The served name that the request gives as its model.
+
+        Returns:
+            The level.
 
         Raises:
-            ValueError: it is no level, or the request may not have it; the message lists those that it may have.
+            ValueError: The value names no level, or the request may not have it; the message lists the levels that it
+                may have.
         """
-        if isinstance(given, RequestLevel):  # checked before
-            return given
+        if isinstance(value, RequestLevel):  # checked before
+            return value
         unasked = self.unasked(model).name
-        level = self.named_by(given, unasked)
+        level = self.named_by(value, unasked)
         if self._may_have(level.name, unasked):
             return level
         why = self.refusal
         if why is None:
             why = f"this server's settings (requests.allow) let the request have {self.offers(unasked)}"
-        raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; leave it out")
+        raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; leave it out")
 
-    def named_by(self, given: object, unasked: str = DEFAULT) -> RequestLevel:
-        """The level that a request's value names, whether the request may have it or not.
+    def named_by(self, value: object, unasked: str = DEFAULT) -> RequestLevel:
+        """Return the level that a value names, whether the request may have it or not.
+
+        Args:
+            value: The request's value of ``sparse_prefill``.
+            unasked: The level that the request would get without a choice.
+
+        Returns:
+            The level.
 
         Raises:
-            ValueError: it names none; the message lists those that a request may have that gets ``unasked`` anyway.
+            ValueError: The value names no level; the message lists the levels that the request may have.
         """
-        if isinstance(given, (bool, int, float)) and given in (0, 1):
-            return RequestLevel(DEFAULT if given else EXACT)
-        if isinstance(given, str) and given in (ON, *self.levels):
-            return RequestLevel(DEFAULT if given in (ON, self.own) else given)
-        if isinstance(given, float) and 0 < given < 1:
+        if isinstance(value, (bool, int, float)) and value in (0, 1):
+            return RequestLevel(DEFAULT if value else EXACT)
+        if isinstance(value, str) and value in (ON, *self.levels):
+            return RequestLevel(DEFAULT if value in (ON, self.server_level) else value)
+        if isinstance(value, float) and 0 < value < 1:
             if self.has_shares:
-                return RequestLevel(SHARE, given)
+                return RequestLevel(SHARE, value)
             why = "no head of this server's plan chooses by mass (top_p), so that there is no p to set"
             expected = f"expected one of {self.offers(unasked)}"
-            raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; {expected}")
-        raise ValueError(f"vllm_xargs {FIELD}: {unexpected(given, f'one of {self.offers(unasked)}')}")
+            raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; {expected}")
+        raise ValueError(f"vllm_xargs {FIELD}: {unexpected(value, f'one of {self.offers(unasked)}')}")
 
     def mark(self, level: RequestLevel) -> Mark:
-        """The mark of a request of that level."""
+        """Return the mark of requests of a level.
+
+        Args:
+            level: The level.
+
+        Returns:
+            The mark, with the salt of the level.
+        """
         text = self.salts.get(level.name)
         if level.kept_mass is not None:
             text = f"{text or level.name}={level.kept_mass!r}"
@@ -243,26 +332,38 @@ class Choices:
         return self.refusal is None and (self.allowed is None or level in self.allowed)
 
     def policy(self) -> str:
-        """For the log: what requests get that ask for none, and which they may ask for."""
+        """Describe the policy for the log.
+
+        Returns:
+            The default levels, and the levels that requests may choose.
+        """
         models = "".join(f", as model {model} {_shown(level)}" for model, level in self.models.items())
         allowed = "all" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "nothing else"
         return f"{_shown(self.default)} unasked{models}; {allowed} on request"
 
     def offers(self, unasked: str) -> str:
-        """All values that a request may give which gets the level ``unasked`` anyway: none of them is refused."""
+        """List the values that a request may give, none of which is refused.
+
+        Args:
+            unasked: The level that the request would get without a choice.
+
+        Returns:
+            The values, separated by commas.
+        """
         values = []
         if self._may_have(EXACT, unasked):
             values.append("0 (exact)")
         if self._may_have(DEFAULT, unasked):
-            values.append(f"1 (this server's own level{'' if self.own is None else f', {self.own}'})")
+            values.append(f"1 (this server's own level{'' if self.server_level is None else f', {self.server_level}'})")
         for name in self.levels:
-            if self._may_have(DEFAULT if name == self.own else name, unasked):
+            if self._may_have(DEFAULT if name == self.server_level else name, unasked):
                 values.append(f"'{name}'")
         if self.has_shares and self._may_have(SHARE, unasked):
             values.append("a number between 0 and 1 (p of its top_p heads)")
         return ", ".join(values)
 
     def __str__(self) -> str:
+        """List the values that requests with the default level may give."""
         return self.offers(self.default)
 
 
@@ -271,13 +372,15 @@ def _shown(level: str) -> str:
 
 
 def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
-    """Tell apart what writes keys and values past the exact positions: each layer's and head's method, and when.
+    """Hash the settings that decide which keys and values are written past the exact positions.
 
-    The package's version, too, as another may keep other keys at the same settings.
+    These are each layer's and head's method, the lengths from which rows go sparse, and the version of the package,
+    because another version may keep other keys with the same settings.
 
     Args:
-        plan: Of the whole model at one level.
-        numbers: What ``auto`` stands for on the server's device (``Plan.numbers``); None where nothing is looked up.
+        plan: The plan of the whole model at one level.
+        numbers: Numbers that ``auto`` stands for on the server's device (``Plan.numbers``); None if nothing is
+            ``auto``.
 
     Returns:
         16 hexadecimal digits, equal for equal settings in every process.
@@ -300,5 +403,5 @@ def _heads_of(groups: LayerPlan) -> list[dict[str, Any]]:
 
 
 def _canonical(method: Method) -> dict[str, Any]:
-    values = {one.name: getattr(method, one.name) for one in fields(method) if one.init}
+    values = {item.name: getattr(method, item.name) for item in fields(method) if item.init}
     return {"method": name_of(method), "fields": values}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a process knows of its settings: made once where it starts, and handed on."""
+"""``Resolved``: all settings of a process, resolved once at its start and passed on."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,24 +19,47 @@ Numbers = dict[str, dict[str, list[int | None]]]
 
 
 def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
-    """The device that ``auto`` was looked up for where the server started; None where nothing has been carried yet."""
+    """Return the device that ``auto`` was looked up for where the server started.
+
+    Args:
+        additional_config: vLLM's ``additional_config``.
+
+    Returns:
+        Name of the device; None if nothing has been carried yet.
+    """
     device = (additional_config or {}).get(DEVICE)
     return device if isinstance(device, str) else None
 
 
 def with_carried(additional_config: Mapping[str, Any] | None, documents: Documents, device: str) -> dict[str, Any]:
-    """``additional_config`` with the texts of all files and the device to look ``auto`` up for.
+    """Add the texts of all files, and the device to look ``auto`` up for, to vLLM's configuration.
 
-    A process that gets it reads no file and asks for no device.
+    A process that gets the result reads no file and asks for no device.
+
+    Args:
+        additional_config: vLLM's ``additional_config``.
+        documents: The texts.
+        device: Name of the device.
+
+    Returns:
+        A copy with both.
     """
     return {**(additional_config or {}), DOCUMENTS: documents.data(), DEVICE: device}
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The configuration, the plan of each level, the server's own first, and from which lengths on sparse pays.
+    """The configuration with everything that follows from it.
 
-    Where heads choose by mass, requests that give a p are a level too.
+    Attributes:
+        config: The configuration.
+        documents: Texts of the files that it names.
+        plans: The plan of each level, the server's own first. If some head lets requests set p, requests with a p are
+            a level too.
+        table: The table of measured crossovers.
+        device: Name of the device that ``auto`` is looked up for, as the table has it: the one on which the server
+            started.
+        pools: Whether requests are for embeddings, scores or classes.
     """
 
     config: SparsePrefillConfig
@@ -44,27 +67,29 @@ class Resolved:
     plans: Mapping[str, Plan]
     table: Crossover
     device: str
-    """What ``auto`` is looked up for, as the table names devices: the one on which the server started."""
     pools: bool = False
-    """Whether the server's requests are for embeddings, scores or classes."""
 
     @staticmethod
     def of(
         additional_config: Mapping[str, Any] | None, shape: ModelShape, device: str, tp_rank: int = 0, tp_size: int = 1,
         pools: bool = False,
     ) -> "Resolved":  # fmt: skip
-        """Settings for a rank of a model, from vLLM's ``additional_config``.
+        """Resolve the settings for a rank of a model.
 
         Args:
-            additional_config: Settings, with what was carried along (``with_carried``): then no file is read.
-            shape: The model's.
-            device: Of this process; what was carried goes before it.
-            tp_rank: The rank whose heads the plans are for.
-            tp_size: How many ranks share a layer's heads.
-            pools: Whether the server's requests are for embeddings, scores or classes.
+            additional_config: vLLM's ``additional_config``. Files are read only if ``with_carried`` did not add their
+                texts.
+            shape: The whole model.
+            device: Name of this process's device, as torch reports it. A carried device takes precedence.
+            tp_rank: Tensor-parallel rank, for whose heads the plans are.
+            tp_size: Number of tensor-parallel ranks.
+            pools: Whether requests are for embeddings, scores or classes.
+
+        Returns:
+            The resolved settings.
 
         Raises:
-            ConfigurationError: The settings are wrong, a file cannot be read, or they do not fit the model.
+            ConfigurationError: A setting is wrong, a file cannot be read, or a profile does not fit the model.
         """
         config = load_config(additional_config)
         device = carried_device(additional_config) or device
@@ -75,24 +100,38 @@ class Resolved:
         return Resolved(config, read, plans, read.parse_crossover(), device, pools)
 
     def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """``additional_config`` with all that other processes need to resolve it to the same."""
+        """Add all that other processes need to resolve vLLM's configuration to the same settings.
+
+        Args:
+            additional_config: vLLM's ``additional_config``.
+
+        Returns:
+            A copy with the texts of all files and the device.
+        """
         return with_carried(additional_config, self.documents, self.device)
 
     @property
     def plan(self) -> Plan:
-        """The server's own."""
+        """The plan of the server's own level."""
         return self.plans[DEFAULT]
 
     @property
     def is_dense(self) -> bool:
-        """Whether every row is to be: of a server that pools, unless its settings say otherwise.
+        """Whether every row runs dense: the default of servers of pooling models.
 
-        What it answers is compared with what is stored, and nobody sees that a vector is a little off.
+        Their results are compared with stored ones, and small errors of an embedding go unnoticed.
         """
         return self.pools and self.config.requests.default in (None, EXACT)
 
     def layer(self, number: int) -> tuple[LayerPlan, ...]:
-        """One layer's groups at each level; empty where it is dense at all of them."""
+        """Return one layer's groups of heads at each level.
+
+        Args:
+            number: Number of the layer.
+
+        Returns:
+            The groups at each level; empty if the layer is dense at all levels.
+        """
         return layer_by_level(self.plans.values(), number)
 
     @property
@@ -101,19 +140,39 @@ class Resolved:
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
     def numbers(self) -> Numbers:
-        """From which lengths on rows go sparse, at each level and with each engine: the same in all processes."""
+        """Return the lengths from which rows go sparse, which must be the same in all processes.
+
+        Returns:
+            [min_tokens, min_query_tokens] by level and engine.
+        """
         return {level: plan.numbers(self.table, self.device) for level, plan in self.plans.items()}
 
     def thresholds(self, level: str, engines: Collection[str]) -> Thresholds:
-        """From which lengths on rows of that level go sparse, with engines each of which some layer has."""
+        """Return the lengths from which rows of a level go sparse.
+
+        Args:
+            level: Name of the level.
+            engines: Names of the attention engines that layers of the model use.
+
+        Returns:
+            The strictest thresholds of these engines.
+        """
         return self.plans[level].thresholds(self.table, self.device, engines)
 
     def earliest_thresholds(self) -> Thresholds:
-        """The least that any level may have, on whichever engine."""
-        each = [plan.earliest_thresholds(self.table, self.device) for plan in self.plans.values()]
-        return min(each, key=lambda one: one.severity)
+        """Return the lowest thresholds of any level with any engine.
+
+        Returns:
+            The thresholds.
+        """
+        candidates = [plan.earliest_thresholds(self.table, self.device) for plan in self.plans.values()]
+        return min(candidates, key=lambda thresholds: thresholds.severity)
 
     def exact_tokens(self) -> int | None:
-        """So many positions of every row are dense at all levels; None if nothing ever goes sparse."""
-        each = [plan.exact_tokens(self.table, self.device) for plan in self.plans.values()]
-        return min((tokens for tokens in each if tokens is not None), default=None)
+        """Return the number of leading positions of every row that are dense at all levels.
+
+        Returns:
+            The number of positions; None if no row ever goes sparse.
+        """
+        exact_tokens = [plan.exact_tokens(self.table, self.device) for plan in self.plans.values()]
+        return min((tokens for tokens in exact_tokens if tokens is not None), default=None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON Schema of profiles, from the models that check them: what an editor completes and marks.
+"""The JSON Schema of profiles, with which editors complete and check them.
 
-All that a server takes fits it. It says less than a server checks, though: that heads and layers are those of the
-model, that ranges do not overlap, and which values a method refuses, only ``sparse-prefill profile check`` says.
+Every valid profile fits the schema. The reverse does not hold: that layers and heads exist in the model, that ranges do
+not overlap, and that a method accepts its values is checked by ``sparse-prefill profile check``.
 """
 
 import dataclasses
@@ -16,18 +16,26 @@ from vllm_sparse_backend.settings.profile import ANY_MODEL, METHOD_MARK, Profile
 from vllm_sparse_backend.settings.ranges import RANGES_PATTERN
 from vllm_sparse_kernels.methods import METHODS
 
-_BY_RANGES = ("Layers", "Heads")
-"""Titles of the mappings whose keys are layers or heads: pydantic says nothing of such keys."""
+_RANGE_MAPPINGS = ("Layers", "Heads")
+"""Titles of the mappings whose keys are ranges of layers or heads; pydantic's schema leaves such keys open."""
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def profile_schema() -> dict[str, Any]:
-    """Of a profile, be it written in YAML or JSON."""
+    """Build the JSON Schema of a profile, be it written in YAML or JSON.
+
+    Returns:
+        The schema as plain values.
+    """
     schema = _with_references(Profile.model_json_schema())
     for section in (schema, schema["$defs"]["Level"]):
         del section["properties"]["provenance"]["default"]
-    schema["properties"]["model"] = {"anyOf": [{"$ref": "#/$defs/ModelShape"}, {"const": ANY_MODEL}]}
+    model = schema["properties"]["model"]
+    schema["properties"]["model"] = {
+        "anyOf": [{"$ref": "#/$defs/ModelShape"}, {"const": ANY_MODEL}],
+        "description": model["description"],
+    }
     names = {name: name for name in METHODS} | {name: method for name, (method, _) in PRESETS.items()}
     schema["$defs"]["Method"] = {"oneOf": [_method(name, method) for name, method in names.items()]}
     return {"$schema": DIALECT, **schema}
@@ -35,19 +43,20 @@ def profile_schema() -> dict[str, Any]:
 
 def _with_references(part: Any) -> Any:
     if isinstance(part, list):
-        return [_with_references(one) for one in part]
+        return [_with_references(item) for item in part]
     if not isinstance(part, dict):
         return part
     if METHOD_MARK in part:
-        return {"$ref": "#/$defs/Method"}
-    keys = {"propertyNames": {"pattern": RANGES_PATTERN}} if part.get("title") in _BY_RANGES else {}
-    return {name: _with_references(one) for name, one in part.items()} | keys
+        description = {"description": part["description"]} if "description" in part else {}
+        return {"$ref": "#/$defs/Method"} | description
+    keys = {"propertyNames": {"pattern": RANGES_PATTERN}} if part.get("title") in _RANGE_MAPPINGS else {}
+    return {name: _with_references(value) for name, value in part.items()} | keys
 
 
 def _method(name: str, method: str) -> dict[str, Any]:
     parameters = METHODS[method].parameters
     hints = typing.get_type_hints(parameters)
     fields = [field for field in dataclasses.fields(parameters) if field.init]
-    own = {field.name: TypeAdapter(hints[field.name]).json_schema() | {"default": field.default} for field in fields}
-    properties = {"method": {"const": name}, **own}
+    values = {field.name: TypeAdapter(hints[field.name]).json_schema() | {"default": field.default} for field in fields}
+    properties = {"method": {"const": name}, **values}
     return {"type": "object", "properties": properties, "required": ["method"], "additionalProperties": False}

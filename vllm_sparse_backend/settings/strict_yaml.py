@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML for files that people write: nothing is executed, a key given twice is an error, and 1e-3 is a number."""
+"""YAML for files that users write: nothing is executed, a duplicate key is an error, and 1e-3 is a number."""
 
 import errno
 import os
@@ -14,15 +14,16 @@ import yaml
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 MAX_BYTES = 4 << 20
-"""Some ten times the largest file that makes sense: each head of 80 layers with parameters of its own."""
+"""About ten times the largest useful file: a profile with separate parameters for each head of 80 layers."""
 
-MAX_DEPTH = 32  # deeper nesting is refused before it is built, as it could only overflow the stack
+MAX_DEPTH = 32
+"""Deeper nesting is refused before anything is built from it, because it could overflow the stack."""
 TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
-# YAML 1.1 takes 1e-3 for a text, as it lacks the point; YAML 1.2 and people take it for a number.
+# YAML 1.1 reads 1e-3, which has no point, as a text. YAML 1.2 and users read it as a number.
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
 
-# libyaml's parser is ten times as fast, where PyYAML was built with it.
+# The parser of libyaml is ten times as fast, where PyYAML was built with it.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -39,8 +40,15 @@ class _Loader(_SafeLoader):
 
 
 def file_at(path: str) -> Path | None:
-    """The file that a path names; None where there is none, or no way to it: a name that is too long, a folder that
-    may not be searched, a home of nobody's."""
+    """Find the file at a path.
+
+    Args:
+        path: A path, which may start with ``~``.
+
+    Returns:
+        The file; None if it does not exist or cannot be reached (a name that is too long, a folder without permission,
+        the home of an unknown user).
+    """
     try:
         file = Path(path).expanduser()
         return file if file.is_file() else None
@@ -49,7 +57,14 @@ def file_at(path: str) -> Path | None:
 
 
 def why_no_file(path: str) -> str:
-    """Why ``file_at`` has nothing for this path: "no such file", or what is there instead."""
+    """Say why ``file_at`` finds no file at a path.
+
+    Args:
+        path: A path, which may start with ``~``.
+
+    Returns:
+        ``no such file``, or what is there instead.
+    """
     try:
         file = Path(path).expanduser()
         exists = os.path.lexists(file)
@@ -59,7 +74,14 @@ def why_no_file(path: str) -> str:
 
 
 def kind_of_file(path: Path) -> str:
-    """What an existing path is: "a folder", "a fifo", "a loop of links", and so on."""
+    """Name the kind of an existing path.
+
+    Args:
+        path: The path.
+
+    Returns:
+        A text such as ``a folder``, ``a fifo`` or ``a loop of links``.
+    """
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -69,7 +91,8 @@ def kind_of_file(path: Path) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-_KINDS = {str: "a text", list: "a list", type(None): "nothing"}  # content is not shown: any file may have been named
+# Errors show the kind of a file's content, not the content: any file of the machine may have been named.
+_KINDS = {str: "a text", list: "a list", type(None): "nothing"}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -78,17 +101,27 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # A reader folds line breaks, Unicode's among them, to blanks unless they stand as escapes in double quotes.
+    # Readers fold line breaks, Unicode's too, into blanks unless they are escaped in double quotes.
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
 
 _Loader.add_implicit_resolver(*_FLOAT)
-_Dumper.add_implicit_resolver(*_FLOAT)  # so that a text that looks like such a number is written in quotes
+_Dumper.add_implicit_resolver(*_FLOAT)  # quotes a text that looks like such a number
 _Dumper.add_representer(str, _represent_text)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of at most ``MAX_BYTES``. Raises ``ConfigurationError`` where there is none."""
+    """Read a text file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its text.
+
+    Raises:
+        ConfigurationError: The file cannot be read, has more than ``MAX_BYTES`` bytes or is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -103,35 +136,57 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str) -> dict[Any, Any]:
-    """The mapping that a YAML text holds. Raises ``ConfigurationError`` naming ``source`` and the line."""
+    """Parse a YAML text that holds a mapping.
+
+    Args:
+        text: The YAML text.
+        source: The name of the text in error messages, such as a file's path.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        ConfigurationError: The text is not YAML, has duplicate keys or aliases, is nested too deeply, or holds
+            something else than a mapping. The message names ``source``, line and column.
+    """
     try:
         _refuse_depth(text)
         data = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        # libyaml's scanner has a bound on depth too; as it reads ahead, it may reach that before we reach ours.
+        # The scanner of libyaml bounds the depth too, and reads ahead: it may get there before `_refuse_depth`.
         problem = TOO_DEEP if "nesting depth" in str(error.problem) else error.problem or error.context
         raise ConfigurationError(f"{source}: {place}{problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date or number that is none
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError comes from an invalid date or number
         raise ConfigurationError(f"{source}: not YAML: {error}") from None
     if not isinstance(data, dict):
-        given = _KINDS.get(type(data), "a value")
-        raise ConfigurationError(f"{source}: given {given}, expected a mapping of fields to values")
+        kind = _KINDS.get(type(data), "a value")
+        raise ConfigurationError(f"{source}: given {kind}, expected a mapping of fields to values")
     return data
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Mappings and lists of nothing but plain values stand on one line, or as many as they fill."""
-    flow: Any = None
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=flow)
+    """Format a mapping as YAML.
+
+    Args:
+        data: Plain values.
+
+    Returns:
+        The YAML text. Mappings and lists that hold only scalars are written inline.
+    """
+    innermost_inline: Any = None  # PyYAML's third value, which its type stubs do not know
+    return yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=innermost_inline
+    )
 
 
 def _refuse_depth(text: str) -> None:
+    """Raise ``MarkedYAMLError`` at deep nesting, or at an alias, which could expand a small file to a huge value."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        alias = isinstance(event, yaml.AliasEvent)  # it can make a small file into a huge value
-        if alias or depth > MAX_DEPTH:
-            problem, mark = "aliases (*name) are not taken" if alias else TOO_DEEP, cast(Any, event.start_mark)
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if is_alias or depth > MAX_DEPTH:
+            problem = "aliases (*name) are not supported, expected the value itself" if is_alias else TOO_DEEP
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=cast(Any, event.start_mark))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a head may ask of ``attend`` beyond exact attention over its index."""
+"""``AttendOptions``: approximations that heads may request from ``attend``, beyond the sparsity of their index."""
 
 import math
 from collections.abc import Sequence
@@ -10,41 +10,67 @@ import torch
 
 @dataclass(frozen=True)
 class AttendOptions:
-    """Per query head of a layer, on the device. All options are approximations, and None where no head asks.
+    """Options per query head of a layer, on the device.
 
-    A head's margin is λ < 0, in natural units of the scaled scores: for a tile of 128 queries, the product of P and V
-    of a step (a block, or 64 stripes) is left out where none of the queries' maxima in it comes within −λ of its
-    running maximum. The softmax's sum still counts the step, and the log-sum-exp stays exact. −∞ skips nothing.
+    A head's margin λ < 0 is in natural units of the scaled scores. For a tile of 128 queries, the P·V product of a step
+    (a block, or 64 stripes) is skipped if no query's maximum in the step comes within −λ of its running maximum. The
+    softmax's sum still includes the step, so that the log-sum-exp stays exact. −∞ skips nothing.
 
-    8-bit heads take SageAttention's scores of int8 queries and keys (``smooth_keys``); values stay as they are.
+    Heads with 8-bit scores multiply int8 queries and keys as SageAttention does (``smooth_keys``); values keep their
+    dtype.
+
+    Attributes:
+        skip_margins: [num_heads] float32, λ of each head; None if no head skips products.
+        int8_heads: [num_heads] uint8, 1 for heads with 8-bit scores; None if there is none.
+        all_int8: Whether every head has 8-bit scores. The host knows it, so that the kernel can omit the other path.
     """
 
-    skip_margins: torch.Tensor | None  # [num_heads] float32
-    int8_heads: torch.Tensor | None  # [num_heads] uint8
+    skip_margins: torch.Tensor | None
+    int8_heads: torch.Tensor | None
     all_int8: bool = False
-    """Whether every head is an 8-bit one: known to the host, it spares the kernel the other half."""
 
     @staticmethod
-    def of(
+    def from_heads(
         skip_margins: Sequence[float | None], int8_heads: Sequence[bool], device: torch.device
     ) -> "AttendOptions | None":
-        """From one value for each head; None where no head asks for anything. Waits for the device: not for a step."""
-        skips, flags = None, None
+        """Build the options from one value for each head. Synchronises with the device: call it outside of steps.
+
+        Args:
+            skip_margins: λ of each head; None for heads that skip nothing.
+            int8_heads: Whether each head has 8-bit scores.
+            device: Device of the tensors.
+
+        Returns:
+            The options; None if no head has any.
+        """
+        margins_tensor, int8_tensor = None, None
         if any(margin is not None for margin in skip_margins):
             margins = [-math.inf if margin is None else margin for margin in skip_margins]
-            skips = torch.tensor(margins, dtype=torch.float32, device=device)
+            margins_tensor = torch.tensor(margins, dtype=torch.float32, device=device)
         if any(int8_heads):
-            flags = torch.tensor(int8_heads, dtype=torch.uint8, device=device)
-        return None if skips is None and flags is None else AttendOptions(skips, flags, all(int8_heads))
+            int8_tensor = torch.tensor(int8_heads, dtype=torch.uint8, device=device)
+        if margins_tensor is None and int8_tensor is None:
+            return None
+        return AttendOptions(margins_tensor, int8_tensor, all(int8_heads))
 
     @property
     def skips(self) -> bool:
-        """Whether any head has products skipped."""
+        """Whether any head skips products."""
         return self.skip_margins is not None
 
     def check(self, num_heads: int) -> None:
-        """Raise ValueError where there is not one value for each head."""
+        """Check the number of heads.
+
+        Args:
+            num_heads: Query heads of the layer.
+
+        Raises:
+            ValueError: A tensor does not have one value for each head.
+        """
         for name in ("skip_margins", "int8_heads"):
-            given = getattr(self, name)
-            if given is not None and given.shape != (num_heads,):
-                raise ValueError(f"AttendOptions: {name} is {tuple(given.shape)}, expected ({num_heads},)")
+            values = getattr(self, name)
+            if values is not None and values.shape != (num_heads,):
+                raise ValueError(
+                    f"AttendOptions: {name}: given shape {tuple(values.shape)}, expected ({num_heads},), one value for "
+                    "each head"
+                )

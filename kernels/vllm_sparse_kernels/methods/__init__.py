@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods by name. One added here is a folder, its test and a line of FOLDERS."""
+"""Selection methods by name. A new method is a folder here, its test, and its name in FOLDERS."""
 
 from functools import lru_cache
 from importlib import import_module
@@ -13,11 +13,22 @@ METHODS = Registry(spec for folder in FOLDERS for spec in import_module(f"{__nam
 
 
 def sparse_names() -> list[str]:
-    """Names of the methods that leave something out: all but ``dense``."""
+    """List the methods that leave out keys.
+
+    Returns:
+        Names of all methods except ``dense``, sorted.
+    """
     return [name for name in METHODS if name != "dense"]
 
 
 @lru_cache(maxsize=4096)
 def name_of(method: Method) -> str:
-    """The name under which a method's class is registered, or that of the methods that were merged into it."""
-    return next(name for name, spec in METHODS.items() if spec.parameters is type(method.alike))
+    """Return the name under which a method's class is registered.
+
+    Args:
+        method: A method, or a merger of several.
+
+    Returns:
+        The name; for a merger, the name of the merged methods.
+    """
+    return next(name for name, spec in METHODS.items() if spec.parameters is type(method.group_key))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a selection method is: a frozen set of parameters that can fill rows of a SparseIndex.
+"""``Method``: the parameters of a selection method, which can fill rows of a SparseIndex.
 
 A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters with
-the paper's defaults; ``__post_init__`` refuses values out of range. ``reference.py`` beside it has the same in plain
-torch, and the folder's ``SPECS`` pairs the two (``spec.py``).
+the paper's defaults; ``__post_init__`` refuses values out of range. ``reference.py`` next to it implements the same in
+plain torch, and the folder's ``SPECS`` pairs the two (``spec.py``).
 """
 
 from abc import ABC, abstractmethod
@@ -23,146 +23,239 @@ from vllm_sparse_kernels.select.parameters import require
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Parameters of one selection method; heads of a layer whose methods are alike are selected together."""
+    """Parameters of one selection method for one head.
+
+    Heads of a layer whose methods have the same ``group_key`` are selected together: ``merged`` combines their methods
+    into one, whose ``select`` handles all of these heads.
+
+    Attributes:
+        block_tokens: Widest index block, in keys, that does not make the method's selection coarser. Blocks of 128 keys
+            are faster on Hopper than blocks of 64.
+    """
 
     block_tokens: ClassVar[int] = 64
-    """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
 
     @property
     def finest_block_tokens(self) -> int | None:
-        """Narrowest block by which the method's selection still gains, where engines take such blocks (``width.py``).
+        """Narrowest index block, in keys, from which the selection still benefits (``width.py``).
 
-        None: it takes no blocks narrower than ``block_tokens``.
+        None if the method does not support blocks narrower than ``block_tokens``.
         """
         return None
 
     @property
     def shown_fields(self) -> dict[str, object]:
         """The method's parameters by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     @property
-    def alike(self) -> "Method":
-        """Equal for methods that ``merged`` joins. What is alike has one name."""
+    def group_key(self) -> "Method":
+        """Key that is equal for methods that ``merged`` combines. They have one registered name."""
         return self
 
     @property
-    def sized(self) -> "Method":
-        """Equal for methods, merged or not, that take as much room in an index and a workspace."""
-        return self.alike
+    def size_key(self) -> "Method":
+        """Key that is equal for methods, merged or not, that need equal room in an index and a workspace."""
+        return self.group_key
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> "Method":
-        """What selects the heads of one layer that have these methods, all alike; its ``heads`` come in their order."""
+        """Combine the methods of several heads of a layer.
+
+        Args:
+            methods: The method of each head; all have the same ``group_key``.
+
+        Returns:
+            A method whose ``select`` takes these heads, in this order.
+        """
         return methods[0]
 
     def of_heads(self, num_heads: int) -> Sequence[Self]:
-        """The methods of the ``num_heads`` heads that this one, maybe merged of theirs, selects; in their order."""
+        """Return the method of each head that this method selects.
+
+        Args:
+            num_heads: Number of heads that are selected together.
+
+        Returns:
+            ``num_heads`` methods, in the order of the heads: the merged methods, or this method for each head.
+        """
         return (self,) * num_heads
 
     @property
     def skip_margin(self) -> float | None:
-        """λ, by which the head asks ``attend`` to skip products (``AttendOptions``); None does not ask."""
+        """λ of ``AttendOptions.skip_margins`` for this head; None to skip nothing."""
         return None
 
     @property
     def int8_scores(self) -> bool:
-        """Whether the head asks ``attend`` for 8-bit scores."""
+        """Whether attention of this head uses 8-bit scores (``AttendOptions.int8_heads``)."""
         return False
 
     @property
     def sharing(self) -> "Method":
-        """Equal for methods whose heads are not ``unshared``."""
+        """Key that is equal for methods whose heads share results with each other."""
         return self
 
     @property
     def unshared(self) -> "Method":
-        """What a head does instead if no other head of its rank, in any layer, has an equal ``sharing``."""
+        """Method of a head if no other head of its rank, in any layer, has an equal ``sharing`` key."""
         return self
 
     @property
     def share_kept(self) -> float | None:
-        """p, the share of attention that is kept, of a method that lets requests set it."""
+        """p, the share of attention mass that is kept, in (0, 1]; None if the method does not let requests set it."""
         return None
 
-    def keeping(self, share: float) -> "Method":
-        """The method, maybe merged of several, with this p; itself if it has none."""
+    def with_kept_mass(self, share: float) -> "Method":
+        """Return the method with another share of kept attention mass.
+
+        Args:
+            share: p, in (0, 1].
+
+        Returns:
+            The method, merged or not, with this p; the method itself if it has none.
+        """
         return self
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        """Why these methods, those of this class on all heads of a model, would not do what they are for."""
+        """Check whether the methods of a model's heads have an effect together.
+
+        Args:
+            methods: The methods of this class on all heads of the model.
+
+        Returns:
+            Why they would not do what they are for, and what to change; None if they do.
+        """
         return None
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """What a log shows of many heads whose methods, merged or not, are alike: what they have in common."""
-        settings = {one for m in methods for one in (getattr(m, "settings", ()) or (m,))}
-        all_fields = [one.shown_fields for one in settings]
-        common = {name: value for name, value in all_fields[0].items() if all(f.get(name) == value for f in all_fields)}
+        """Summarise the methods of many heads for a log.
+
+        Args:
+            methods: Methods, merged or not, with the same ``group_key``; at least one.
+
+        Returns:
+            The parameters that all have in common, and under ``settings`` the number of different methods if there are
+            several.
+        """
+        settings = {setting for method in methods for setting in (getattr(method, "settings", ()) or (method,))}
+        all_fields = [setting.shown_fields for setting in settings]
+        common = {
+            name: value
+            for name, value in all_fields[0].items()
+            if all(shown_fields.get(name) == value for shown_fields in all_fields)
+        }
         return common if len(settings) == 1 else common | {"settings": len(settings)}
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Room that one head's stripes need; of merged methods, enough for any of theirs.
+        """Return the room that one head's stripes need.
 
-        Methods that keep blocks alone keep this.
+        The default is for methods that keep blocks only.
+
+        Args:
+            rows: The rows of a step.
+
+        Returns:
+            A layout that is sufficient for every head; of a merger, for every merged method.
         """
         return StripeLayout.none(rows)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """At least what ``select`` of ``num_selected`` heads takes from the workspace at a time, for these rows, with
-        any of the ``select_engines``.
+        """Return an upper bound of the workspace memory that ``select`` has in use at a time, with any engine.
 
-        ``stripe_capacity``: of the method's ``stripe_layout`` for them. A method that takes more than any of those in
-        ``footprint.py`` says so here. More tiles or keys never make it less, but for rounding: an arena is sized by the
-        longest row.
+        The default is the largest bound in ``select/footprint.py``. A method that needs more overrides it. The arena is
+        sized for the longest row: apart from rounding, the bound must not shrink as tiles or keys are added.
+
+        Args:
+            rows: The rows of a step.
+            shape: The layer.
+            num_selected: Number of heads that are selected together.
+            stripe_capacity: Capacity, in positions, of the method's ``stripe_layout`` for these rows.
+
+        Returns:
+            Bytes, enough for each of the ``select_engines``.
         """
         return most_bytes(rows, shape, num_selected, stripe_capacity)
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """What can run the selection, the fastest first; the last one runs wherever Triton does.
+        """Engines that can run the selection, fastest first. The last one runs on every device that Triton supports.
 
-        A method with kernels for some card alone overrides this, and ``select`` with it (``select/engine.py``).
+        A method with kernels for certain GPUs only overrides this together with ``select`` (``select/engine.py``).
         """
         return (SelectEngine(PORTABLE, never_refuses, type(self).select),)
 
     @abstractmethod
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the rows of ``index`` that belong to ``heads``, for all of its tiles, on the device, without waiting.
+        """Fill the index of some heads, for all tiles, without synchronising with the device.
 
-        q [num_tokens, num_heads, head_dim] holds the step's queries at the tokens that ``index.rows`` names; heads
-        [n] int32 lists query heads (on the device); ``scale`` multiplies q·k, usually 1/√head_dim.
+        Args:
+            q: [num_tokens, num_heads, head_dim] queries of the step; ``index.rows`` names the tokens of each row.
+            cache: Keys and values of the layer.
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of query heads.
+            scale: Factor of q·k, usually 1/√head_dim.
         """
 
 
 @dataclass(frozen=True)
 class PerHead(Method):
-    """A method that selects heads together which differ in some of its fields, those of ``differing``.
+    """A method that selects heads together whose methods differ in the fields that ``differing`` lists.
 
-    ``select`` asks ``of_heads`` for the method of each of the heads that it is given.
+    ``select`` calls ``of_heads`` for the method of each head.
+
+    Attributes:
+        differing: Names of the fields that may differ between merged methods.
+        settings: The merged methods, head by head; empty if the method is not a merger.
     """
 
     differing: ClassVar[tuple[str, ...]]
 
     settings: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    """Of methods that were merged: these, head by head."""
 
     @property
-    def alike(self) -> Self:
-        kept = (one.name for one in fields(self) if one.init and one.name not in self.differing)
-        return type(self)(**{name: getattr(self, name) for name in kept})
+    def group_key(self) -> Self:
+        """The method with the defaults of the fields that may differ."""
+        names = (item.name for item in fields(self) if item.init and item.name not in self.differing)
+        return type(self)(**{name: getattr(self, name) for name in names})
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Self:
-        merged = methods[0].alike
-        require(all(m.alike == merged for m in methods), "methods", methods, f"methods alike {merged}")
+        """Combine the methods of several heads of a layer.
+
+        Args:
+            methods: The method of each head; all have the same ``group_key``.
+
+        Returns:
+            A method whose ``settings`` are these methods; the first one if all are equal.
+
+        Raises:
+            ValueError: The methods differ in a field that ``differing`` does not list.
+        """
+        merger = methods[0].group_key
+        have_one_key = all(method.group_key == merger for method in methods)
+        require(
+            have_one_key, "methods", methods, f"methods that differ from {merger} in {', '.join(cls.differing)} only"
+        )
         if len(set(methods)) == 1:
             return methods[0]
-        object.__setattr__(merged, "settings", tuple(methods))
-        return merged
+        object.__setattr__(merger, "settings", tuple(methods))
+        return merger
 
     def of_heads(self, num_heads: int) -> Sequence[Any]:
+        """Return the method of each head that this method selects.
+
+        Args:
+            num_heads: Number of heads that are selected together.
+
+        Returns:
+            ``num_heads`` methods, in the order of the heads.
+
+        Raises:
+            ValueError: The method is a merger of another number of methods.
+        """
         if not self.settings:
             return (self,) * num_heads
         require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")

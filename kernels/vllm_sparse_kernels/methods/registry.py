@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All methods by name: those of this package, and those of other installed packages, by entry points."""
+"""The registry of methods: those of this package, and those of other installed packages, found by entry points."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -8,60 +8,86 @@ from importlib.metadata import EntryPoint, entry_points
 from vllm_sparse_kernels.methods.spec import MethodSpec
 
 GROUP = "vllm_sparse_backend.methods"
-"""Entry points of it are a MethodSpec or a tuple of them."""
+"""Group of entry points. Each is a MethodSpec or a tuple of them."""
 
 
 class PluginError(ValueError):
-    """An installed package whose entry point gives no method: which one, what was given, what was expected."""
+    """An entry point of an installed package that does not provide a method.
+
+    The message names the package and the entry point, what was given and what was expected.
+    """
 
 
 class Registry(Mapping[str, MethodSpec]):
-    """By name, in the order of names.
+    """Descriptions of methods by name, in alphabetical order.
 
-    Other packages are asked when the first name is: they import this one, so that its own import can't wait for them.
+    Entry points are loaded on first access rather than on construction, because the packages behind them import this
+    one.
+
+    Attributes:
+        builtin_specs: The methods of this package, in the order in which their folders are listed.
     """
 
-    def __init__(self, own: Iterable[MethodSpec]) -> None:
-        self._own = tuple(own)
+    def __init__(self, builtin_specs: Iterable[MethodSpec]) -> None:
+        """Create a registry.
+
+        Args:
+            builtin_specs: The methods of this package.
+        """
+        self.builtin_specs = tuple(builtin_specs)
 
     @cached_property
     def specs(self) -> dict[str, MethodSpec]:
-        """Raises PluginError where a package's entry point gives no method, or one whose name is taken."""
-        specs = {spec.name: spec for spec in self._own}
+        """All methods by name.
+
+        Raises:
+            PluginError: A package's entry point does not provide a method, or its method's name is taken.
+        """
+        specs = {spec.name: spec for spec in self.builtin_specs}
         for entry_point in entry_points(group=GROUP):
-            for spec in _specs_of(entry_point):
+            for spec in _load_specs(entry_point):
                 if spec.name in specs:
                     raise PluginError(
-                        f"{_origin(entry_point)}: the method's name {spec.name!r} is taken; expected another than "
+                        f"{_origin(entry_point)}: the method's name {spec.name!r} is taken; expected a name other than "
                         f"{', '.join(sorted(specs))}"
                     )
                 specs[spec.name] = spec
         return dict(sorted(specs.items()))
 
     def __getitem__(self, name: str) -> MethodSpec:
+        """Return the description of a method.
+
+        Args:
+            name: Name of the method.
+
+        Returns:
+            Its description.
+        """
         return self.specs[name]
 
     def __iter__(self) -> Iterator[str]:
+        """Return an iterator over the names."""
         return iter(self.specs)
 
     def __len__(self) -> int:
+        """Return the number of methods."""
         return len(self.specs)
 
 
-def _specs_of(entry_point: EntryPoint) -> tuple[MethodSpec, ...]:
+def _load_specs(entry_point: EntryPoint) -> tuple[MethodSpec, ...]:
     try:
-        given = entry_point.load()
-    except Exception as error:  # whatever a package of somebody else's raises while it is imported
+        provided = entry_point.load()
+    except Exception as error:  # the import of a foreign package may raise anything
         raise PluginError(f"{_origin(entry_point)}: {type(error).__name__}: {error}") from error
-    specs = given if isinstance(given, tuple) else (given,)
+    specs = provided if isinstance(provided, tuple) else (provided,)
     if not specs or not all(isinstance(spec, MethodSpec) for spec in specs):
-        raise PluginError(f"{_origin(entry_point)}: given {given!r}, expected a MethodSpec or a tuple of them")
+        raise PluginError(f"{_origin(entry_point)}: given {provided!r}, expected a MethodSpec or a tuple of them")
     return specs
 
 
 def _origin(entry_point: EntryPoint) -> str:
     name = "a package without a name" if entry_point.dist is None else entry_point.dist.name
     return (
-        f"{name} cannot give sparse-prefill a method (its entry point {entry_point.name} = {entry_point.value} of the "
-        f"group {GROUP})"
+        f"{name} cannot provide a method for sparse-prefill (entry point {entry_point.name} = {entry_point.value} of "
+        f"the group {GROUP})"
     )

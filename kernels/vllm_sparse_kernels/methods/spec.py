@@ -1,37 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of a method: what whoever lists methods has to know of one, said once, in the method's own folder."""
+"""``MethodSpec``: the description of a method. Everything that lists methods reads it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from vllm_sparse_kernels.methods.base import Method
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """One method, under the name by which configurations and profiles call it.
+    """One method under the name by which configurations and profiles refer to it.
 
-    A folder holds its own in ``SPECS``. Another package gives one, or a tuple of them, as an entry point of the group
-    ``vllm_sparse_backend.methods`` (docs/adding_a_method.md).
+    Each method's folder has its descriptions in ``SPECS``. Other packages provide a description, or a tuple of them, as
+    an entry point of the group ``vllm_sparse_backend.methods`` (docs/adding_a_method.md).
+
+    Attributes:
+        name: Name in configurations and profiles.
+        parameters: Class of the method's parameters, whose ``select`` runs on a GPU.
+        reference: The same selection in float32 torch, on any device, with the arguments (method, q, cache, index,
+            heads, scale); see ``Method.select``.
+        full: Parameters with which the method keeps every causal key of a row of any length, so that attention is
+            dense.
+        demo: Parameters for prompts of a few thousand tokens and small models. They are low enough that some keys are
+            left out even with random weights, whose attention is spread out. They are not meant for real models.
+        ladder: Parameters from the sparsest useful setting to one that is nearly lossless; searches choose from them.
+        cost: Time of the selection as a fraction of dense attention's, used where nothing was measured.
+        paper: The paper in a table, as Markdown; empty for none.
+        summary: The keys that a query attends to, as a phrase for a table. README.md's table needs it.
+        control: What bounds the number of kept keys: ``budget`` (a number of keys, whatever the prompt's length),
+            ``threshold`` (keys above it) or ``share`` (the fewest keys with that share of the attention).
+        main_parameters: Fields of the method that trade accuracy for speed.
     """
 
     name: str
-
     parameters: type[Method]
-    """The class of its parameters, which select on a GPU."""
-
     reference: Callable[..., None]
-    """The same selection in float32 torch, on any device: (method, q, cache, index, heads, scale), as ``select``."""
-
     full: Method
-    """Parameters at which it keeps every causal key, however long the row: attention is then dense."""
-
     demo: Mapping[str, object] = field(default_factory=dict)
-    """Parameters for prompts of a few thousand tokens and small models, low enough that it leaves out some keys even
-    where random weights spread attention wide. They say nothing of real models."""
-
     ladder: tuple[Mapping[str, object], ...] = ()
-    """Parameters from the sparsest setting to one that loses next to nothing: what a search chooses from."""
-
     cost: float = 0.1
-    """What its selection takes where nothing is measured, as a share of the time of dense attention."""
+    paper: str = ""
+    summary: str = ""
+    control: Literal["budget", "threshold", "share", ""] = ""
+    main_parameters: tuple[str, ...] = ()

@@ -99,7 +99,7 @@ class FlexVerticalSlash(PerHead):
         require(self.estimating in ("last", "spread"), "estimating", self.estimating, "last or spread")
 
     @property
-    def sized(self) -> "FlexVerticalSlash":
+    def size_key(self) -> "FlexVerticalSlash":
         return FlexVerticalSlash(max_stripes=self.max_stripes)
 
     @property

@@ -22,6 +22,10 @@ SPECS = (
             for local in (512, 1024, 2048, 4096, 8192, 16384)
         ),
         cost=0.002,
+        paper="[MInference](https://arxiv.org/abs/2407.02490)",
+        summary="the first and the latest keys",
+        control="budget",
+        main_parameters=("sink_tokens", "local_tokens"),
     ),
     MethodSpec(
         "vertical_slash",
@@ -34,6 +38,10 @@ SPECS = (
             for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
         ),
         cost=0.067,
+        paper="[MInference](https://arxiv.org/abs/2407.02490)",
+        summary="the keys and the distances with the most attention of the chunk's last queries",
+        control="budget",
+        main_parameters=("vertical_tokens", "slash_tokens"),
     ),
     MethodSpec(
         "block_sparse",
@@ -43,5 +51,9 @@ SPECS = (
         demo={"top_blocks": 16},
         ladder=tuple({"top_blocks": count} for count in (8, 16, 32, 64, 100, 160, 256)),
         cost=0.012,
+        paper="[MInference](https://arxiv.org/abs/2407.02490)",
+        summary="the blocks whose mean key has the highest score with the mean query",
+        control="budget",
+        main_parameters=("top_blocks",),
     ),
 )

@@ -75,7 +75,7 @@ class VerticalSlash(PerHead):
         return max(one.vertical_tokens for one in self.settings or (self,))
 
     @property
-    def sized(self) -> "VerticalSlash":
+    def size_key(self) -> "VerticalSlash":
         return VerticalSlash(self.most_verticals)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:

@@ -19,5 +19,9 @@ SPECS = (
         demo={"gamma": 0.5, "cluster": 0},  # all heads in one cluster: they share as far as they are alike
         ladder=(*({"gamma": gamma} for gamma in GAMMAS), *({"gamma": gamma, **SPREAD} for gamma in GAMMAS)),
         cost=0.08,
+        paper="[SharePrefill](https://arxiv.org/abs/2505.19578)",
+        summary="the keys of a similar head that is computed in full; needs a profile with clusters of similar heads",
+        control="share",
+        main_parameters=("gamma", "max_distance", "max_sparsity"),
     ),
 )

@@ -135,7 +135,7 @@ class SharePrefill(PerHead):
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        fields = {name: value for name, value in methods[0].alike.shown_fields.items() if name != "cluster"}
+        fields = {name: value for name, value in methods[0].group_key.shown_fields.items() if name != "cluster"}
         heads = [one for m in methods for one in m.settings or (m,)]
         gammas = {one.gamma for one in heads}
         fields["gamma"] = gammas.pop() if len(gammas) == 1 else f"{min(gammas):g} to {max(gammas):g}"
@@ -161,7 +161,7 @@ class SharePrefill(PerHead):
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
         """What layers keep for later ones, made by the first of them. Heads with other thresholds share nothing."""
-        key = (kind, self.alike)
+        key = (kind, self.group_key)
         if key not in rows.state:
             rows.state[key] = make()
         return rows.state[key]

@@ -119,9 +119,9 @@ class TopP(PerHead):
     def share_kept(self) -> float:
         return self.kept_mass
 
-    def keeping(self, share: float) -> "TopP":
+    def with_kept_mass(self, share: float) -> "TopP":
         """As many blocks as that takes."""
-        return replace(self.alike, kept_mass=share, most_share=1.0)
+        return replace(self.group_key, kept_mass=share, most_share=1.0)
 
     def kept_channels(self, head_dim: int) -> int:
         """Channels that are multiplied."""

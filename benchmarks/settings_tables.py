@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the tables of settings and methods in the documents, from the settings' models and the methods' descriptions.
+
+    python -m benchmarks.settings_tables            # rewrite the tables
+    python -m benchmarks.settings_tables --check    # only list documents whose tables are out of date
+
+A table is between ``<!-- settings:begin NAME -->`` and ``<!-- settings:end -->``; NAME is a key of ``TABLES``.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_sparse_backend.settings.config import GuardConfig, RequestsConfig, SparsePrefillConfig
+from vllm_sparse_backend.settings.errors import Section
+from vllm_sparse_backend.settings.ranges import MOST_COUNT
+from vllm_sparse_kernels.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "docs/guard.md", "docs/requests.md")
+REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)
+PAGE = re.compile(r"(?<![\w/`(\[])((?:docs|profiles|deploy)/[\w/.-]+\.md)(#[\w-]+)?")
+"""A page in a field's description, as a path from the root, with or without an anchor."""
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Format a Markdown table.
+
+    Args:
+        header: Names of the columns.
+        rows: The cells.
+
+    Returns:
+        The table, with a line break at its end.
+    """
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def without_count_limit(schema: Any) -> Any:
+    """Remove the maximum of counts, which no sensible setting comes near, from a JSON Schema.
+
+    Args:
+        schema: The schema, or a part of it.
+
+    Returns:
+        A copy without ``"maximum": MOST_COUNT``.
+    """
+    if isinstance(schema, list):
+        return [without_count_limit(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_count_limit = schema.get("maximum") == MOST_COUNT
+    return {
+        key: without_count_limit(value) for key, value in schema.items() if not (is_count_limit and key == "maximum")
+    }
+
+
+def type_text(schema: Mapping[str, Any]) -> str:
+    """Describe the type of a field.
+
+    Args:
+        schema: JSON Schema of the field.
+
+    Returns:
+        A text such as ``integer ≥ 0, or `auto` ``.
+    """
+    if "anyOf" in schema:
+        alternatives = [type_text(part) for part in schema["anyOf"] if part.get("type") != "null"]
+        return ", or ".join(alternatives)
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "$ref" in schema or schema["type"] == "object":
+        return "object"
+    if schema["type"] == "array":
+        kind, _, limits = type_text(schema["items"]).partition(" ")
+        return f"list of {kind}s {limits}".rstrip()
+    limits = " and ".join(f"{sign} {schema[key]:g}" for key, sign in LIMITS.items() if key in schema)
+    return f"{schema['type']} {limits}".rstrip()
+
+
+def default_text(value: object) -> str:
+    """Format the default of a field.
+
+    Args:
+        value: The default.
+
+    Returns:
+        ``none`` for None; otherwise the value as it is written in JSON, without the quotes of a text.
+    """
+    if value is None:
+        return "none"
+    if isinstance(value, Section):
+        value = value.model_dump(exclude_defaults=True)
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def settings_table(section: type[Section]) -> str:
+    """Build the table of a section's fields.
+
+    Args:
+        section: The section.
+
+    Returns:
+        A Markdown table.
+
+    Raises:
+        ValueError: A field has no description.
+    """
+    schemas = without_count_limit(section.model_json_schema()["properties"])
+    rows = []
+    for name, field in section.model_fields.items():
+        if not field.description:
+            raise ValueError(f"{section.__name__}.{name}: given no description, expected a text under the field")
+        description = " ".join(field.description.split())
+        rows.append([f"`{name}`", type_text(schemas[name]), default_text(field.get_default()), description])
+    return markdown_table(["Setting", "Type", "Default", "Description"], rows)
+
+
+def methods_table() -> str:
+    """Build the table of this package's methods.
+
+    Returns:
+        A Markdown table.
+
+    Raises:
+        ValueError: A method has no summary, or a main parameter that does not exist.
+    """
+    rows = []
+    for spec in METHODS.builtin_specs:
+        if not spec.summary:
+            raise ValueError(f"method {spec.name}: given no summary, expected one in its MethodSpec")
+        unknown = set(spec.main_parameters) - set(spec.full.shown_fields)
+        if unknown:
+            raise ValueError(f"method {spec.name}: main_parameters: given {sorted(unknown)}, expected its fields")
+        parameters = ", ".join(f"`{name}`" for name in spec.main_parameters)
+        control = f"{spec.control}: {parameters}" if parameters else ""
+        rows.append([f"`{spec.name}`", spec.paper, spec.summary, control])
+    return markdown_table(["Method", "Paper", "Keys that a query attends to", "Main parameters"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "sparse_prefill": lambda: settings_table(SparsePrefillConfig),
+    "guard": lambda: settings_table(GuardConfig),
+    "requests": lambda: settings_table(RequestsConfig),
+    "methods": methods_table,
+}
+
+
+def fill(text: str, document: str) -> str:
+    """Replace the tables in a document.
+
+    Args:
+        text: The document.
+        document: Its path from the root, which links to other pages depend on.
+
+    Returns:
+        The document with current tables.
+
+    Raises:
+        ValueError: A region has an unknown name.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        page, anchor = match[1], match[2] or ""
+        return f"[{page}]({os.path.relpath(page, Path(document).parent)}{anchor})"
+
+    def region(match: re.Match[str]) -> str:
+        if match[2] not in TABLES:
+            names = ", ".join(TABLES)
+            raise ValueError(f"{document}: given <!-- settings:begin {match[2]} -->, expected one of {names}")
+        return f"{match[1]}\n{PAGE.sub(link, TABLES[match[2]]())}\n{match[3]}"
+
+    return REGION.sub(region, text)
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 if out of date.")] = False,
+) -> None:
+    """Write the tables of settings and methods in the documents."""
+    outdated = []
+    for document in DOCUMENTS:
+        path = ROOT / document
+        text = path.read_text()
+        filled = fill(text, document)
+        if filled == text:
+            continue
+        outdated.append(document)
+        if not check:
+            path.write_text(filled)
+    for document in outdated:
+        print(
+            f"{document}: {'tables are out of date: run python -m benchmarks.settings_tables' if check else 'written'}"
+        )
+    raise typer.Exit(1 if check and outdated else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
