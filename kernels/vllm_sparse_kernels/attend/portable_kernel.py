@@ -187,7 +187,7 @@ def _walk_full(
         else:
             b_s = _score(b_q, b_k, b_step, eight, SHAPE[4])
             b_v = _load_block(1, entry, where, SHAPE)
-            b_acc, b_max, b_sum = _fold(b_s, b_v, scale, (None, None), b_acc, b_max, b_sum, SHAPE[4])
+            b_acc, b_max, b_sum = _fold(b_s, b_v, scale, None, b_acc, b_max, b_sum, SHAPE[4])
     return b_acc, b_max, b_sum
 
 
