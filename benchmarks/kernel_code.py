@@ -17,7 +17,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ app = typer.Typer()
 def record(
     out: Annotated[Path, typer.Argument(help="JSON file to write.")],
     target: Annotated[list[str] | None, typer.Option(help="sm_80 or sm_90; both without.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Part of a kernel's name; all kernels without.")] = None,
 ) -> None:
     """Compile everything and write what it comes to."""
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
@@ -42,16 +44,20 @@ def record(
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         for name in target or TARGETS:
-            for variant, compiled in compiled_variants(TARGETS[name]):
+            for variant, compiled in compiled_variants(TARGETS[name], kernel or [""]):
                 found[f"{name} {variant}"] = figures_of(compiled)
     out.write_text(json.dumps(found, indent=1) + "\n")
     typer.echo(f"{len(found)} variants")
 
 
-def compiled_variants(arch: int) -> Iterator[tuple[str, Any]]:
-    """(place of a launch, what Triton makes of it), once for each distinct variant of a kernel at its place."""
+def compiled_variants(arch: int, kernels: Sequence[str] = ("",)) -> Iterator[tuple[str, Any]]:
+    """(place of a launch, what Triton makes of it), once for each distinct variant of a kernel at its place.
+
+    Args:
+        arch: 80 or 90.
+        kernels: parts of names; what has none of them in its own is not compiled.
+    """
     import torch
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
@@ -71,10 +77,13 @@ def compiled_variants(arch: int) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        name = f"{self.fn.__module__.removeprefix('vllm_sparse_kernels.')}.{self.fn.__name__}"
+        if not any(part in name for part in kernels):
+            return None
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
         if id(compiled) not in seen:
             seen.add(id(compiled))
-            launches.append((self.fn.__name__, compiled))
+            launches.append((name, compiled))
         return compiled
 
     def varlen(q: Any, out: Any, **_: Any) -> Any:
@@ -124,11 +133,12 @@ def compiled_variants(arch: int) -> Iterator[tuple[str, Any]]:
                                     continue
                                 if engine.name == "portable":
                                     add_listed_pairs(index, torch.zeros(4, dtype=torch.int64), 1)
-                                for n, (kernel, compiled) in enumerate(launches):
+                                counts: Counter[str] = Counter()
+                                for kernel, compiled in launches:
                                     where = f"d{head_dim}{' bulk' if bulk else ''} {name} {i} {engine.name}"
-                                    yield f"{where} {n} {kernel}", compiled
+                                    yield f"{where} {counts[kernel]} {kernel}", compiled
+                                    counts[kernel] += 1
                                 launches.clear()
-    del triton
 
 
 @contextmanager
@@ -194,7 +204,7 @@ def compare(
     """A line for each kernel: its variants, how many are the same, and registers and shared memory where not."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     by_kernel: dict[tuple[str, str], list[tuple[Any, Any]]] = {}
-    for key in old.keys() | new.keys():
+    for key in old.keys() | new.keys() if len(new) >= len(old) else new.keys():
         kernel = (key.split()[0], key.split()[-1])
         by_kernel.setdefault(kernel, []).append((old.get(key), new.get(key)))
     rows: list[dict[str, Any]] = []

@@ -31,8 +31,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attend.engine import AttendArgs, AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.attend.portable_kernel import attend_kernel, place_blocks_kernel
+from vllm_sparse_kernels.attend.portable_kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attend.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
@@ -90,19 +91,23 @@ def attend(
         if bulk:
             descriptors = descriptors_of(cache, matrix, index.block_tokens)
     block_d = triton.next_power_of_2(head_dim)
+    shape = compile_time(
+        AttendShape(
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            NUM_HEADS=num_heads,
+            GROUP=num_heads // cache.num_kv_heads,
+            BLOCK_M=TILE_TOKENS,
+            BLOCK_N=index.block_tokens,
+            STRIPES=STRIPE_STEP if index.has_stripes else 0,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), options is not None and options.skips),
+        )
+    )
     attend_kernel[(rows.num_tiles * num_heads,)](
         AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E,
         cache.value_scale, *_option_args(options, cache, index, bulk),
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // cache.num_kv_heads,
-        BLOCK_M=TILE_TOKENS,
-        BLOCK_N=index.block_tokens,
-        STRIPES=STRIPE_STEP if index.has_stripes else 0,
-        FIELDS=TILE_FIELDS,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), options is not None and options.skips),
+        shape,
         num_warps=8 if block_d >= 128 else 4,
         num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
     )  # fmt: skip

@@ -11,6 +11,7 @@ forgets l_{i,j−1}.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -23,56 +24,80 @@ from vllm_sparse_kernels.paged import FP8, PagedCache
 INT8_MAX = 127
 
 
-def attend(
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
-    out: torch.Tensor,
-    scale: float,
-    lse: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    options: AttendOptions | None = None,
-    round_weights: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """Write softmax(scale · q kᵀ + mask) v of the index's rows into ``out``, and its log-sum-exp into ``lse``.
+@dataclass(frozen=True)
+class ReferenceAttend:
+    """``engine.Attend`` in plain torch, on any device.
 
-    q and out are [num_tokens, num_heads, head_dim], lse is [num_heads, num_tokens]; other tokens stay untouched. The
-    cache may be in fp8, its scales as in ``engine.Attend``. ``round_weights`` is what becomes of weights [queries,
-    keys] before they meet values.
+    Attributes:
+        dtype: what is computed in.
+        round_weights: what becomes of weights [queries, keys] before they meet values; None leaves them.
     """
-    rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
-    margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
-    if options is not None:
-        options.check(num_heads)
-        margins = margins if options.skip_margins is None else options.skip_margins.tolist()
-        int8_heads = int8_heads if options.int8_heads is None else options.int8_heads.tolist()
-    for row in range(rows.num_rows):
-        keys, values = (x.to(dtype) for x in cache.gather(rows.block_table[row], rows.seq_lens[row]))
-        values = values * cache.value_scale
-        smooth = smooth_keys(keys) if any(int8_heads) else None
-        for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-            tile = rows.tile_list[i_tile]
-            tokens = slice(tile.token, tile.token + tile.length_tokens)
-            positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
-            for head in range(num_heads):
-                kept, steps = walk(index, head, i_tile)
-                b_q, i_kv = q[tokens, head].to(dtype), head // group
-                if int8_heads[head] and smooth is not None:
-                    integers, steps_of_keys, means = (x[i_kv] for x in smooth)
-                    scores = scores_int8(b_q, integers[kept], steps_of_keys[kept]) * scale
-                    shift = b_q @ means * scale
-                else:
-                    scores, shift = (b_q @ keys[kept, i_kv].T) * scale, b_q.new_zeros(())
-                scores.masked_fill_(kept[None, :] > positions[:, None], -torch.inf)
-                sink = None if sinks is None else sinks[head].to(dtype) - shift
-                p = weights(scores, sink)
-                if margins[head] > -math.inf:
-                    p = p * (step_margins(scores, steps)[steps] >= margins[head])
-                p = p if round_weights is None else round_weights(p)
-                out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
-                if lse is not None:
-                    lse[head, tokens] = (scores.logsumexp(-1) + shift).to(lse.dtype)
+
+    dtype: torch.dtype = torch.float32
+    round_weights: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        out: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+        options: AttendOptions | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Write softmax(scale · q kᵀ + mask) v of the index's rows into ``out``, and its log-sum-exp into ``lse``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim].
+            cache: may be in fp8, its scales as in ``engine.Attend``.
+            index: what each tile keeps.
+            out: as q; tokens outside the index's rows stay untouched.
+            scale: takes products of elements to scores, in natural units.
+            lse: [num_heads, num_tokens], or None.
+            options: approximations that heads ask for, or None.
+            sinks: [num_heads], or None.
+
+        Raises:
+            ValueError: the options are not of the index's heads.
+        """
+        rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
+        margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
+        if options is not None:
+            options.check(num_heads)
+            margins = margins if options.skip_margins is None else options.skip_margins.tolist()
+            int8_heads = int8_heads if options.int8_heads is None else options.int8_heads.tolist()
+        for row in range(rows.num_rows):
+            keys, values = (x.to(self.dtype) for x in cache.gather(rows.block_table[row], rows.seq_lens[row]))
+            values = values * cache.value_scale
+            smooth = smooth_keys(keys) if any(int8_heads) else None
+            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+                tile = rows.tile_list[i_tile]
+                tokens = slice(tile.token, tile.token + tile.length_tokens)
+                positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
+                for head in range(num_heads):
+                    kept, steps = walk(index, head, i_tile)
+                    b_q, i_kv = q[tokens, head].to(self.dtype), head // group
+                    if int8_heads[head] and smooth is not None:
+                        integers, steps_of_keys, means = (x[i_kv] for x in smooth)
+                        scores = scores_int8(b_q, integers[kept], steps_of_keys[kept]) * scale
+                        shift = b_q @ means * scale
+                    else:
+                        scores, shift = (b_q @ keys[kept, i_kv].T) * scale, b_q.new_zeros(())
+                    scores.masked_fill_(kept[None, :] > positions[:, None], -torch.inf)
+                    sink = None if sinks is None else sinks[head].to(self.dtype) - shift
+                    p = weights(scores, sink)
+                    if margins[head] > -math.inf:
+                        p = p * (step_margins(scores, steps)[steps] >= margins[head])
+                    p = p if self.round_weights is None else self.round_weights(p)
+                    out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
+                    if lse is not None:
+                        lse[head, tokens] = (scores.logsumexp(-1) + shift).to(lse.dtype)
+
+
+attend = ReferenceAttend()
+"""In float32."""
 
 
 def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
