@@ -19,15 +19,18 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
 import typer
 
 TARGETS = {"sm_80": 80, "sm_90": 90}
+
+FIELDS = {"registers": "registers", "shared_bytes": "bytes", "spilled_bytes": "bytes"}
+"""What is compared of a variant, and its unit."""
 
 app = typer.Typer()
 
@@ -50,104 +53,93 @@ def record(
     typer.echo(f"{len(found)} variants")
 
 
+class Case(NamedTuple):
+    """One layer whose kernels are compiled."""
+
+    name: str
+    head_dim: int
+    bulk: bool  # whether keys are read by bulk copies
+    layer: Any
+
+
 def compiled_variants(arch: int, kernels: Sequence[str] = ("",)) -> Iterator[tuple[str, Any]]:
-    """(place of a launch, what Triton makes of it), once for each distinct variant of a kernel at its place.
+    """Yield (place of a launch, what Triton makes of it), once for each variant that a layer launches.
 
     Args:
         arch: 80 or 90.
         kernels: parts of names; what has none of them in its own is not compiled.
     """
     import torch
-    from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
     from benchmarks.batches import random_batch
-    from benchmarks.offline import compiling_for
-    from vllm_sparse_kernels.attend import portable
-    from vllm_sparse_kernels.attend.flash import FlashAttention, flash_engine
-    from vllm_sparse_kernels.layer import Layer, layer_plan, run
-    from vllm_sparse_kernels.methods import METHODS
-    from vllm_sparse_kernels.methods.anchor_attention import method as anchors
-    from vllm_sparse_kernels.methods.sale import method as sale
-    from vllm_sparse_kernels.methods.top_p import method as top_p
+    from benchmarks.offline import card
+    from vllm_sparse_kernels.layer import run
     from vllm_sparse_kernels.pairs import add_listed_pairs
 
     launches: list[tuple[str, Any]] = []
     launch = JITFunction.run
-    seen: set[int] = set()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         name = f"{self.fn.__module__.removeprefix('vllm_sparse_kernels.')}.{self.fn.__name__}"
         if not any(part in name for part in kernels):
             return None
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        if id(compiled) not in seen:
-            seen.add(id(compiled))
+        if not any(compiled is known for _, known in launches):
             launches.append((name, compiled))
         return compiled
+
+    batches = {
+        128: random_batch([(3000, 300), (0, 200)], 8, 2, 128, page_size=128, dtype=torch.bfloat16),
+        64: random_batch([(600, 300), (0, 200)], 8, 2, 64, page_size=16, dtype=torch.float16),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(JITFunction, "run", compile_only))
+        stack.enter_context(patch.object(torch, "empty", torch.zeros))
+        for case in _cases(arch):
+            launches.clear()
+            batch = batches[case.head_dim]
+            with card(arch, case.bulk):
+                try:
+                    out = torch.zeros_like(batch.q)
+                    index = run(case.layer, batch.q, batch.cache, batch.rows, out, batch.scale)
+                except ValueError as error:  # the engine refuses stripes, say
+                    typer.echo(f"{case.name}: {error}")
+                    continue
+                if case.name.endswith("portable"):
+                    add_listed_pairs(index, torch.zeros(4, dtype=torch.int64), 1)
+            counts: Counter[str] = Counter()
+            for kernel, compiled in launches:
+                yield f"{case.name} {counts[kernel]} {kernel}", compiled
+                counts[kernel] += 1
+
+
+def _cases(arch: int) -> Iterator[Case]:
+    """Each method at each setting of its ladder; at its first ones also by bulk copies, by flash, in heads of 64."""
+    import torch
+
+    from benchmarks.offline import SHARED_KIB
+    from vllm_sparse_kernels.attend import FlashAttention, flash_engine, widest_block
+    from vllm_sparse_kernels.layer import Layer, layer_plan
+    from vllm_sparse_kernels.methods import METHODS
 
     def varlen(q: Any, out: Any, **_: Any) -> Any:
         return out, torch.zeros(1, len(q))
 
-    limit = {80: 163, 90: 227}[arch] << 10
-    fp8 = torch.float8_e4m3fn
-    settings: list[tuple[int, torch.dtype, int, list[tuple[int, int]]]] = [
-        (128, torch.bfloat16, 128, [(3000, 300), (0, 200)]),
-        (64, torch.float16, 16, [(600, 300), (0, 200)]),
-    ]
-    with ExitStack() as stack:
-        stack.enter_context(compiling_for(GPUTarget("cuda", arch, 32)))
-        stack.enter_context(patch.object(JITFunction, "run", compile_only))
-        stack.enter_context(patch.object(torch, "empty", torch.zeros))
-        stack.enter_context(patch.object(portable, "shared_bytes", return_value=limit))
-        stack.enter_context(patch.object(top_p, "stored_dtype", return_value=fp8 if arch >= 89 else torch.float16))
-        stack.enter_context(patch.object(sale, "integer_dtype", return_value=fp8 if arch >= 90 else torch.int8))
-        for head_dim, dtype, page_size, lengths in settings:
-            batch = random_batch(lengths, 8, 2, head_dim, page_size=page_size, dtype=dtype)
-            for bulk in (False, True) if arch >= 90 and head_dim == 128 else (False,):
-                with _bulk(bulk, portable, anchors):
-                    for name, spec in METHODS.items():
-                        ladder = spec.ladder if head_dim == 128 and not bulk else spec.ladder[:1]
-                        methods = spec.parameters(), spec.full, *(spec.parameters(**p).alike for p in ladder)
-                        for i, method in enumerate(dict.fromkeys(methods)):
-                            layer = Layer.of(layer_plan([method] * 8), head_dim, torch.device("cpu"))
-                            widest = portable.widest_block(head_dim, limit)
-                            wide = min(layer.block_tokens, 64 if arch == 80 and not bulk else widest)
-                            engines = [portable.PORTABLE]
-                            if layer.options is None:
-                                flash = FlashAttention.of_version(3 if arch == 90 else 2, varlen)
-                                if arch == 90 or page_size % 16 == 0:
-                                    engines.append(flash_engine(flash))
-                            for engine in engines:
-                                if i and engine.name == "flash":
-                                    continue
-                                layer = replace(layer, by_kernels=True, engine=engine, block_tokens=wide)
-                                seen.clear()
-                                try:
-                                    index = run(
-                                        layer, batch.q, batch.cache, batch.rows, torch.zeros_like(batch.q), batch.scale
-                                    )
-                                except ValueError as error:  # the engine refuses stripes, say
-                                    typer.echo(f"{name} {i} {engine.name}: {error}")
-                                    launches.clear()
-                                    continue
-                                if engine.name == "portable":
-                                    add_listed_pairs(index, torch.zeros(4, dtype=torch.int64), 1)
-                                counts: Counter[str] = Counter()
-                                for kernel, compiled in launches:
-                                    where = f"d{head_dim}{' bulk' if bulk else ''} {name} {i} {engine.name}"
-                                    yield f"{where} {counts[kernel]} {kernel}", compiled
-                                    counts[kernel] += 1
-                                launches.clear()
-
-
-@contextmanager
-def _bulk(value: bool, *modules: Any) -> Iterator[None]:
-    """Whether keys are read by bulk copies, as a device would say."""
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(patch.object(module, "supports_bulk", return_value=value))
-        yield
+    flash = flash_engine(FlashAttention.of_version(3 if arch == 90 else 2, varlen))
+    for head_dim, bulk in ((128, False), (128, True), (64, False)) if arch >= 90 else ((128, False), (64, False)):
+        # Before they were mended, blocks of 128 did not compile on an A100.
+        widest = 64 if arch == 80 else widest_block(head_dim, SHARED_KIB[arch] << 10) or 64
+        for name, spec in METHODS.items():
+            ladder = spec.ladder if head_dim == 128 and not bulk else spec.ladder[:1]
+            settings = spec.parameters(), spec.full, *(spec.parameters(**step).alike for step in ladder)
+            for i, method in enumerate(dict.fromkeys(settings)):
+                where = f"d{head_dim}{' bulk' if bulk else ''} {name} {i}"
+                layer = Layer.of(layer_plan([method] * 8), head_dim, torch.device("cpu"))
+                layer = replace(layer, by_kernels=True, block_tokens=min(layer.block_tokens, widest))
+                yield Case(f"{where} portable", head_dim, bulk, layer)
+                if i == 0 and layer.options is None:
+                    yield Case(f"{where} flash", head_dim, bulk, replace(layer, engine=flash))
 
 
 def figures_of(compiled: Any) -> dict[str, Any]:
@@ -201,36 +193,32 @@ def compare(
     after: Annotated[Path, typer.Argument(help="What record wrote on the commit after.")],
     out: Annotated[Path | None, typer.Option(help="JSON file of results to add rows to.")] = None,
 ) -> None:
-    """A line for each kernel: its variants, how many are the same, and registers and shared memory where not."""
+    """Print a line for each kernel: its variants, how many changed, and registers, shared memory and spills."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     by_kernel: dict[tuple[str, str], list[tuple[Any, Any]]] = {}
-    for key in old.keys() | new.keys() if len(new) >= len(old) else new.keys():
-        kernel = (key.split()[0], key.split()[-1])
-        by_kernel.setdefault(kernel, []).append((old.get(key), new.get(key)))
+    for key in new:
+        by_kernel.setdefault((key.split()[0], key.split()[-1]), []).append((old.get(key), new[key]))
     rows: list[dict[str, Any]] = []
     for (target, kernel), pairs in sorted(by_kernel.items()):
-        there = [(a, b) for a, b in pairs if a and b]
-        lost = len(pairs) - len(there)
-        same_ptx = sum(a["ptx"] == b["ptx"] for a, b in there)
-        same = sum(a["sass"] == b["sass"] for a, b in there)
-        line = f"{target} {kernel}: {len(there)} variants, {same_ptx} same PTX, {same} same machine code"
-        values = {}
-        for field in ("registers", "shared_bytes", "spilled_bytes"):
-            worse = [(a[field], b[field]) for a, b in there if b[field] > a[field]]
-            values[field] = max((b - a for a, b in worse), default=0)
-            most = tuple(max((pair[i][field] for pair in there), default=0) for i in (0, 1))
-            line += f", {field} {most[0]} -> {most[1]}" + (f" ({len(worse)} worse)" if worse else "")
-        typer.echo(line + (f", {lost} only on one side" if lost else ""))
+        there = [(a, b) for a, b in pairs if a is not None]
+        changed = [(a, b) for a, b in there if a["sass"] != b["sass"]]
+        line = f"{target} {kernel}: {len(there)} variants, {len(changed)} with other machine code"
         common = {"device": f"none, compiled for {target}", "command": "python -m benchmarks.kernel_code compare"}
         rows.append(
-            {"name": f"{kernel} on {target}: variants whose machine code changed", "value": len(there) - same,
-             "unit": f"of {len(there)} variants", "bar": None, "better": "lower", **common}
+            {"name": f"{kernel} on {target}: variants whose machine code changed", "value": len(changed),
+             "unit": f"of {len(there)} variants", "bar": 0, "better": "lower", **common}
         )  # fmt: skip
-        for field, unit in (("registers", "registers"), ("shared_bytes", "bytes"), ("spilled_bytes", "bytes")):
-            rows.append(
-                {"name": f"{kernel} on {target}: {field} more than before, at most", "value": values[field],
-                 "unit": unit, "bar": 0, "better": "lower", **common}
-            )  # fmt: skip
+        for field, unit in FIELDS.items():
+            before_most, after_most = (max((pair[i][field] for pair in there), default=0) for i in (0, 1))
+            line += f", {field} {before_most} -> {after_most}"
+            if changed:
+                more = max(b[field] - a[field] for a, b in changed)
+                rows.append(
+                    {"name": f"{kernel} on {target}: {field} more than before, at most", "value": more,
+                     "unit": unit, "bar": 0, "better": "lower", **common}
+                )  # fmt: skip
+        lost = len(pairs) - len(there)
+        typer.echo(line + (f", {lost} only after" if lost else ""))
     if out is not None:
         kept = json.loads(out.read_text()) if out.exists() else []
         names = {row["name"] for row in rows}

@@ -57,11 +57,15 @@ def compiling_for(target: GPUTarget = HOPPER_TARGET) -> Iterator[None]:
 
 
 @contextmanager
-def pretending(capability: int) -> Iterator[None]:
-    """Kernels are compiled, sized and chosen within as on a card of this compute capability, 90 for Hopper.
+def card(capability: int, bulk: bool = True) -> Iterator[None]:
+    """Kernels are compiled, sized and chosen within as on a card of this compute capability.
 
     What asks the device for its capability or its shared memory is answered for the card; tensors stay on the CPU.
     Gluon kernels for Hopper are left out: they are compiled by tests of their own.
+
+    Args:
+        capability: one of ``SHARED_KIB``, 90 for Hopper.
+        bulk: whether caches can be read by bulk copies, where the card has them.
     """
     from vllm_sparse_kernels import width
     from vllm_sparse_kernels.attend import portable
@@ -82,7 +86,9 @@ def pretending(capability: int) -> Iterator[None]:
         for module, name, answer in answers:
             stack.enter_context(patch.object(module, name, return_value=answer))
         for module in (portable, anchors):
-            stack.enter_context(patch.object(module, "supports_bulk", lambda cache: _has_bulk(capability, cache)))
+            stack.enter_context(
+                patch.object(module, "supports_bulk", lambda cache: bulk and _has_bulk(capability, cache))
+            )
         yield
 
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.batches import random_batch, random_index
-from benchmarks.offline import Recorder, pretending
+from benchmarks.offline import Recorder, card
 from vllm_sparse_kernels.attend import portable, smooth_keys
 from vllm_sparse_kernels.attend.options import AttendOptions
 
@@ -40,7 +40,7 @@ def shared_bytes(case: str) -> dict[str, int]:
     if wanted == "options":
         options = AttendOptions.of([-5.0] * 4, [True, False, True, False], torch.device("cpu"))
     recorders = {name: Recorder(getattr(module, name)) for name, module in KERNELS.items()}
-    with pretending(int(capability)), ExitStack() as stack:
+    with card(int(capability)), ExitStack() as stack:
         for name, module in KERNELS.items():
             stack.enter_context(patch.object(module, name, recorders[name]))
         means = torch.zeros(2, int(head_dim))

@@ -10,7 +10,7 @@ from tests.methods.cases import DEVICE, int32, kept_blocks, row_parts
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
-from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
+from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.methods.sale.scores import adds_up_in_half, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select.channels import kept_channels
@@ -146,13 +146,15 @@ def selected_heads(method: Sale, batch: Batch) -> Selected:
 def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
     """All rows, whose keys fit one slab."""
     q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
-    dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
+    selected = selected_heads(method, batch)
     regions = Regions(method.sink_tokens, method.local_tokens)
     kept_d = kept_channels(cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
     means = sale_means.row_means(q, cache, rows, kept_d, room)
-    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, kept_d, dtype, room)
+    integers = IntegerFormat(kept_d, module.integer_dtype(q.device))
+    index = SparseIndex.allocate(rows, batch.num_heads, 64, workspace=room)
+    queries = sale_rounding.round_queries(q, cache, index, means, selected, regions, batch.scale, integers)
     (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, kept_d, dtype, room)
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
     group = batch.num_heads // cache.num_kv_heads
     sale_rounding.round_keys(cache, rows, means, selected, group, slab, keys)
     return queries, keys

@@ -240,7 +240,7 @@ def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     Triton pipelines the loads that products at the loop's top level need, and only where there is no such product all
     loads. So the step stands in a branch (its condition holds: the compiler does not see it), and all that a step needs
     is loaded AHEAD buffers before. With a margin, where the values' product is in a branch anyway, nothing else loads
-    them before they are needed. Without AHEAD there is no margin: see ``portable.attend``.
+    them before they are needed. Without AHEAD there is no margin: see ``portable._ahead``.
     """
     for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
         entry = tl.load(lists.blocks + i)

@@ -101,22 +101,45 @@ attend = ReferenceAttend()
 
 
 def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """The keys' part of the softmax [queries, keys]; ``sink``: the score of one more, of each query or of all."""
+    """Return the keys' part of the softmax.
+
+    Args:
+        scores: [queries, keys], masked.
+        sink: the score of another key without a value, of each query or of all; or None.
+
+    Returns:
+        [queries, keys].
+    """
     if sink is None:
         return scores.softmax(-1)
     return torch.cat((scores, sink.reshape(-1, 1).expand(len(scores), 1)), 1).softmax(-1)[:, :-1]
 
 
 def fp8_weights(p: torch.Tensor) -> torch.Tensor:
-    """Weights [queries, keys] as FlashAttention-3 rounds them for values in fp8: each query's largest becomes 256."""
+    """Return weights as FlashAttention-3 rounds them for values in fp8: each query's largest becomes 256.
+
+    Args:
+        p: [queries, keys].
+
+    Returns:
+        [queries, keys], of p's dtype.
+    """
     unit = p.amax(-1, keepdim=True).float() / 256
     return ((p.float() / unit).to(FP8).float() * unit).to(p.dtype)
 
 
 def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions that a tile keeps and sees, in the order in which ``attend`` takes them, and the step of each.
+    """Return what a tile keeps and sees, in the order in which ``attend`` takes it.
 
     A step is a block, or the next ``STRIPE_STEP`` stripes.
+
+    Args:
+        index: what each tile keeps.
+        head: a query head.
+        i_tile: a tile of the step.
+
+    Returns:
+        (positions, the step of each).
     """
     blocks, stripes = index.blocks_of(head, i_tile), index.stripes_of(head, i_tile)
     places = torch.arange(len(blocks) * index.block_tokens, device=blocks.device)
@@ -127,9 +150,16 @@ def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torc
 
 
 def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """max(m_local − m) of each step, over all queries of scores [queries, keys]: under λ, its product is left out.
+    """Return max(m_local − m) of each step, over all queries: under λ, its product is left out.
 
     Of what is not left out, exp(S − m) with the last m summed over all steps is what the online softmax arrives at.
+
+    Args:
+        scores: [queries, keys], masked.
+        steps: [keys], the step of each.
+
+    Returns:
+        [steps].
     """
     local = scores.new_full((len(scores), int(steps[-1]) + 1), -torch.inf)
     local.scatter_reduce_(1, steps.expand_as(scores), scores, "amax")
@@ -137,10 +167,14 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """SageAttention's keys of one row [seq_len, num_kv_heads, head_dim], heads first.
+    """Return SageAttention's keys of one row, heads first.
 
-    Integers [num_kv_heads, seq_len, head_dim]; what they count [num_kv_heads, seq_len], equal within blocks of 64; and
-    the mean [num_kv_heads, head_dim] that they have lost (equation 6), which shifts a query's scores all alike.
+    Args:
+        keys: [seq_len, num_kv_heads, head_dim].
+
+    Returns:
+        Integers [num_kv_heads, seq_len, head_dim]; what they count [num_kv_heads, seq_len], equal within blocks of 64;
+        and the mean [num_kv_heads, head_dim] that they have lost (equation 6), which shifts a query's scores all alike.
     """
     means = keys.mean(0)
     parts = [quantize(part, (0, 2)) for part in (keys - means).split(STEP_TOKENS.value)]
@@ -149,12 +183,29 @@ def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """S [queries, keys] of one tile, whose queries get one scale, unscaled. The integers' products sum up exactly."""
+    """Return S of one tile, whose queries get one scale, unscaled. The integers' products sum up exactly.
+
+    Args:
+        b_q: [queries, head_dim].
+        integers: [keys, head_dim].
+        steps: [keys], what an integer counts.
+
+    Returns:
+        [queries, keys].
+    """
     q_integers, q_step = quantize(b_q, (0, 1))
     return (q_integers @ integers.T) * (q_step * steps)
 
 
 def quantize(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x̂, δ) with x ≈ δ x̂, whole −127 ≤ x̂ ≤ 127, one δ = max |x| / 127 over ``dims``, rounded to the nearest."""
+    """Round to integers of 8 bits, to the nearest.
+
+    Args:
+        x: any tensor.
+        dims: that share a scale.
+
+    Returns:
+        (x̂, δ) with x ≈ δ x̂, whole −127 ≤ x̂ ≤ 127, δ = max |x| / 127 over ``dims``.
+    """
     step = (x.abs().amax(dims, keepdim=True) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     return (x / step + 0.5).floor(), step

@@ -36,10 +36,13 @@ class Run(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
+        """Tiles of the run."""
         return self.end_tile - self.first_tile
 
 
 class Slab(NamedTuple):
+    """Rows whose keys are rounded together."""
+
     first_row: int
     key_starts: torch.Tensor  # [rows of the slab] int32, where a row's keys begin in the buffer: multiples of 128
     num_keys: int  # of the buffer
@@ -48,8 +51,16 @@ class Slab(NamedTuple):
 
 
 def slabs_of(rows: Rows, num_selected: int, scratch_bytes: Callable[[int, int], int]) -> list[Slab]:
-    """``scratch_bytes``: of one tile, by the heads and by the keys that it may see. The same for all layers of a pass
-    that select as many heads."""
+    """Return the slabs of a step, the same for all layers of a pass that select as many heads.
+
+    Args:
+        rows: the rows of a step.
+        num_selected: query heads that are selected.
+        scratch_bytes: what a tile takes, by the heads and by the keys that it may see.
+
+    Returns:
+        Slabs in the order of their rows.
+    """
     return rows.once(
         (slabs_of, num_selected, scratch_bytes),
         lambda: [_slab(rows, *of_slab, num_selected, scratch_bytes) for of_slab in rows_of_slabs(rows)],
@@ -57,12 +68,27 @@ def slabs_of(rows: Rows, num_selected: int, scratch_bytes: Callable[[int, int], 
 
 
 def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Rows [first, end) of each slab of rounded keys."""
+    """Return the rows of each slab of rounded keys.
+
+    Args:
+        rows: the rows of a step.
+
+    Returns:
+        First row and behind the last one.
+    """
     return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
 
 
 def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Rows [first, end) that are taken together: as many as ``most`` holds of what each of them takes, one at least."""
+    """Return rows that are taken together: as many as ``most`` holds, at least 1.
+
+    Args:
+        sizes: what each row takes.
+        most: what all of a slab may take.
+
+    Returns:
+        First row and behind the last one.
+    """
     first = taken = 0
     for row, size in enumerate(sizes):
         if row > first and taken + size > most:
@@ -73,24 +99,53 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def padded(seq_len: int) -> int:
+    """Return keys of a row in whole steps of 128.
+
+    Args:
+        seq_len: the row's keys.
+
+    Returns:
+        A multiple of 128.
+    """
     return ceil_div(seq_len, STEP_TOKENS) * STEP_TOKENS
 
 
 def tiles_of_runs(
     rows: Rows, first_tile: int, end_tile: int, num_selected: int, scratch_bytes: Callable[[int, int], int]
 ) -> Iterator[tuple[int, int, int]]:
-    """(first, end, reach) of the runs of tiles: as many tiles as fit ``SCRATCH_BYTES`` if all reach as far."""
+    """Return runs of tiles: as many as fit ``SCRATCH_BYTES`` if all reach as far.
+
+    Args:
+        rows: the rows of a step.
+        first_tile: the first tile.
+        end_tile: behind the last one.
+        num_selected: query heads that are selected.
+        scratch_bytes: what a tile takes, by the heads and by the keys that it may see.
+
+    Returns:
+        (first tile, behind the last one, keys that the furthest may see).
+    """
     reach = max(tile.last_position for tile in rows.tile_list[first_tile:end_tile]) + 1
     fit = max(SCRATCH_BYTES // scratch_bytes(num_selected, reach), 1)
     num_tiles = end_tile - first_tile
-    each = ceil_div(ceil_div(num_tiles, ceil_div(num_tiles, fit)), 2) * 2
-    each = each if each <= fit else max(fit // 2 * 2, 1)
-    for first in range(first_tile, end_tile, each):
-        yield first, min(first + each, end_tile), reach
+    run_tiles = ceil_div(ceil_div(num_tiles, ceil_div(num_tiles, fit)), 2) * 2
+    run_tiles = run_tiles if run_tiles <= fit else max(fit // 2 * 2, 1)
+    for first in range(first_tile, end_tile, run_tiles):
+        yield first, min(first + run_tiles, end_tile), reach
 
 
 def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int]) -> list[int]:
-    """For each two tiles of a row: first tile, tiles, and where the row's keys begin in the slab (``key_starts``)."""
+    """Pair the tiles of each row.
+
+    Args:
+        rows: the rows of a step.
+        first_tile: the first tile of the run.
+        end_tile: behind the last tile of the run.
+        key_starts: where each row's keys begin in the slab.
+
+    Returns:
+        For each two tiles: first tile, tiles, and where the row's keys begin in the slab; flat.
+    """
     flat: list[int] = []
     for row, start in key_starts.items():
         end = min(end_tile, rows.tile_starts[row + 1])

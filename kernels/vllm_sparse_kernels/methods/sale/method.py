@@ -63,6 +63,7 @@ from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
     SEGMENT,
+    IntegerFormat,
     Regions,
     Selected,
     room_for_keys,
@@ -115,8 +116,17 @@ class Sale(PerHead):
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        """Fill the lists of ``heads``: see ``Method.select``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
         index.clear_stripes(heads)
-        taus = [one.tau for one in self.of_heads(len(heads))]
+        taus = [head.tau for head in self.of_heads(len(heads))]
         if not any(taus):
             compact_blocks(None, index, heads)
             return
@@ -131,21 +141,29 @@ class Sale(PerHead):
         kept: torch.Tensor,
     ) -> None:  # fmt: skip
         """Flags of all blocks: uint8 [len(heads), block_capacity], laid out as block_ids."""
-        rows, room, dtype = index.rows, index.workspace, integer_dtype(q.device)
+        rows, room = index.rows, index.workspace
         group, regions = q.shape[1] // cache.num_kv_heads, Regions(self.sink_tokens, self.local_tokens)
         first_flags(kept, index, selected, regions)
         kept_d = kept_channels(cache.head_dim, self.channels == "half", LEAST_CHANNELS)
+        integers = IntegerFormat(kept_d, integer_dtype(q.device))
         means = row_means(q, cache, rows, kept_d, room)
-        queries = round_queries(q, cache, rows, means, selected, regions, scale, kept_d, dtype, room)
+        queries = round_queries(q, cache, index, means, selected, regions, scale, integers)
         for slab in slabs_of(rows, len(selected.heads), marks_bytes):
             with room.frame():
-                keys = room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, kept_d, dtype, room)
+                keys = room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
                 round_keys(cache, rows, means, selected, group, slab, keys)
                 for run in slab.runs:
                     flag_blocks(queries, keys, kept, index, selected, regions, group, run)
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:
-    """What the 4-bit integers are multiplied as."""
+    """Return what the 4-bit integers are multiplied as.
+
+    Args:
+        device: where tensors lie.
+
+    Returns:
+        e4m3 on Hopper and later, int8 elsewhere.
+    """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return torch.float8_e4m3fn if hopper else torch.int8
