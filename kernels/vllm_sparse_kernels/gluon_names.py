@@ -29,7 +29,11 @@ reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 
 
 def bulk_steps(vectors: torch.Tensor) -> TensorDescriptor:
-    """For bulk copies of steps of 128 vectors of e4m3 [heads, n, channels]."""
+    """For bulk copies of steps of 128 vectors of e4m3 [heads, n, channels].
+
+    Args:
+        vectors: [heads, n, channels] e4m3.
+    """
     rows = vectors.flatten(0, 1)
     return TensorDescriptor.from_tensor(rows, [128, rows.shape[1]], _layout_of_steps(rows.shape[1]))
 

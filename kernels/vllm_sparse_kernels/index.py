@@ -53,11 +53,27 @@ class StripeLayout:
 
     @staticmethod
     def none(rows: Rows) -> "StripeLayout":
+        """Return the layout of a head that keeps no stripes.
+
+        Args:
+            rows: the rows of a step.
+
+        Returns:
+            Room for none.
+        """
         return StripeLayout((0,) * rows.num_tiles, 0)
 
     @staticmethod
     def per_tile(rows: Rows, stripes: int) -> "StripeLayout":
-        """At most ``stripes`` positions for each tile, and no more than lie before it."""
+        """Return room for at most ``stripes`` positions for each tile, and no more than lie before it.
+
+        Args:
+            rows: the rows of a step.
+            stripes: positions of a tile, at most.
+
+        Returns:
+            Lists side by side, in the order of the tiles.
+        """
         ends = rows.tile_positions.clamp(max=stripes).cumsum(0).tolist()
         return StripeLayout((0, *ends[:-1]), ends[-1]) if ends else StripeLayout((), 0)
 
@@ -80,7 +96,17 @@ class IndexLayout:
     def of(
         rows: Rows, num_heads: int, block_tokens: int, stripes: Mapping[int, StripeLayout] | None = None
     ) -> "IndexLayout":
-        """``stripes`` maps a query head to its layout; heads that are not in it keep no stripes."""
+        """Work out where each list lies.
+
+        Args:
+            rows: the rows of a step.
+            num_heads: query heads.
+            block_tokens: keys of a block of the index.
+            stripes: each query head's layout; heads that are not in it keep no stripes.
+
+        Returns:
+            The layout, copied to the rows' device.
+        """
         stripes = stripes or {}
         capacities = rows.block_capacities(block_tokens)
         layouts = [stripes.get(head) for head in range(num_heads)]
@@ -104,7 +130,17 @@ class IndexLayout:
         )
 
     def allocate(self, workspace: Workspace) -> "SparseIndex":
-        """Room for every causal block of every tile, and for the stripes. All but stripes' counts is undefined."""
+        """Take room for every causal block of every tile, and for the stripes.
+
+        Args:
+            workspace: where temporary tensors come from.
+
+        Returns:
+            An index of which all but stripes' counts is undefined.
+
+        Raises:
+            MemoryError: the workspace has no room left.
+        """
         room = partial(workspace.empty, dtype=torch.int32)
         none = self.no_stripes
         return SparseIndex(
@@ -142,7 +178,14 @@ class IndexArgs(NamedTuple):
 
 
 def padded_capacity(num_blocks: int) -> int:
-    """The length of a head's block lists: a multiple of 16, which kernels are compiled for."""
+    """Return the length of a head's block lists: a multiple of 16, which kernels are compiled for.
+
+    Args:
+        num_blocks: of all tiles.
+
+    Returns:
+        Blocks.
+    """
     return ceil_div(num_blocks, 16) * 16
 
 
@@ -170,16 +213,36 @@ class SparseIndex:
         stripes: Mapping[int, StripeLayout] | None = None,
         workspace: Workspace | None = None,
     ) -> "SparseIndex":
-        """Room for every causal block of every tile, and for the stripes that each head's layout asks for.
+        """Take room for every causal block of every tile, and for the stripes that each head's layout asks for.
 
-        ``stripes`` maps a query head to its layout; heads that are not in it keep no stripes. Contents are undefined
-        until every head has been selected.
+        Args:
+            rows: the rows of a step.
+            num_heads: query heads.
+            block_tokens: keys of a block of the index.
+            stripes: each query head's layout; heads that are not in it keep no stripes.
+            workspace: where it lies; None: torch's allocator.
+
+        Returns:
+            An index whose contents are undefined until every head has been selected.
+
+        Raises:
+            MemoryError: the workspace has no room left.
         """
         return IndexLayout.of(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
 
     @staticmethod
     def bytes_for(rows: Rows, num_heads: int, block_tokens: int, stripe_capacity: int) -> int:
-        """What ``allocate`` takes from the workspace; ``stripe_capacity``: of all heads together."""
+        """Return what ``allocate`` takes from the workspace.
+
+        Args:
+            rows: the rows of a step.
+            num_heads: query heads.
+            block_tokens: keys of a block of the index.
+            stripe_capacity: stripes of all heads together.
+
+        Returns:
+            Bytes.
+        """
         room = partial(padded_bytes, dtype=torch.int32)
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
         counts = (2 if stripe_capacity else 1) * room(num_heads, rows.num_tiles)
@@ -187,6 +250,7 @@ class SparseIndex:
 
     @property
     def args(self) -> IndexArgs:
+        """The tensors, for kernels."""
         rows = self.rows
         return IndexArgs(
             rows.tiles, rows.heaviest_first, rows.row_ends,
@@ -200,16 +264,34 @@ class SparseIndex:
         return len(self.stripe_positions) > 0
 
     def clear_stripes(self, heads: torch.Tensor) -> None:
-        """No stripes in these heads, int32 on the device."""
+        """Leave no stripes in some heads.
+
+        Args:
+            heads: [n] int32 on the device.
+        """
         if self.has_stripes:  # else counts are zeros that no layer writes
             self.stripe_counts.index_fill_(0, heads.long(), 0)
 
     def num_causal_blocks(self, tile: Tile) -> int:
-        """Blocks with a key that the tile's last query may see: the capacity of the tile's list."""
+        """Return blocks with a key that the tile's last query may see: the capacity of the tile's list.
+
+        Args:
+            tile: a tile of the step.
+
+        Returns:
+            Blocks.
+        """
         return ceil_div(tile.last_position + 1, self.block_tokens)
 
     def first_diagonal_block(self, tile: Tile) -> int:
-        """From this block on every block of the tile holds a key that one of its queries may not see."""
+        """Return the block from which on every block of the tile holds a key that some of its queries may not see.
+
+        Args:
+            tile: a tile of the step.
+
+        Returns:
+            A block's id.
+        """
         return tile.position // self.block_tokens
 
     @property
@@ -232,15 +314,39 @@ class SparseIndex:
     # What follows reads the device: for references, tests and debugging only.
 
     def blocks_of(self, head: int, i_tile: int) -> torch.Tensor:
+        """Return the blocks that a tile keeps. Reads the device.
+
+        Args:
+            head: a query head.
+            i_tile: a tile of the step.
+
+        Returns:
+            [count] int64, ascending.
+        """
         start = int(self.block_offsets[i_tile])
         return self.block_ids[head, start : start + int(self.block_counts[head, i_tile])].long()
 
     def stripes_of(self, head: int, i_tile: int) -> torch.Tensor:
+        """Return the single keys that a tile keeps. Reads the device.
+
+        Args:
+            head: a query head.
+            i_tile: a tile of the step.
+
+        Returns:
+            [count] int64, ascending positions.
+        """
         start = int(self.stripe_offsets[head, i_tile])
         return self.stripe_positions[start : start + int(self.stripe_counts[head, i_tile])].long()
 
     def set_blocks(self, head: int, i_tile: int, kept: torch.Tensor) -> None:
-        """Keep the blocks where the bool vector ``kept`` [num_causal_blocks] is set, and the diagonal ones."""
+        """Keep some blocks, and the diagonal ones. Reads the device.
+
+        Args:
+            head: a query head.
+            i_tile: a tile of the step.
+            kept: [num_causal_blocks] bool.
+        """
         tile = self.rows.tile_list[i_tile]
         kept = kept.clone()
         kept[self.first_diagonal_block(tile) :] = True
@@ -250,7 +356,13 @@ class SparseIndex:
         self.block_counts[head, i_tile] = len(ids)
 
     def set_stripes(self, head: int, i_tile: int, positions: torch.Tensor) -> None:
-        """Keep the given key positions, less those inside kept blocks. Call after ``set_blocks``."""
+        """Keep some key positions, less those inside kept blocks. Call after ``set_blocks``. Reads the device.
+
+        Args:
+            head: a query head.
+            i_tile: a tile of the step.
+            positions: [n], of keys.
+        """
         positions = positions.long().unique()
         inside = torch.isin(positions // self.block_tokens, self.blocks_of(head, i_tile))
         positions = positions[~inside].int()
@@ -295,5 +407,12 @@ class SparseIndex:
 
 
 def causal_pairs(rows: Rows) -> int:
-    """(query, key) pairs of one head that a causal mask allows, all rows together."""
+    """Return (query, key) pairs of one head that a causal mask allows, all rows together.
+
+    Args:
+        rows: the rows of a step.
+
+    Returns:
+        Pairs.
+    """
     return sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True))

@@ -26,7 +26,14 @@ FP8 = torch.float8_e4m3fn
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What means and weights of such elements are kept in: fp16 for fp8, else their own."""
+    """Return what means and weights of such elements are kept in: fp16 for fp8, else their own.
+
+    Args:
+        dtype: of queries and keys.
+
+    Returns:
+        A dtype of 16 bits or more.
+    """
     return torch.float16 if dtype == FP8 else dtype
 
 
@@ -53,14 +60,17 @@ class PagedCache:
 
     @property
     def page_size(self) -> int:
+        """Tokens of a page."""
         return self.keys.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
+        """Kv heads."""
         return self.keys.shape[2]
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head."""
         return self.keys.shape[3]
 
     @property
@@ -78,7 +88,15 @@ class PagedCache:
         return page, token, head
 
     def gather(self, block_table_row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one row's first ``seq_len`` positions: two [seq_len, num_kv_heads, head_dim] copies."""
+        """Return one row's first positions.
+
+        Args:
+            block_table_row: [max_pages] int32.
+            seq_len: positions.
+
+        Returns:
+            Keys and values: two [seq_len, num_kv_heads, head_dim] copies.
+        """
         pages = block_table_row[: ceil_div(seq_len, self.page_size)].long()
         return tuple(x[pages].flatten(0, 1)[:seq_len] for x in (self.keys, self.values))  # type: ignore[return-value]
 
@@ -92,6 +110,14 @@ class QueryArgs(NamedTuple):
 
 
 def query_args(q: torch.Tensor) -> QueryArgs:
+    """Return queries for kernels.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], head_dim contiguous.
+
+    Returns:
+        Pointer and strides.
+    """
     return QueryArgs(q, q.stride(0), q.stride(1))
 
 
@@ -109,7 +135,16 @@ class KeyArgs(NamedTuple):
 
 
 def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False) -> KeyArgs:
-    """``block_table``: [num_rows, max_pages], or one row's [max_pages], of which kernels then read no other."""
+    """Return keys for kernels.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        block_table: [num_rows, max_pages], or one row's [max_pages], of which kernels then read no other.
+        values: whether the kernel reads values.
+
+    Returns:
+        Pointers, strides and the block table.
+    """
     stride_table = block_table.stride(0) if block_table.dim() == 2 else 0
     v = cache.values if values else None
     return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, stride_table, v)
@@ -117,9 +152,18 @@ def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False)
 
 @triton.jit
 def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride_token):
-    """Element offsets (int64) in the cache of one row's key positions, less the head's and the dimension's part.
+    """Return where one row's keys lie in the cache, less the head's and the dimension's part.
 
-    ``block_table_ptr`` points at the row's first page; masked positions give offset 0, which is always readable.
+    Args:
+        block_table_ptr: pointer to the row's first page.
+        positions: int32, of keys.
+        mask: which positions there are.
+        page_size: tokens of a page.
+        stride_page: elements.
+        stride_token: elements.
+
+    Returns:
+        int64, in elements; 0, which is always readable, where masked.
     """
     page = tl.load(block_table_ptr + positions // page_size, mask=mask, other=0).to(tl.int64)
     return page * stride_page + tl.where(mask, positions % page_size, 0).to(tl.int64) * stride_token
@@ -127,7 +171,14 @@ def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride
 
 @triton.jit
 def widen(b_x):
-    """fp8 elements as fp16, anything else as it is."""
+    """Return fp8 elements as fp16, anything else as it is.
+
+    Args:
+        b_x: any block.
+
+    Returns:
+        A block of the same shape.
+    """
     if b_x.dtype == tl.float8e4nv:
         return b_x.to(tl.float16)
     else:
@@ -136,7 +187,20 @@ def widen(b_x):
 
 @triton.jit
 def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries [BLOCK_M, BLOCK_D] of a head from ``token`` on, zero from ``length`` on."""
+    """Load queries of one head.
+
+    Args:
+        queries: QueryArgs.
+        i_head: the query head.
+        token: the first one's token in q.
+        length: queries that there are.
+        BLOCK_M: queries that are loaded.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+
+    Returns:
+        [BLOCK_M, BLOCK_D], 0 from ``length`` on.
+    """
     o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     o_q = (token + o_m).to(tl.int64)
     return tl.load(
@@ -147,7 +211,20 @@ def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM
 
 @triton.jit
 def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys of one row and kv head at the positions ``o_n`` [BLOCK_N, BLOCK_D]; 0 from ``end`` on."""
+    """Load keys of one row and kv head.
+
+    Args:
+        keys: KeyArgs.
+        i_row: a row of the step.
+        i_kv: the kv head.
+        o_n: positions.
+        end: where the row's keys end.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+
+    Returns:
+        [positions, BLOCK_D], 0 from ``end`` on.
+    """
     o_d = tl.arange(0, BLOCK_D)
     table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
     o_k = key_offsets(table, o_n, o_n < end, keys.page_size, keys.stride_page, keys.stride_token)
@@ -160,7 +237,23 @@ def load_block(
     keys, i_row, i_kv, start, end,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """``load_keys`` of BLOCK keys from ``start`` on, a multiple of BLOCK: those of a page by one address."""
+    """Load BLOCK consecutive keys of one row and kv head: those of a page by one address.
+
+    Args:
+        keys: KeyArgs.
+        i_row: a row of the step.
+        i_kv: the kv head.
+        start: position of the first, a multiple of BLOCK.
+        end: where the row's keys end.
+        PAGE: tokens of a page.
+        BLOCK: keys.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+
+    Returns:
+        [BLOCK, BLOCK_D], 0 from ``end`` on.
+    """
+    start = tl.cast(start, tl.int32)  # the interpreter's loops count in Python's integers
     o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
     if PAGE % BLOCK == 0:
@@ -174,7 +267,17 @@ def load_block(
 
 
 def key_means(cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:
-    """Mean of one row's first ``seq_len`` keys: [num_kv_heads, head_dim padded to a power of two] float32."""
+    """Return the mean of one row's first ``seq_len`` keys.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        block_table: [num_rows, max_pages] int32.
+        row: a row of the step.
+        seq_len: keys of the row.
+
+    Returns:
+        [num_kv_heads, head_dim padded to a power of two] float32.
+    """
     block_d, num_splits = triton.next_power_of_2(cache.head_dim), ceil_div(seq_len, SPLIT_TOKENS)
     sums = torch.empty(num_splits, cache.num_kv_heads, block_d, dtype=torch.float32, device=block_table.device)
     _key_sums_kernel[(num_splits, cache.num_kv_heads)](
@@ -189,7 +292,20 @@ def _key_sums_kernel(
     keys, sums, i_row, seq_len,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sum of up to SPLIT keys of one kv head."""
+    """Sum up to SPLIT keys of one kv head of one row.
+
+    Grid: (splits, kv heads). Bound by memory: it reads each key once.
+
+    Args:
+        keys: KeyArgs.
+        sums: [splits, kv heads, BLOCK_D] float32; written.
+        i_row: a row of the step.
+        seq_len: keys of the row.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        SPLIT: keys of a program.
+        BLOCK_N: keys of a step.
+    """
     i_split, i_kv = tl.program_id(0), tl.program_id(1)
     b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for i in range(i_split * SPLIT, tl.minimum(i_split * SPLIT + SPLIT, seq_len), BLOCK_N):

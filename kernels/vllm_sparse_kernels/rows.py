@@ -27,16 +27,36 @@ Made = TypeVar("Made")
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up.
+
+    Args:
+        a: >= 0.
+        b: > 0.
+
+    Returns:
+        An integer.
+    """
     return -(-a // b)
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A list of host numbers on the device, without waiting for the device."""
+    """A list of host numbers on the device, without waiting for the device.
+
+    Args:
+        values: numbers, in order.
+        dtype: of the result.
+        device: where they go.
+    """
     return host_to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def host_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, without waiting for the device."""
+    """A tensor of the host on the device, without waiting for the device.
+
+    Args:
+        host: a tensor in the host's memory.
+        device: where it goes.
+    """
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
@@ -51,6 +71,7 @@ class Tile:
 
     @property
     def last_position(self) -> int:
+        """Position of the tile's last query."""
         return self.position + self.length_tokens - 1
 
 
@@ -85,14 +106,17 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
+        """Rows of the step."""
         return len(self.tokens)
 
     @property
     def device(self) -> torch.device:
+        """Where the block table lies."""
         return self.block_table.device
 
     @cached_property
     def seq_lens(self) -> tuple[int, ...]:
+        """Per row the keys that its last query may see."""
         return tuple(c + q for c, q in zip(self.context_lens, self.query_lens, strict=True))
 
     @cached_property
@@ -106,6 +130,7 @@ class Rows:
 
     @property
     def num_tiles(self) -> int:
+        """Tiles of all rows."""
         return len(self.tile_list)
 
     @cached_property
@@ -117,7 +142,14 @@ class Rows:
         return tuple(starts)
 
     def tiles_of(self, row: int) -> range:
-        """The ids of a row's tiles."""
+        """Return the ids of a row's tiles.
+
+        Args:
+            row: a row of the step.
+
+        Returns:
+            Consecutive ids.
+        """
         return range(self.tile_starts[row], self.tile_starts[row + 1])
 
     @cached_property
@@ -131,21 +163,43 @@ class Rows:
         return torch.tensor([tile.position for tile in self.tile_list], dtype=torch.int64)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What the host works out of these rows once for all layers that ask under the same key."""
+        """Return what the host works out of these rows once for all layers that ask under the same key.
+
+        Args:
+            key: hashable.
+            make: works it out.
+
+        Returns:
+            What ``make`` returned the first time.
+        """
         if key not in self._made:
             self._made[key] = make()
         made: Made = self._made[key]
         return made
 
     def block_capacities(self, block_tokens: int) -> list[int]:
-        """Per tile the blocks with a key that its last query may see."""
+        """Return per tile the blocks with a key that its last query may see.
+
+        Args:
+            block_tokens: keys of a block of the index.
+
+        Returns:
+            Blocks, by tile.
+        """
         return self.once(
             ("block_capacities", block_tokens),
             lambda: [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list],
         )
 
     def masked_pairs(self, block_tokens: int) -> int:
-        """(query, key) pairs of all tiles' diagonal blocks, of one head, that a causal mask forbids."""
+        """Return (query, key) pairs of all tiles' diagonal blocks, of one head, that a causal mask forbids.
+
+        Args:
+            block_tokens: keys of a block of the index.
+
+        Returns:
+            Pairs.
+        """
         return self.once(
             ("masked_pairs", block_tokens),
             lambda: sum(

@@ -28,7 +28,18 @@ class AttendOptions:
     def of(
         skip_margins: Sequence[float | None], int8_heads: Sequence[bool], device: torch.device
     ) -> "AttendOptions | None":
-        """From one value for each head; None where no head asks for anything. Waits for the device: not for a step."""
+        """Return the options of a layer's heads; None where no head asks for anything.
+
+        Waits for the device: not for a step.
+
+        Args:
+            skip_margins: each head's λ, or None.
+            int8_heads: whether each head has 8-bit scores.
+            device: where the options lie.
+
+        Returns:
+            Options on the device, or None.
+        """
         skips, flags = None, None
         if any(margin is not None for margin in skip_margins):
             margins = [-math.inf if margin is None else margin for margin in skip_margins]
@@ -43,8 +54,15 @@ class AttendOptions:
         return self.skip_margins is not None
 
     def check(self, num_heads: int) -> None:
-        """Raise ValueError where there is not one value for each head."""
+        """Check that there is one value for each head.
+
+        Args:
+            num_heads: query heads of the layer.
+
+        Raises:
+            ValueError: a tensor is not of ``num_heads`` heads.
+        """
         for name in ("skip_margins", "int8_heads"):
-            given = getattr(self, name)
-            if given is not None and given.shape != (num_heads,):
-                raise ValueError(f"AttendOptions: {name} is {tuple(given.shape)}, expected ({num_heads},)")
+            values = getattr(self, name)
+            if values is not None and values.shape != (num_heads,):
+                raise ValueError(f"AttendOptions: {name} is {tuple(values.shape)}, expected ({num_heads},)")

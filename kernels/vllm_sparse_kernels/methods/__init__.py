@@ -19,5 +19,9 @@ def sparse_names() -> list[str]:
 
 @lru_cache(maxsize=4096)
 def name_of(method: Method) -> str:
-    """The name under which a method's class is registered, or that of the methods that were merged into it."""
+    """The name under which a method's class is registered, or that of the methods that were merged into it.
+
+    Args:
+        method: the method and its parameters.
+    """
     return next(name for name, spec in METHODS.items() if spec.parameters is type(method.alike))

@@ -39,7 +39,7 @@ class Method(ABC):
     @property
     def shown_fields(self) -> dict[str, object]:
         """The method's parameters by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return {parameter.name: getattr(self, parameter.name) for parameter in fields(self) if parameter.init}
 
     @property
     def alike(self) -> "Method":
@@ -53,11 +53,19 @@ class Method(ABC):
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> "Method":
-        """What selects the heads of one layer that have these methods, all alike; its ``heads`` come in their order."""
+        """What selects the heads of one layer that have these methods, all alike; its ``heads`` come in their order.
+
+        Args:
+            methods: each head's own method.
+        """
         return methods[0]
 
     def of_heads(self, num_heads: int) -> Sequence[Self]:
-        """The methods of the ``num_heads`` heads that this one, maybe merged of theirs, selects; in their order."""
+        """The methods of the ``num_heads`` heads that this one, maybe merged of theirs, selects; in their order.
+
+        Args:
+            num_heads: query heads.
+        """
         return (self,) * num_heads
 
     @property
@@ -86,19 +94,31 @@ class Method(ABC):
         return None
 
     def keeping(self, share: float) -> "Method":
-        """The method, maybe merged of several, with this p; itself if it has none."""
+        """The method, maybe merged of several, with this p; itself if it has none.
+
+        Args:
+            share: p.
+        """
         return self
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        """Why these methods, those of this class on all heads of a model, would not do what they are for."""
+        """Why these methods, those of this class on all heads of a model, would not do what they are for.
+
+        Args:
+            methods: each head's own method.
+        """
         return None
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """What a log shows of many heads whose methods, merged or not, are alike: what they have in common."""
-        settings = {one for m in methods for one in (getattr(m, "settings", ()) or (m,))}
-        all_fields = [one.shown_fields for one in settings]
+        """What a log shows of many heads whose methods, merged or not, are alike: what they have in common.
+
+        Args:
+            methods: each head's own method.
+        """
+        settings = {setting for m in methods for setting in (getattr(m, "settings", ()) or (m,))}
+        all_fields = [setting.shown_fields for setting in settings]
         common = {name: value for name, value in all_fields[0].items() if all(f.get(name) == value for f in all_fields)}
         return common if len(settings) == 1 else common | {"settings": len(settings)}
 
@@ -106,6 +126,9 @@ class Method(ABC):
         """Room that one head's stripes need; of merged methods, enough for any of theirs.
 
         Methods that keep blocks alone keep this.
+
+        Args:
+            rows: the rows of a step.
         """
         return StripeLayout.none(rows)
 
@@ -116,6 +139,12 @@ class Method(ABC):
         ``stripe_capacity``: of the method's ``stripe_layout`` for them. A method that takes more than any of those in
         ``footprint.py`` says so here. More tiles or keys never make it less, but for rounding: an arena is sized by the
         longest row.
+
+        Args:
+            rows: the rows of a step.
+            shape: the layer's heads and blocks.
+            num_selected: query heads that are selected.
+            stripe_capacity: stripes of one head, of all tiles.
         """
         return most_bytes(rows, shape, num_selected, stripe_capacity)
 
@@ -133,6 +162,13 @@ class Method(ABC):
 
         q [num_tokens, num_heads, head_dim] holds the step's queries at the tokens that ``index.rows`` names; heads
         [n] int32 lists query heads (on the device); ``scale`` multiplies q·k, usually 1/√head_dim.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
         """
 
 
@@ -150,11 +186,20 @@ class PerHead(Method):
 
     @property
     def alike(self) -> Self:
-        kept = (one.name for one in fields(self) if one.init and one.name not in self.differing)
+        """The method without what its heads may differ in."""
+        kept = (parameter.name for parameter in fields(self) if parameter.init and parameter.name not in self.differing)
         return type(self)(**{name: getattr(self, name) for name in kept})
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Self:
+        """Return one method for several heads that differ in ``differing``: see ``Method.merged``.
+
+        Args:
+            methods: each head's own method.
+
+        Returns:
+            A method whose settings are the heads', if they differ.
+        """
         merged = methods[0].alike
         require(all(m.alike == merged for m in methods), "methods", methods, f"methods alike {merged}")
         if len(set(methods)) == 1:
@@ -163,6 +208,14 @@ class PerHead(Method):
         return merged
 
     def of_heads(self, num_heads: int) -> Sequence[Any]:
+        """Return each head's own method: see ``Method.of_heads``.
+
+        Args:
+            num_heads: query heads.
+
+        Returns:
+            ``number`` methods.
+        """
         if not self.settings:
             return (self,) * num_heads
         require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")

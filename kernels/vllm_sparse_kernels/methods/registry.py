@@ -21,13 +21,13 @@ class Registry(Mapping[str, MethodSpec]):
     Other packages are asked when the first name is: they import this one, so that its own import can't wait for them.
     """
 
-    def __init__(self, own: Iterable[MethodSpec]) -> None:
-        self._own = tuple(own)
+    def __init__(self, builtin: Iterable[MethodSpec]) -> None:
+        self._builtin = tuple(builtin)
 
     @cached_property
     def specs(self) -> dict[str, MethodSpec]:
         """Raises PluginError where a package's entry point gives no method, or one whose name is taken."""
-        specs = {spec.name: spec for spec in self._own}
+        specs = {spec.name: spec for spec in self._builtin}
         for entry_point in entry_points(group=GROUP):
             for spec in _specs_of(entry_point):
                 if spec.name in specs:
@@ -50,12 +50,12 @@ class Registry(Mapping[str, MethodSpec]):
 
 def _specs_of(entry_point: EntryPoint) -> tuple[MethodSpec, ...]:
     try:
-        given = entry_point.load()
+        loaded = entry_point.load()
     except Exception as error:  # whatever a package of somebody else's raises while it is imported
         raise PluginError(f"{_origin(entry_point)}: {type(error).__name__}: {error}") from error
-    specs = given if isinstance(given, tuple) else (given,)
+    specs = loaded if isinstance(loaded, tuple) else (loaded,)
     if not specs or not all(isinstance(spec, MethodSpec) for spec in specs):
-        raise PluginError(f"{_origin(entry_point)}: given {given!r}, expected a MethodSpec or a tuple of them")
+        raise PluginError(f"{_origin(entry_point)}: given {loaded!r}, expected a MethodSpec or a tuple of them")
     return specs
 
 

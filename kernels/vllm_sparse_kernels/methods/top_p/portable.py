@@ -94,7 +94,27 @@ def _scores_kernel(
     GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr, PAIR: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile, span of keys and head."""
+    """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
+
+    Grid: (pairs · 2, spans, n). Bound by the matrix units, and by the maxima behind them.
+
+    Args:
+        rounded: Rounded.
+        heads: [n] int32 on the device, the query heads that are selected.
+        kept: [n] float32, p; heads with 1 or more are left out.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        first_tile: the first tile of the run.
+        pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
+        scratch: Scratch, what the launches leave each other.
+        num_tiles: tiles of the run.
+        num_spans: spans of keys.
+        num_blocks: blocks of 32 keys of the furthest tile.
+        GROUP: query heads of a kv head.
+        KEPT_D: channels that are multiplied.
+        SPAN: keys of a program.
+        PAIR: columns of ``pairs``.
+        WIDEN: whether to multiply in float32, as the interpreter does.
+    """
     i_span, i_entry = tl.program_id(1), tl.program_id(2)
     pair, i_second = pairs + tl.program_id(0) // 2 * PAIR, tl.program_id(0) % 2
     i_tile = tl.load(pair) + i_second
@@ -140,7 +160,24 @@ def _masses_kernel(
     kept, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
     SPAN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of one tile and head."""
+    """Average the queries' shares in some blocks of one tile and head.
+
+    Grid: (blocks / BLOCKS, tiles of the run, n). Bound by memory: it reads 2 bytes for each query and block.
+
+    Args:
+        kept: [n] float32, p; heads with 1 or more are left out.
+        peak: share of a query's attention from which its block is kept.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        first_tile: the first tile of the run.
+        scratch: Scratch, what the launches leave each other.
+        num_spans: spans of keys.
+        num_blocks: blocks of 32 keys of the furthest tile.
+        target: [n, tiles, width] float32; written.
+        stride_head: of ``target`` from head to head, elements.
+        stride_tile: of ``target`` from tile to tile, elements.
+        SPAN: keys of a span.
+        BLOCKS: blocks of a program.
+    """
     i_tile, i_entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     reach = position + length
