@@ -22,7 +22,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     Selected,
     local_start,
 )
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.select import slabs
 from vllm_sparse_kernels.select.lists import load_tile, tile_blocks
 
@@ -71,7 +71,7 @@ def flag_blocks(
     """Set the flags of the blocks in which an element passes, of a run of a slab's tiles."""
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.pairs, *regions)
-    shape = {"GROUP": group, "BLOCK_D": keys.integers.shape[2], "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
+    shape = {"GROUP": group, "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
     shape |= {"num_warps": TEST_WARPS}
     hopper = adds_up_in_half(kept.device)
     with index.workspace.frame():
@@ -79,8 +79,8 @@ def flag_blocks(
         if hopper:
             hopper = _test_on_hopper((num_pairs, num_spans, num_heads), queries, keys, args, left, shape)
         _test_kernel[(num_pairs, 1 if hopper else num_spans, num_heads)](
-            queries, keys, *args, left, num_spans, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS,
-            REST=hopper,
+            queries, keys, *args, left, num_spans, **shape, BLOCK_D=keys.integers.shape[2], TILE=TILE_TOKENS,
+            TILES=TEST_TILES, WARPS=TEST_WARPS, REST=hopper,
         )  # fmt: skip
 
 
@@ -97,8 +97,7 @@ def _test_on_hopper(
     """Whether ``sale_hopper`` took it. A compiler that can't have it costs speed, never the server."""
     try:
         sale_hopper.half_kernel[grid](
-            queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left,
-            **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS, PAIR_FIELDS=PAIR_FIELDS.value,
+            queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left, **shape
         )  # fmt: skip
     except Exception as error:  # whatever a compiler or a launch raises is the reason
         UNUSABLE.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
