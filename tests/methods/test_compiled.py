@@ -62,7 +62,6 @@ from vllm_sparse_kernels.gluon_names import bulk_steps
 from vllm_sparse_kernels.index import IndexArgs
 from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
-from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS
 
 head_dim, block_tokens = int(sys.argv[1]), int(sys.argv[2])
 integers = torch.empty(1, 256, head_dim, dtype=torch.float8_e4m3fn)
@@ -75,8 +74,7 @@ with compiling_for():
         RoundedQueries(integers, numbers, numbers, numbers, 256),
         RoundedKeys(integers, numbers, numbers, numbers.half(), numbers, numbers, 256),
         bulk, bulk, ids, numbers, flags, index, ids, 32, 128, flags,
-        GROUP=4, BLOCK_D=head_dim, INDEX_N=block_tokens, SPAN=8192, FIELDS=4, STAGES=sale_hopper.STAGES,
-        PAIR_FIELDS=PAIR_FIELDS.value, num_warps=4, grid=(1, 1, 1),
+        GROUP=4, INDEX_N=block_tokens, SPAN=8192, num_warps=4, grid=(1, 1, 1),
     )
 with open(sys.argv[3], "wb") as file:
     file.write(kernel.asm["cubin"])

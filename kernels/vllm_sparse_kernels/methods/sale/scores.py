@@ -22,7 +22,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     Selected,
     local_start,
 )
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.select import slabs
 from vllm_sparse_kernels.select.engine import HOPPER, SelectSpec
 from vllm_sparse_kernels.select.lists import load_tile, tile_blocks
@@ -131,16 +131,15 @@ def flag_blocks(
     """
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.pairs, *regions)
-    kept_d = keys.integers.shape[2]
     group = index.num_heads // keys.integers.shape[0]
+    kept_d = keys.integers.shape[2]
     test = ScoreShape(group, kept_d, TILE_TOKENS, TEST_TILES, index.block_tokens, SPAN_TOKENS, TEST_WARPS)
     with index.workspace.frame():
         left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
         if by_half:
             sale_hopper.half_kernel[num_pairs, num_spans, num_heads](
                 queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left,
-                GROUP=group, BLOCK_D=kept_d, INDEX_N=index.block_tokens, SPAN=SPAN_TOKENS, num_warps=TEST_WARPS,
-                STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS, PAIR_FIELDS=PAIR_FIELDS.value,
+                GROUP=group, INDEX_N=index.block_tokens, SPAN=SPAN_TOKENS, num_warps=TEST_WARPS,
             )  # fmt: skip
         _test_kernel[(num_pairs, 1 if by_half else num_spans, num_heads)](
             queries, keys, *args, left, num_spans, compile_time(test), MARKED=by_half, num_warps=TEST_WARPS,
