@@ -89,12 +89,31 @@ class Scratch(NamedTuple):
 
 
 def tile_bytes(num_selected: int, reach: int) -> int:
-    """Bytes of one tile's scratch and masses, for a tile that may see ``reach`` keys."""
+    """Return what one tile's scratch and masses take.
+
+    Args:
+        num_selected: query heads that are selected.
+        reach: keys that the tile may see.
+
+    Returns:
+        Bytes.
+    """
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
     return num_selected * STEP.value * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+    """Take room for what the launches of a run leave each other.
+
+    Args:
+        num_selected: query heads that are selected.
+        num_tiles: tiles of the run.
+        reach: keys that the furthest of them may see.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Undefined tensors, in the workspace.
+    """
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
         workspace.empty(num_selected, num_tiles, 128), workspace.empty(num_selected, num_tiles, 128),
@@ -109,6 +128,14 @@ def masses(
     """Mean over each tile's queries of their share in each block, as ``portable.masses`` has it.
 
     The mass of all the tile's own keys stands at the first of their blocks, 0 at the others.
+
+    Args:
+        rounded: queries of all tiles and keys of the slab.
+        selected: the heads; masses are not written where a head's ``kept_mass`` is 1 or more.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
+        run: the tiles to measure.
+        scratch: from ``room`` for this run.
+        target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
     num_selected, num_pairs, kept_d = len(heads), len(run.pairs), rounded.keys.shape[2]

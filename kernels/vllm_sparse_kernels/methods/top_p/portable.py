@@ -41,17 +41,43 @@ class Scratch(NamedTuple):
 
 
 def tile_bytes(num_selected: int, reach: int) -> int:
-    """Bytes of one tile's scratch and masses, for a tile that may see ``reach`` keys."""
+    """Return what one tile's scratch and masses take.
+
+    Args:
+        num_selected: query heads that are selected.
+        reach: keys that the tile may see.
+
+    Returns:
+        Bytes.
+    """
     scratch = num_selected * (blocks_of(reach) * 256 + ceil_div(reach, SPAN_TOKENS) * 1024)
     return scratch + mass_bytes(num_selected, reach)
 
 
 def blocks_of(reach: int) -> int:
-    """Whole steps of four."""
+    """Return a tile's blocks of 32 keys, in whole steps of four.
+
+    Args:
+        reach: keys that the tile may see.
+
+    Returns:
+        A multiple of 4.
+    """
     return ceil_div(reach, 128) * 4
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+    """Take room for what the launches of a run leave each other.
+
+    Args:
+        num_selected: query heads that are selected.
+        num_tiles: tiles of the run.
+        reach: keys that the furthest of them may see.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Undefined tensors, in the workspace.
+    """
     blocks, spans = blocks_of(reach), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
         workspace.empty(num_selected, num_tiles, blocks, 128, dtype=torch.float16),

@@ -83,7 +83,16 @@ class Rounded(NamedTuple):
 
 
 def row_moments(inputs: LayerInputs, kept_d: int, workspace: Workspace) -> Moments:
-    """Mean keys of each row and kv head, and the ``kept_d`` channels that move scores most."""
+    """Find the mean keys of each row and kv head, and the ``kept_d`` channels that move scores most.
+
+    Args:
+        inputs: queries, cache and rows of the step.
+        kept_d: channels that are multiplied.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Both, in the workspace.
+    """
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
