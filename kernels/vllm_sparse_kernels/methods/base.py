@@ -214,7 +214,7 @@ class PerHead(Method):
             num_heads: query heads.
 
         Returns:
-            ``number`` methods.
+            ``num_heads`` methods.
         """
         if not self.settings:
             return (self,) * num_heads
