@@ -26,6 +26,10 @@ from vllm_sparse_kernels.methods.top_p import hopper as top_p_hopper
 
 HOPPER_TARGET = GPUTarget("cuda", 90, 32)
 
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical
+specifications)."""
+
 
 class StandIn:
     """As much of a driver as compiling asks for."""
@@ -73,6 +77,47 @@ def without_launches() -> Iterator[None]:
         for module in (top_p_hopper, sale_scores):
             stack.enter_context(patch.object(module, "bulk_steps", lambda rows: rows))
         yield
+
+
+@contextmanager
+def card(capability: int, bulk: bool = True) -> Iterator[None]:
+    """Kernels are compiled, sized and chosen within as on a card of this compute capability.
+
+    What asks the device for its capability or its shared memory is answered for the card; tensors stay on the CPU.
+    Gluon kernels for Hopper are left out: they are compiled by tests of their own.
+
+    Args:
+        capability: one of ``SHARED_KIB``, 90 for Hopper.
+        bulk: whether caches can be read by bulk copies, where the card has them.
+    """
+    from vllm_sparse_kernels import width
+    from vllm_sparse_kernels.attend import portable
+    from vllm_sparse_kernels.methods.anchor_attention import method as anchors
+    from vllm_sparse_kernels.methods.sale import method as sale
+    from vllm_sparse_kernels.methods.top_p import method as top_p
+
+    limit_bytes, fp8 = SHARED_KIB[capability] << 10, torch.float8_e4m3fn
+    answers = [
+        (portable, "shared_bytes", limit_bytes),
+        (width, "shared_bytes", limit_bytes),
+        (width, "_narrow_blocks_pay", False),  # blocks as wide as the card has room for
+        (top_p, "stored_dtype", fp8 if capability >= 89 else torch.float16),
+        (sale, "integer_dtype", fp8 if capability >= 90 else torch.int8),
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(compiling_for(GPUTarget("cuda", capability, 32)))
+        for module, name, answer in answers:
+            stack.enter_context(patch.object(module, name, return_value=answer))
+        for module in (portable, anchors):
+            stack.enter_context(
+                patch.object(module, "supports_bulk", lambda cache: bulk and _has_bulk(capability, cache))
+            )
+        yield
+
+
+def _has_bulk(capability: int, cache: Any) -> bool:
+    """As ``portable.supports_bulk`` answers on such a card."""
+    return capability >= 90 and cache.head_dim & (cache.head_dim - 1) == 0
 
 
 class Recorder:

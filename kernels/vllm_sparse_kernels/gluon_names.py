@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gluon, Triton's language for what Triton itself leaves to its compiler, as kernels for Hopper here import it.
+"""Gluon as the kernels for Hopper import it, and the types that these kernels share.
 
-It is young: names differ between releases. Those that do are told apart here, for Triton 3.6 to 3.9, beside pieces that
-kernels of several methods share; importing this module raises ImportError or AttributeError where a release lacks what
-is needed.
+Gluon is Triton's language for code that controls layouts, shared memory and asynchronous copies itself. Its names
+differ between releases; this module bridges Triton 3.6 to 3.9. Importing it raises ImportError or AttributeError where
+a release lacks what the kernels need.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import torch
 from triton.experimental import gluon
@@ -21,15 +21,192 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
+
+from vllm_sparse_kernels.rows import TILE_FIELDS
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 gather_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+bulk_descriptor = tma.tensor_descriptor
+
+FIELDS = gl.constexpr(TILE_FIELDS)
+"""Columns of ``Rows.tiles``."""
+
+T = TypeVar("T")
+
+
+@dataclass_transform()
+def aggregate(cls: type[T]) -> type[T]:
+    """Turn a class with annotated fields into a type of jitted code, like ``gluon.aggregate`` of Triton 3.8 and later.
+
+    Triton 3.6 and 3.7 have the decorator under a private name only, and do not write the constructor that takes the
+    fields in order; this function adds both.
+
+    Args:
+        cls: a class whose fields are annotated with types of Gluon values (``gl.tensor``, ``gl.constexpr``,
+            ``gl.shared_memory_descriptor``, another aggregate) and whose methods are jitted.
+
+    Returns:
+        The aggregate type. Jitted code constructs it, reads its fields and carries it through loops; an aggregate is
+        immutable, so a method that changes it returns another one.
+    """
+    if hasattr(gluon, "aggregate"):
+        public: type[T] = gluon.aggregate(cls)
+        return public
+    if "__init__" not in vars(cls):
+        cls.__init__ = _constructor(cls.__name__, tuple(cls.__annotations__))  # type: ignore[method-assign]
+    private: type[T] = core._aggregate(cls)
+    return private
+
+
+def _constructor(type_name: str, fields: tuple[str, ...]) -> Any:
+    """``__init__`` of an aggregate: assigns the fields, and wraps Python values as compile-time constants."""
+
+    def init(self: Any, *values: Any) -> None:
+        if len(values) != len(fields):
+            raise TypeError(f"{type_name} takes {len(fields)} values ({', '.join(fields)}), not {len(values)}")
+        for name, value in zip(fields, values, strict=True):
+            setattr(self, name, value if isinstance(value, core.base_value) else gl.constexpr(value))
+
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]  # else Triton refuses to hash it
+    return init
+
+
+@aggregate
+class Tile:
+    """A tile of ``Rows.tiles``, whose fields are loaded when they are read."""
+
+    fields: gl.tensor  # [FIELDS] int32 by pointer
+
+    @gluon.jit
+    def row(self):
+        """Row of the batch."""
+        return gl.load(self.fields)
+
+    @gluon.jit
+    def token(self):
+        """First query, in q."""
+        return gl.load(self.fields + 1)
+
+    @gluon.jit
+    def length(self):
+        """Number of queries."""
+        return gl.load(self.fields + 2)
+
+    @gluon.jit
+    def position(self):
+        """Position of the first query in its sequence."""
+        return gl.load(self.fields + 3)
+
+    @gluon.jit
+    def plus(self, num):
+        """The tile ``num`` places further."""
+        return Tile(self.fields + num * FIELDS)
+
+
+@gluon.jit
+def tile_of(tiles, i_tile):
+    """The ``i_tile``-th tile of ``Rows.tiles``."""
+    return Tile(tiles + i_tile * FIELDS)
+
+
+@aggregate
+class Counter:
+    """Counts the uses of a ring of NUM slots. Producer and consumers each count for themselves."""
+
+    count: gl.tensor  # int32
+    NUM: gl.constexpr
+
+    @gluon.jit
+    def slot(self):
+        """Index of the slot whose turn it is."""
+        return self.count % self.NUM
+
+    @gluon.jit
+    def parity(self):
+        """0 in the ring's first round, then 1, 0, 1 …: the phase of a barrier that completes once a round."""
+        return self.count // self.NUM & 1
+
+    @gluon.jit
+    def next(self):
+        """The counter after one more use."""
+        return Counter(self.count + 1, self.NUM)
+
+    @gluon.jit
+    def previous(self):
+        """The counter before the last use."""
+        return Counter(self.count - 1, self.NUM)
+
+    @gluon.jit
+    def plus(self, num):
+        """The counter after ``num`` more uses."""
+        return Counter(self.count + num, self.NUM)
+
+
+@gluon.jit
+def new_counter(NUM: gl.constexpr):
+    """A counter that has counted nothing."""
+    return Counter(gl.to_tensor(0), NUM)
+
+
+@aggregate
+class Channel:
+    """A ring of buffers in shared memory that a producer fills and consumers empty.
+
+    ``full`` and ``empty`` hold a barrier for each slot. ``full`` completes when a slot's data has arrived; ``empty``
+    completes when all consumers have released the slot. Producers wait for the round before, hence their parity.
+    """
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def buffer(self, counter):
+        """The slot's memory."""
+        return self.buffers.index(counter.slot())
+
+    @gluon.jit
+    def full_barrier(self, counter):
+        """The barrier that the slot's producer completes."""
+        return self.full.index(counter.slot())
+
+    @gluon.jit
+    def acquire_empty(self, counter):
+        """Wait, as the producer, until the slot may be written."""
+        mbarrier.wait(self.empty.index(counter.slot()), counter.parity() ^ 1)
+
+    @gluon.jit
+    def acquire_full(self, counter, pred=True):
+        """Wait, as a consumer, until the slot's data is there. Where ``pred`` is false it does not wait."""
+        mbarrier.wait(self.full.index(counter.slot()), counter.parity(), pred=pred)
+
+    @gluon.jit
+    def mark_full(self, counter):
+        """Announce, as the producer, data that no asynchronous copy announces by itself."""
+        mbarrier.arrive(self.full.index(counter.slot()), count=1)
+
+    @gluon.jit
+    def release(self, counter):
+        """Hand the slot back, as a consumer.
+
+        One thread arrives for all four warps of the group. Triton makes them meet between the wait for the product
+        that reads the slot and this arrival; tests check that in the machine code.
+        """
+        mbarrier.arrive(self.empty.index(counter.slot()), count=1)
 
 
 def bulk_steps(vectors: torch.Tensor) -> TensorDescriptor:
-    """For bulk copies of steps of 128 vectors of e4m3 [heads, n, channels]."""
+    """Describe vectors for bulk copies of 128 at a time.
+
+    Args:
+        vectors: [heads, n, channels] float8_e4m3fn, contiguous; n a multiple of 128.
+
+    Returns:
+        A descriptor of the matrix [heads · n, channels] with boxes of [128, channels], swizzled for matrix products.
+    """
     rows = vectors.flatten(0, 1)
     return TensorDescriptor.from_tensor(rows, [128, rows.shape[1]], _layout_of_steps(rows.shape[1]))
 
@@ -41,13 +218,13 @@ def _layout_of_steps(num_channels: int) -> Any:
 
 @gluon.jit
 def larger_pairs(b_a, b_b):
-    """Maximum in half precision, two elements in one instruction."""
+    """Elementwise maximum in half precision, two elements an instruction."""
     return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """NUM barriers in shared memory, each of which COUNT arrivals complete."""
+    """NUM barriers in shared memory, each completed by COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)
@@ -55,7 +232,7 @@ def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 
 
 __all__ = [
-    "TensorDescriptor", "async_copy", "barrier", "bulk_load", "bulk_steps", "fence_async_shared", "gather_load",
-    "gl", "gluon", "larger_pairs", "mbarrier", "new_barriers", "reinterpret", "warpgroup_mma",
-    "warpgroup_mma_wait",
+    "Channel", "Counter", "TensorDescriptor", "Tile", "aggregate", "async_copy", "barrier", "bulk_descriptor",
+    "bulk_load", "bulk_steps", "fence_async_shared", "gather_load", "gl", "gluon", "larger_pairs", "mbarrier",
+    "new_barriers", "new_counter", "reinterpret", "tile_of", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -254,19 +254,23 @@ def load_block(
     keys, i_row, i_kv, start, end,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Load the keys [BLOCK, BLOCK_D] of an aligned block, with one address computation if a page contains it.
+    """Load BLOCK consecutive keys of one row and kv head: those of a page by one address.
 
     Args:
-        keys: ``KeyArgs``.
-        i_row: Number of the row in the block table.
-        i_kv: Number of the key-value head.
-        start: Position of the first key, a multiple of ``BLOCK``.
-        end: Position from which on keys are zero.
-        PAGE: Keys of a page.
-        BLOCK: Rows of the result.
-        HEAD_DIM: Elements of a key.
-        BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
+        keys: KeyArgs.
+        i_row: a row of the step.
+        i_kv: the kv head.
+        start: position of the first, a multiple of BLOCK.
+        end: where the row's keys end.
+        PAGE: tokens of a page.
+        BLOCK: keys.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+
+    Returns:
+        [BLOCK, BLOCK_D], 0 from ``end`` on.
     """
+    start = tl.cast(start, tl.int32)  # the interpreter's loops count in Python's integers
     o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
     if PAGE % BLOCK == 0:

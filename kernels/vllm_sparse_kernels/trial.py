@@ -18,7 +18,7 @@ import torch
 
 from vllm_sparse_kernels.attend.engine import Engine
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.attend.reference import attend, fp8_weights
+from vllm_sparse_kernels.attend.reference import ReferenceAttend, fp8_weights
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache, wide_dtype
@@ -100,7 +100,8 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
     ):
         out = torch.full_like(batch.q, float("nan"), dtype=out_dtype)
         lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
-        attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options, weights, batch.sinks)
+        attend = ReferenceAttend(dtype, weights)
+        attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
         results.append((out, lse))
     (out, lse), (eager_out, eager_lse) = results
     return Expected(out, lse, error_budget(eager_out, out), error_budget(eager_lse, lse))

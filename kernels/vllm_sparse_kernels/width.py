@@ -25,10 +25,19 @@ HOPPER = (9, 0)
 
 
 def index_block_tokens(methods: Sequence[Method], head_dim: int, device: torch.device, engine: str = "auto") -> int:
-    """Keys of a block of the index that heads with these methods, each head's own, share.
+    """Return keys of a block of the index that heads with these methods share.
 
-    ``engine``: the name of the one that is asked for; any but ``portable`` leaves it to the device. Where not even
-    blocks of 64 fit the device's shared memory (``widest_block``) they are 64 all the same, for references.
+    Where not even blocks of 64 fit the device's shared memory (``widest_block``) they are 64 all the same, for
+    references.
+
+    Args:
+        methods: each head's own method.
+        head_dim: channels of a head.
+        device: where the index lies.
+        engine: name of the engine that is configured; any but ``portable`` leaves it to the device.
+
+    Returns:
+        128, 64 or 32.
     """
     usual = min(widest_block(head_dim, shared_bytes(device)) or 64, *(method.block_tokens for method in methods))
     if not _narrow_blocks_pay(methods, device, engine):

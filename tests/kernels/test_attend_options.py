@@ -93,7 +93,8 @@ def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: b
 def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None, dtype=torch.float64):
     out = torch.full_like(batch.q, float("nan"), dtype=dtype)
     lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
-    reference.attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options, sinks=batch.sinks)
+    attend = reference.ReferenceAttend(dtype)
+    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
     return out, lse
 
 

@@ -11,7 +11,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
-from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected, Storage
+from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.methods.sale.scores import half_refusal, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select.channels import kept_channels
@@ -153,9 +153,9 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     regions = Regions(method.sink_tokens, method.local_tokens)
     kept_d = kept_channels(cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
     means = sale_means.row_means(q, cache, rows, kept_d, room)
-    storage = Storage(kept_d, module.integer_dtype(q.device))
-    queries = sale_rounding.round_queries(inputs, means, selected, regions, storage, room)
+    integers = IntegerFormat(kept_d, module.integer_dtype(q.device))
+    queries = sale_rounding.round_queries(inputs, means, selected, regions, integers, room)
     (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, storage, room)
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
     sale_rounding.round_keys(inputs, means, selected, slab, keys)
     return queries, keys

@@ -26,7 +26,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
-from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Storage, room_for_keys
+from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, room_for_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select import slabs
 from vllm_sparse_kernels.select.channels import kept_channels
@@ -259,5 +259,5 @@ def test_memory_does_not_grow_with_the_number_of_cached_tokens():
     rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
     assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
     room = Workspace(torch.device("meta"))
-    room_for_keys(32, 8, slabs.SLAB_TOKENS, Storage(128, torch.int8), room)
+    room_for_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
     assert room.peak_bytes < 165e6

@@ -28,7 +28,11 @@ __all__ = [
 
 
 def engines(flash: FlashAttention | None = None) -> dict[str, Engine]:
-    """All engines by name, the fastest first. ``flash`` is the function that the engine of that name calls."""
+    """All engines by name, the fastest first. ``flash`` is the function that the engine of that name calls.
+
+    Args:
+        flash: FlashAttention's function, or None.
+    """
     return {engine.name: engine for engine in (HOPPER, flash_engine(flash), PORTABLE)}
 
 
@@ -39,6 +43,13 @@ def workspace_bytes(
 
     ``stripe_capacity`` and ``longest_stripes``: positions that all lists of the index together, and the longest of
     them, have room for.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer's heads and blocks.
+        stripe_capacity: stripes of one head, of all tiles.
+        longest_stripes: stripes that any tile may keep at most.
+        int8_scores: whether any head has 8-bit scores.
     """
     by_portable = portable.workspace_bytes(rows, shape, int8_scores)
     if int8_scores:

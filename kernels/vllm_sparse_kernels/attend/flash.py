@@ -36,11 +36,12 @@ import torch
 import triton
 
 from vllm_sparse_kernels.attend.engine import AttendArgs, AttendSpec, Engine, check_shapes
-from vllm_sparse_kernels.attend.flash_kernel import finish_kernel, prepare_kernel
+from vllm_sparse_kernels.attend.flash_kernel import SliceShape, UnitShape, finish_kernel, prepare_kernel
 from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.paged import FP8, PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 PART_BYTES = 512 << 20
@@ -76,9 +77,17 @@ class FlashAttention:
 
     @staticmethod
     def of_version(version: int, varlen: Callable[..., Any]) -> "FlashAttention":
-        """``varlen``: vLLM's function. Version 3 reads pages of any size, and fp8; 2 pages of 16 tokens and multiples.
+        """Return what vLLM's function of this version can read.
 
-        Version 3 reads pages by bulk copies only where it is told of sequences longer than its tile of 128 queries.
+        Version 3 reads pages of any size, and fp8; 2 pages of 16 tokens and multiples. Version 3 reads pages by bulk
+        copies only where it is told of sequences longer than its tile of 128 queries.
+
+        Args:
+            version: of FlashAttention.
+            varlen: vLLM's ``flash_attn_varlen_func``.
+
+        Raises:
+            ValueError: another version than 2 or 3.
         """
         half = (torch.float16, torch.bfloat16)
         known = {2: (16, TILE_TOKENS, half), 3: (1, 2 * TILE_TOKENS, (*half, FP8))}
@@ -87,13 +96,58 @@ class FlashAttention:
         return FlashAttention(partial(varlen, fa_version=version, num_splits=1), *known[version])
 
 
+@dataclass(frozen=True)
+class FlashAttend:
+    """``engine.Attend`` by a FlashAttention.
+
+    Attributes:
+        flash: the function that is called; None: every call raises.
+    """
+
+    flash: FlashAttention | None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        out: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+        options: AttendOptions | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attend as ``engine.Attend`` has it, whose arguments these are.
+
+        Raises:
+            ValueError: shapes do not fit the index, or ``refusal`` would have given a reason.
+        """
+        check_shapes(q, out, cache, index, sinks)
+        reason = refusal(self.flash, AttendSpec.of(cache, index, options))
+        if reason is not None or self.flash is None:
+            raise ValueError(f"attend: the engine flash cannot run this: {reason}")
+        queries = AttendArgs.of(q, out, lse, sinks)
+        for part in _parts(index, cache):
+            with index.workspace.frame():
+                _attend_part(self.flash, queries, cache, index, scale, part)
+
+
 def flash_engine(flash: FlashAttention | None) -> Engine:
-    """The engine around the function that the caller hands in; None makes one that always refuses."""
-    return Engine("flash", partial(refusal, flash), partial(attend, flash))
+    """Return the engine around a FlashAttention.
+
+    Args:
+        flash: the function that the caller hands in; None makes an engine that always refuses.
+    """
+    return Engine("flash", partial(refusal, flash), FlashAttend(flash))
 
 
 def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
-    """Why FlashAttention cannot run such a layer."""
+    """Return why FlashAttention cannot run such a layer, in words that end a sentence; None if it can.
+
+    Args:
+        flash: the function that would be called; None: there is none for this device.
+        spec: the layer.
+    """
     if flash is None:
         return "there is no FlashAttention for this device"
     if spec.skips or spec.int8:
@@ -149,30 +203,14 @@ class Part(NamedTuple):
     num_tokens: int
 
 
-def attend(
-    flash: FlashAttention | None,
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
-    out: torch.Tensor,
-    scale: float,
-    lse: torch.Tensor | None = None,
-    options: AttendOptions | None = None,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """See ``engine.Attend``. Raises ValueError where ``refusal`` would have said no."""
-    check_shapes(q, out, cache, index, sinks)
-    why = refusal(flash, AttendSpec.of(cache, index, options))
-    if why is not None or flash is None:
-        raise ValueError(f"attend: the engine flash cannot run this: {why}")
-    queries = AttendArgs.of(q, out, lse, sinks)
-    for part in _parts(index, cache):
-        with index.workspace.frame():
-            _attend_part(flash, queries, cache, index, scale, part)
-
-
 def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
-    """At least what ``attend`` takes from the index's workspace for these rows."""
+    """Return the bytes that attention of these rows takes from the index's workspace, or a few more.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer.
+        longest_stripes: stripes that any tile may keep at most.
+    """
     num_sequences = rows.num_tiles * shape.num_heads
     width = ceil_div(max(rows.seq_lens, default=0), SMALLEST_UNIT) + longest_stripes
     bytes_each = (3 * TILE_TOKENS * shape.head_dim * shape.element_bytes) + 4 * width
@@ -188,20 +226,15 @@ def _attend_part(
     sequences = _room(index, cache, part)
     lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
-    shape = {
-        "HEAD_DIM": cache.head_dim,
-        "BLOCK_D": triton.next_power_of_2(cache.head_dim),
-        "GROUP": group,
-        "ROWS": SLICE_TOKENS,
-        "FIELDS": TILE_FIELDS,
-    }
+    shape = compile_time(SliceShape(cache.head_dim, triton.next_power_of_2(cache.head_dim), group, SLICE_TOKENS))
+    units = compile_time(UnitShape(index.block_tokens, unit, CHUNK=512))
     grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
     stripe_table = sequences.stripe_table
     prepare_kernel[grid](
         queries, *lists, _places(cache), sequences, *varying,
         rows.block_table, rows.block_table.stride(0),
         sequences.table.stride(0), 0 if stripe_table is None else stripe_table.stride(0),
-        BLOCK_TOKENS=index.block_tokens, UNIT=unit, CHUNK=512, **shape,
+        units, shape,
     )  # fmt: skip
 
     def call(keys: torch.Tensor, table: torch.Tensor, unit: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,7 +257,7 @@ def _attend_part(
     by_stripes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if stripe_table is not None:
         by_stripes = call(sequences.stripe_keys, stripe_table, 1, causal=False)
-    finish_kernel[grid](queries, *lists, *results, *by_stripes, cache.value_scale, *varying, **shape)
+    finish_kernel[grid](queries, *lists, *results, *by_stripes, cache.value_scale, *varying, shape)
 
 
 def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
@@ -241,8 +274,8 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
     count = ceil_div(num_sequences, ceil_div(num_sequences, at_once))
 
     def first_token(sequence: int) -> int:
-        i_kv, rest = divmod(sequence, rows.num_tiles * group)
-        rank, i_head = divmod(rest, group)
+        i_kv, in_kv_head = divmod(sequence, rows.num_tiles * group)
+        rank, i_head = divmod(in_kv_head, group)
         length = rows.tile_list[rows.heaviest_order[rank]].length_tokens if i_head else 0
         return (i_kv * total + starts[rank]) * group + i_head * length
 

@@ -20,7 +20,7 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.workspace import padded_bytes
 
 try:
-    from vllm_sparse_kernels.attend.hopper_item import HALF
+    from vllm_sparse_kernels.attend.hopper_item import HALF, ROOM
     from vllm_sparse_kernels.attend.hopper_kernel import hopper_kernel
     from vllm_sparse_kernels.attend.hopper_prepare import prepare_kernel
     from vllm_sparse_kernels.gluon_names import TensorDescriptor, gl
@@ -29,13 +29,6 @@ try:
     LACKS: str | None = None
 except (ImportError, AttributeError) as error:  # Gluon is young: names come and go between Triton's releases
     LACKS = str(error)
-
-ROOM = {
-    64: {"STEP": 128, "STAGES": 4, "SLOTS": 2},
-    128: {"STEP": 128, "STAGES": 2, "SLOTS": 2},
-    256: {"STEP": 64, "STAGES": 2, "SLOTS": 1},
-}
-"""What shared memory has room for, by head_dim: keys of a step, steps of keys and values, tiles of queries."""
 
 RANKING = {"RANKED": 8, "OTHERS": 1024}
 """Items that a program puts in order, and how many others it compares them with at a time."""
@@ -52,16 +45,24 @@ class PlaceArgs(NamedTuple):
     columns_per_head: int
 
 
-class Lists(NamedTuple):
-    """What ``prepare_kernel`` makes: rows of the cache for blocks and stripes, and the order of the work."""
+class WorkArgs(NamedTuple):
+    """What ``prepare_kernel`` writes: rows of the cache for blocks and stripes, and the order of the work."""
 
-    places: Any
-    stripe_places: Any
-    order: Any
+    places: Any  # int32, of the shape of the index's block_ids
+    stripe_places: Any  # int32, of the shape of the index's stripe_positions, or None
+    order: Any  # [num_tiles · num_heads] int32: tile · num_heads + head
+    counter: Any  # [1] int32: items taken
 
 
 def refusal(spec: AttendSpec) -> str | None:
-    """Why the kernel cannot run such a layer."""
+    """Say why the kernel cannot run such a layer.
+
+    Args:
+        spec: The layer and the device.
+
+    Returns:
+        A clause that completes "the engine hopper cannot run this: …", or None where the kernel can run it.
+    """
     if spec.capability != (9, 0):
         return "it is for GPUs of compute capability 9.0 (H100, H200)"
     if LACKS is not None:
@@ -80,7 +81,16 @@ def refusal(spec: AttendSpec) -> str | None:
 
 
 def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
-    """At least what ``attend`` takes from the index's workspace: places of blocks and stripes, and the work's order."""
+    """Upper bound on what ``attend`` takes from the index's workspace: places of blocks and stripes, the work's order.
+
+    Args:
+        rows: The rows of the step.
+        shape: Heads and block size of the layer.
+        stripe_capacity: Positions that the index has room for, of all lists of stripes together.
+
+    Returns:
+        Bytes.
+    """
     num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
     sizes = (shape.num_heads * num_blocks, stripe_capacity, rows.num_tiles * shape.num_heads, 1)
     return sum(padded_bytes(size, dtype=torch.int32) for size in sizes)
@@ -96,7 +106,21 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """See ``engine.Attend``; scale > 0. Raises ValueError where ``refusal`` would have said no."""
+    """Run attention over the index's keys; see ``engine.Attend``.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] fp16 or bf16, of the cache's dtype.
+        cache: Paged keys and values.
+        index: Blocks and stripes to attend to.
+        out: Like q; tokens outside the index's rows stay untouched.
+        scale: From products to scores, above 0.
+        lse: [num_heads, num_tokens] float32, filled with natural logarithms of sums, or None.
+        options: None, or options without skips and 8-bit scores.
+        sinks: [num_heads] float, or None.
+
+    Raises:
+        ValueError: Shapes do not fit each other, or ``refusal`` has a reason.
+    """
     check_shapes(q, out, cache, index, sinks)
     why = refusal(AttendSpec.of(cache, index, options))
     matrix = matrix_args(cache)
@@ -115,7 +139,18 @@ def run(
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """``attend`` without its questions: compiles for Hopper wherever a driver stands in for one."""
+    """Launch both kernels, without the checks of ``attend``: compiles for Hopper where a driver stands in for one.
+
+    Args:
+        q: As for ``attend``.
+        cache: As for ``attend``.
+        matrix: The cache as a matrix of tokens, from ``portable.matrix_args``.
+        index: As for ``attend``.
+        out: As for ``attend``.
+        scale: As for ``attend``.
+        lse: As for ``attend``.
+        sinks: As for ``attend``.
+    """
     if q.stride(1) * index.num_heads > q.stride(0):
         q = q.contiguous()
     num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
@@ -127,29 +162,28 @@ def run(
     )
     place_args = PlaceArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
     with index.workspace.frame():
-        cache_args, index_args, lists, counter = _prepare(cache, matrix, index)
+        cache_args, index_args, work = _prepare(cache, matrix, index)
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
-            queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, place_args, index_args, lists,
-            counter, num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, **ROOM[head_dim],
-            STRIPES=index.has_stripes, num_warps=4,
+            queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, place_args, index_args, work,
+            num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
 
 
 def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple[Any, ...]:
-    """Launches ``prepare_kernel``: (cache_args, index_args, lists, counter of the work taken)."""
+    """Launches ``prepare_kernel``: (cache_args, index_args, work)."""
     rows, workspace = index.rows, index.workspace
     num_items = rows.num_tiles * index.num_heads
     order = workspace.empty(num_items, dtype=torch.int32)
     counter = workspace.empty(1, dtype=torch.int32)
     places = workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     stripe_places = workspace.empty(len(index.stripe_positions), dtype=torch.int32) if index.has_stripes else None
-    lists = Lists(places, stripe_places, order)
+    work = WorkArgs(places, stripe_places, order, counter)
     cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
     prepare_kernel[(ceil_div(num_items, RANKING["RANKED"]) + num_items,)](
-        index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **_shape(cache, index),
-        CHUNK=512, **RANKING,
+        index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, places, stripe_places, order,
+        **_shape(cache, index), CHUNK=512, FIELDS=TILE_FIELDS, **RANKING,
     )  # fmt: skip
-    return cache_args, index_args, lists, counter
+    return cache_args, index_args, work
 
 
 def _shape(cache: PagedCache, index: SparseIndex) -> dict[str, int]:
@@ -157,7 +191,6 @@ def _shape(cache: PagedCache, index: SparseIndex) -> dict[str, int]:
         "NUM_HEADS": index.num_heads,
         "GROUP": index.num_heads // cache.num_kv_heads,
         "BLOCK_N": index.block_tokens,
-        "FIELDS": TILE_FIELDS,
     }
 
 

@@ -14,8 +14,27 @@ def prepare_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
     OTHERS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs put the work in order, RANKED items each, and zero the counter. Each of the others finds where
-    blocks and stripes of one (head, tile) lie in the cache seen as a matrix.
+    """Put the work in order, and find where listed blocks and stripes lie in the cache seen as a matrix of tokens.
+
+    Grid: a program for every RANKED items, which ranks them, and then one for each item, which places its lists. Bound
+    by latency: a few loads that depend on each other.
+
+    Args:
+        index: ``IndexArgs``.
+        cache: ``KeyArgs``.
+        num_tiles: Tiles of the index's rows.
+        rows_per_page: Rows of the matrix from a page to the next one.
+        counter: [1] int32, set to 0.
+        places: int32, of the shape of ``index.block_ids``: first rows of blocks of kv head 0.
+        stripe_places: int32, of the shape of ``index.stripe_positions``, or None: tokens of the cache.
+        order: [num_tiles · NUM_HEADS] int32: tile · NUM_HEADS + head, in the order in which the items are taken.
+        NUM_HEADS: Query heads.
+        GROUP: Query heads of a kv head.
+        BLOCK_N: Keys of an index block.
+        CHUNK: List entries that are placed at a time.
+        RANKED: Items that a program ranks.
+        OTHERS: Items that they are compared with at a time.
+        FIELDS: Columns of ``Rows.tiles``.
     """
     num_rankers = (num_tiles * NUM_HEADS + RANKED - 1) // RANKED
     i_item = tl.program_id(0) - num_rankers
@@ -66,9 +85,9 @@ def _rank_items(
         o_item = start + tl.arange(0, OTHERS)
         b_total += _keys(index, o_item, o_item < num_items, BLOCK_N)
     scale = num_items / tl.sum(b_total, 0)
-    o_own = begin + tl.arange(0, RANKED)
-    in_items = o_own < num_items
-    b_head, b_tile = _item_in_order(tl.where(in_items, o_own, 0), index, num_tiles, GROUP)
+    o_ranked = begin + tl.arange(0, RANKED)
+    in_items = o_ranked < num_items
+    b_head, b_tile = _item_in_order(tl.where(in_items, o_ranked, 0), index, num_tiles, GROUP)
     b_keys = _keys(index, b_head * num_tiles + b_tile, in_items, BLOCK_N)
     b_first = _first_by(b_keys, b_head // GROUP, scale)
     b_rank = tl.zeros([RANKED], tl.int32)
@@ -80,7 +99,7 @@ def _rank_items(
         b_other = tl.where(valid, _first_by(b_other_keys, b_other_head // GROUP, scale), -MOST_HEADS - 1)[None, :]
         b_other_keys = b_other_keys[None, :]
         b_longer = (b_other_keys > b_keys[:, None]) | (
-            (b_other_keys == b_keys[:, None]) & (o_item[None, :] < o_own[:, None])
+            (b_other_keys == b_keys[:, None]) & (o_item[None, :] < o_ranked[:, None])
         )
         b_before = (b_other > b_first[:, None]) | ((b_other == b_first[:, None]) & b_longer)
         b_rank += tl.sum(b_before.to(tl.int32), 1)

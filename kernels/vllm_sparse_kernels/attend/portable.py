@@ -31,8 +31,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attend.engine import AttendArgs, AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.attend.portable_kernel import attend_kernel, place_blocks_kernel
+from vllm_sparse_kernels.attend.portable_kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attend.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
@@ -75,9 +76,22 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """See ``engine.Attend``; fp16, bf16 or fp8, fp32 in the interpreter. Without ``options`` it is exact to rounding.
+    """Attend as ``engine.Attend`` has it; fp16, bf16 or fp8, fp32 in the interpreter.
 
-    Of fp8, products of queries and keys are taken as they are, those with values in fp16.
+    Exact to rounding without ``options``.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: what each tile keeps.
+        out: [num_tokens, num_heads, head_dim]; written for the index's rows.
+        scale: takes products of elements to scores, in natural units; > 0.
+        lse: [num_heads, num_tokens] float32, written too; or None.
+        options: approximations that heads ask for, or None.
+        sinks: [num_heads], logits that join the softmax; or None.
+
+    Raises:
+        ValueError: shapes do not fit the index or each other.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
     check_shapes(q, out, cache, index, sinks)
@@ -90,33 +104,53 @@ def attend(
         if bulk:
             descriptors = descriptors_of(cache, matrix, index.block_tokens)
     block_d = triton.next_power_of_2(head_dim)
+    shape = compile_time(
+        AttendShape(
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            NUM_HEADS=num_heads,
+            GROUP=num_heads // cache.num_kv_heads,
+            BLOCK_M=TILE_TOKENS,
+            BLOCK_N=index.block_tokens,
+            STRIPES=STRIPE_STEP if index.has_stripes else 0,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), options is not None and options.skips),
+        )
+    )
     attend_kernel[(rows.num_tiles * num_heads,)](
         AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E,
         cache.value_scale, *_option_args(options, cache, index, bulk),
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // cache.num_kv_heads,
-        BLOCK_M=TILE_TOKENS,
-        BLOCK_N=index.block_tokens,
-        STRIPES=STRIPE_STEP if index.has_stripes else 0,
-        FIELDS=TILE_FIELDS,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), options is not None and options.skips),
+        shape,
         num_warps=8 if block_d >= 128 else 4,
         num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
     )  # fmt: skip
 
 
 def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
-    """At least what ``attend`` takes from the index's workspace for these rows: places of blocks, and 8-bit keys."""
+    """Return the bytes that ``attend`` takes from the index's workspace: places of blocks, and 8-bit keys.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer's heads and blocks.
+        int8_scores: whether any head has 8-bit scores.
+
+    Returns:
+        Bytes, or a few more.
+    """
     num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
     places = padded_bytes(shape.num_heads, num_blocks, dtype=torch.int32)
     return places + (smooth_bytes(rows, shape.num_kv_heads, shape.head_dim) if int8_scores else 0)
 
 
 def refusal(spec: AttendSpec) -> str | None:
-    """Why the kernel cannot run such a layer."""
+    """Return why the kernel cannot run such a layer.
+
+    Args:
+        spec: the layer.
+
+    Returns:
+        A reason that ends a sentence, or None if it can.
+    """
     if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
         return "Triton runs kernels on a CPU in its interpreter alone (TRITON_INTERPRET=1)"
     limit_bytes = shared_bytes(spec.device)
@@ -128,16 +162,28 @@ def refusal(spec: AttendSpec) -> str | None:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have; without bound where there is no such thing (the interpreter)."""
+    """Return the shared memory that a program may have.
+
+    Args:
+        device: the GPU.
+
+    Returns:
+        Bytes; 1 << 62 where there is no such limit (the interpreter).
+    """
     if device.type != "cuda":
         return 1 << 62
     return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))
 
 
 def widest_block(head_dim: int, limit_bytes: int) -> int | None:
-    """Keys of the widest block, 128 or 64, that attend has room for in ``limit_bytes`` of shared memory, or None.
+    """Return how wide a block ``attend`` has room for. Blocks of 128 are worth it only with two buffers.
 
-    Blocks of 128 are worth it only with two buffers: one is loaded while the other is multiplied.
+    Args:
+        head_dim: channels of a head.
+        limit_bytes: shared memory of a program.
+
+    Returns:
+        128 or 64 keys, or None where not even 64 fit.
     """
     if _needed_bytes(128, head_dim, 2) <= limit_bytes:
         return 128
@@ -166,7 +212,14 @@ def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: boo
 
 
 def supports_bulk(cache: PagedCache) -> bool:
-    """Whether this cache, if it is a matrix at all, can be read by bulk tensor copies."""
+    """Return whether this cache, if it is a matrix at all, can be read by bulk tensor copies.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+
+    Returns:
+        True on Hopper and later, for aligned caches whose head_dim is a power of two.
+    """
     keys = cache.keys
     return (
         keys.is_cuda
@@ -179,9 +232,15 @@ def supports_bulk(cache: PagedCache) -> bool:
 
 
 def matrix_args(cache: PagedCache) -> MatrixArgs | None:
-    """The cache as a matrix of tokens, or None where its strides make none.
+    """Return the cache as a matrix of tokens.
 
-    In vLLM's NHD layout the kv heads of a token lie side by side in its row; in HND they are stacked.
+    In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+
+    Returns:
+        Where a kv head and a page lie, or None where the strides make no matrix.
     """
     stride_page, stride_token, stride_head = cache.strides
     if stride_page % stride_token:
@@ -197,7 +256,16 @@ def matrix_args(cache: PagedCache) -> MatrixArgs | None:
 
 
 def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
-    """Keys and values for bulk copies of ``block_tokens`` rows."""
+    """Return keys and values for bulk copies.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        matrix: the cache as a matrix.
+        block_tokens: rows of a copy.
+
+    Returns:
+        Two descriptors of [block_tokens, head_dim].
+    """
     shape = [matrix.num_rows, matrix.columns_per_head * (cache.num_kv_heads - 1) + cache.head_dim]
     strides, block = [cache.strides[1], 1], [block_tokens, cache.head_dim]
     return [TensorDescriptor(x, shape, strides, block) for x in (cache.keys, cache.values)]

@@ -47,7 +47,18 @@ class SmoothKeys(NamedTuple):
 def smooth_keys(
     cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, num_heads: int, workspace: Workspace
 ) -> SmoothKeys:
-    """``int8_heads`` [num_heads] uint8: the query heads that will read the result; None is all of them."""
+    """Quantise the keys of all rows to 8 bits.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        rows: the rows of a step.
+        int8_heads: [num_heads] uint8, the query heads that will read the result; None: all.
+        num_heads: query heads.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        The keys, in the workspace.
+    """
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     block_d, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
     starts = [*accumulate((ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens), initial=0)]
@@ -69,7 +80,16 @@ def smooth_keys(
 
 
 def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
-    """What ``smooth_keys`` takes from its workspace."""
+    """Return the bytes that ``smooth_keys`` takes from its workspace.
+
+    Args:
+        rows: the rows of a step.
+        num_kv_heads: kv heads.
+        head_dim: channels of a head.
+
+    Returns:
+        Bytes.
+    """
     block_d = triton.next_power_of_2(head_dim)
     num_keys = sum(ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens)
     return (
@@ -81,7 +101,14 @@ def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
 
 @triton.jit
 def quantize(b_x):
-    """(integers, step) of a block of float32 vectors with one scale, to the nearest."""
+    """Round a block of vectors with one scale, to the nearest.
+
+    Args:
+        b_x: [n, BLOCK_D] float32.
+
+    Returns:
+        (int8 of the same shape, what an integer counts).
+    """
     step = tl.maximum(tl.max(tl.abs(b_x)), TINY) / INT8_MAX
     return tl.floor(b_x / step + 0.5).to(tl.int8), step
 
@@ -102,7 +129,25 @@ def _round_keys_kernel(
     keys, int8_heads, means, integers, steps, i_row, seq_len, start, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Up to STEP_TOKENS keys of one kv head in 8 bits, zeros past the row's end."""
+    """Up to STEP_TOKENS keys of one kv head in 8 bits, zeros past the row's end.
+
+    Grid: (blocks of 64 keys of one row, kv heads). Bound by memory: it reads each key once and writes half as much.
+
+    Args:
+        keys: KeyArgs.
+        int8_heads: [num_heads] uint8, heads that read the result; None: all.
+        means: [kv heads, BLOCK_D] float32, the row's mean key.
+        integers: [kv heads, num_keys, BLOCK_D] int8; written.
+        steps: [kv heads, num_keys / 64] float32; written.
+        i_row: a row of the step.
+        seq_len: keys of the row.
+        start: the row's first key in these.
+        num_keys: keys of all rows, padded.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        GROUP: query heads of a kv head.
+        HEADS: GROUP rounded up to a power of two.
+    """
     i_n, i_kv = tl.program_id(0), tl.program_id(1)
     if _is_read(int8_heads, i_kv, GROUP, HEADS):
         o_n = i_n * STEP_TOKENS + tl.arange(0, STEP_TOKENS)

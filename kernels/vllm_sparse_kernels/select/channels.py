@@ -9,14 +9,33 @@ import triton.language as tl
 
 @lru_cache(maxsize=64)
 def kept_channels(head_dim: int, half: bool, least: int) -> int:
-    """KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included."""
+    """Return KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included.
+
+    Args:
+        head_dim: channels of a head.
+        half: whether only the heavier half is.
+        least: fewest channels.
+
+    Returns:
+        A power of two.
+    """
     block_d = triton.next_power_of_2(head_dim)
     return max(block_d // 2, least) if half and block_d > least else block_d
 
 
 @triton.jit
 def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constexpr):
-    """Store the KEPT_D channels that weigh most, ascending; of equals the lower ones. Their flags [BLOCK_D]."""
+    """Store the KEPT_D channels that weigh most, ascending; of equals the lower ones.
+
+    Args:
+        channels: pointer to [KEPT_D] int32; written.
+        b_weight: [BLOCK_D] float32.
+        HEAD_DIM: channels of a head.
+        KEPT_D: channels that are multiplied.
+
+    Returns:
+        Their flags [BLOCK_D].
+    """
     o_d = tl.arange(0, b_weight.shape[0])
     b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
     b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
@@ -29,7 +48,16 @@ def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constex
 
 @triton.jit
 def kept_of(b_x, channels, KEPT_D: tl.constexpr):
-    """The kept channels of ``b_x`` [n, BLOCK_D]: [n, KEPT_D] float32."""
+    """Return the kept channels of some vectors.
+
+    Args:
+        b_x: [n, BLOCK_D].
+        channels: pointer to [KEPT_D] int32, ascending.
+        KEPT_D: channels that are multiplied.
+
+    Returns:
+        [n, KEPT_D] float32.
+    """
     BLOCK_D: tl.constexpr = b_x.shape[1]
     if KEPT_D == BLOCK_D:
         return b_x.to(tl.float32)
@@ -46,6 +74,16 @@ def kept_of(b_x, channels, KEPT_D: tl.constexpr):
 
 @triton.jit
 def load_kept(x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
-    """The kept channels of a vector [BLOCK_D]."""
+    """Load the kept channels of a vector.
+
+    Args:
+        x: pointer to [BLOCK_D].
+        channels: pointer to [KEPT_D] int32, ascending.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        KEPT_D: channels that are multiplied.
+
+    Returns:
+        [KEPT_D].
+    """
     o_c = tl.arange(0, KEPT_D)
     return tl.load(x + (tl.load(channels + o_c) if KEPT_D < BLOCK_D else o_c))

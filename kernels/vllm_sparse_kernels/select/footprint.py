@@ -20,8 +20,17 @@ SLAB_BYTES = 128 << 20
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int, num_columns: int = 0) -> int:
-    """Enough for any of the methods below that selects ``num_selected`` heads; ``stripe_capacity``: of one of them;
-    ``num_columns``: that vertical-slash keeps of a row at most.
+    """Return enough for any of the methods below that selects ``num_selected`` heads.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer's heads and blocks.
+        num_selected: query heads that are selected.
+        stripe_capacity: stripes of one head, of all tiles.
+        num_columns: columns that vertical-slash keeps of a row at most.
+
+    Returns:
+        Bytes; a test holds every method to them.
     """
     ways = (
         line_bytes(rows, num_selected, num_columns),
@@ -33,8 +42,16 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
 
 
 def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
-    """Vertical-slash: sums by key and by distance, counts of what is kept, and for each row histograms of the sums and
-    the columns that are kept."""
+    """Return what vertical-slash takes: sums by key and by distance, counts of what is kept, histograms and columns.
+
+    Args:
+        rows: the rows of a step.
+        num_selected: query heads that are selected.
+        num_columns: columns that vertical-slash keeps of a row at most.
+
+    Returns:
+        Bytes; a test holds every method to them.
+    """
 
     def of_slab(seq_lens: Sequence[int]) -> int:
         num_rows, longest = len(seq_lens), max(seq_lens)
@@ -45,7 +62,16 @@ def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
 
 
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """SALE: queries and a slab of keys in 8 bits with their scales, flags of blocks, float32 sums of queries."""
+    """Return what SALE takes: queries and a slab of keys in 8 bits with their scales, flags, float32 sums of queries.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer's heads and blocks.
+        num_selected: query heads that are selected.
+
+    Returns:
+        Bytes; a test holds every method to them.
+    """
     dim = next_power_of_2(shape.head_dim)
     num_keys = max(sum(map(padded, rows.seq_lens[first:end])) for first, end in rows_of_slabs(rows))
     keys = num_keys * (shape.num_kv_heads * (dim + 1) + 7 * num_selected)
@@ -57,7 +83,16 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """SpargeAttn and block-sparse: mean queries of half tiles, a slab's mean keys of 64 and products, flags."""
+    """Return what SpargeAttn and block-sparse take: mean queries, a slab's mean keys and products, flags.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer's heads and blocks.
+        num_selected: query heads that are selected.
+
+    Returns:
+        Bytes; a test holds every method to them.
+    """
     of_tile = 8 * num_selected * 64 * ceil_div(max(rows.seq_lens), 64 * 64)  # as wide as the longest row's
     products = min(rows.num_tiles * of_tile, max(SLAB_BYTES, of_tile))
     of_rows = [mean_key_bytes(n, shape) for n in rows.seq_lens]
@@ -66,8 +101,18 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """SharePrefill: mean keys and last queries of all rows, scores of theirs, and each selected head's histogram of its
-    pivot's map. (Maps and what belongs to them are the step's own: ``Pivots``.)"""
+    """Return what SharePrefill takes: mean keys, last queries and their scores, histograms of pivots' maps.
+
+    (Maps are the step's own: ``Pivots``.)
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer's heads and blocks.
+        num_selected: query heads that are selected.
+
+    Returns:
+        Bytes; a test holds every method to them.
+    """
     blocks = sum(ceil_div(n, shape.block_tokens) for n in rows.seq_lens)
     means = 4 * shape.head_dim * (shape.num_kv_heads * blocks + shape.num_heads * rows.num_rows)
     scores = 4 * blocks * (shape.num_heads + num_selected)
@@ -77,12 +122,30 @@ def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
-    """Of one row: float32 means of 64 keys, how alike these are, and what sums of splits take beside."""
+    """Return what one row takes: float32 means of 64 keys, how alike these are, and sums of splits.
+
+    Args:
+        seq_len: the row's keys.
+        shape: the layer's heads and blocks.
+
+    Returns:
+        Bytes; a test holds every method to them.
+    """
     return 6 * shape.num_kv_heads * (ceil_div(seq_len, 64) + 1) * (next_power_of_2(shape.head_dim) + 1)
 
 
 def voted_bytes(rows: Rows, shape: LayerShape, num_candidates: int, tile_voters: int = 1) -> int:
-    """AnchorAttention: queries that vote and their thresholds, and a bit for each key that a group votes on."""
+    """Return what AnchorAttention takes: queries that vote, their thresholds, and a bit for each key that is voted on.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer's heads and blocks.
+        num_candidates: keys that all groups vote on.
+        tile_voters: voters of a tile.
+
+    Returns:
+        Bytes; a test holds every method to them.
+    """
     voter = next_power_of_2(shape.head_dim) * shape.element_bytes + 8
     voters = shape.num_heads * rows.num_tiles * tile_voters * voter
     return voters + shape.num_heads * (num_candidates // 8 + 64)

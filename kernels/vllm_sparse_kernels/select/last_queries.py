@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.select.last_query_kernels import (
     LAST,
     LastArgs,
+    StackShape,
+    SumArgs,
     block_diagonals_kernel,
     split_lse_kernel,
     sums_kernel,
@@ -63,9 +66,15 @@ class Sums(NamedTuple):
     by_block: torch.Tensor | None = None
 
     def args(self, rows: Rows) -> tuple[Any, ...]:
-        """What kernels find sums by (``sums_of``), with the values themselves before it."""
+        """Return what kernels find sums by (``sums_of``): SumArgs, entries, first row, rows and capacity.
+
+        The numbers change from step to step, and in a tuple Triton would compile a kernel anew for them.
+
+        Args:
+            rows: the step's rows.
+        """
         places = self.num_entries, self.first_row, rows.num_rows, self.capacity
-        return self.values, rows.row_table, self.patterns, *places
+        return SumArgs(self.values, rows.row_table, self.patterns), *places
 
 
 class Estimate(NamedTuple):
@@ -90,9 +99,20 @@ def last_query_sums(
     estimate: Estimate,
     patterns: torch.Tensor | None = None,
 ) -> Sums:
-    """Sums of Â of the rows [rows[0], rows[1]), for query heads ``heads``; scale > 0.
+    """Sum Â of some rows over columns and diagonals.
 
-    With ``patterns`` [len(heads), num_rows] int32, sums where it is not 0 stay undefined.
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: whose rows and workspace are used.
+        rows: first row and behind the last one.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+        estimate: how many queries Â is of, and which.
+        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+
+    Returns:
+        The sums, in the index's workspace.
     """
     step, room, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
     first_row, end_row = rows
@@ -117,12 +137,21 @@ def last_query_sums(
         num_entries, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E,
     )  # fmt: skip
     where = (step.block_table.stride(0), step.num_rows, first_row)
-    options = {
-        "GROUP": group, "MEMBERS": members, "QUERIES": num_queries, "SPREAD": spread, "BAND": band,
-        "HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "PAGE": cache.page_size,
-        "ENTRIES": triton.next_power_of_2(num_entries), "FIELDS": ROW_FIELDS,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
+    shape = compile_time(
+        StackShape(
+            GROUP=group,
+            MEMBERS=members,
+            QUERIES=num_queries,
+            SPREAD=spread,
+            BAND=band,
+            HEAD_DIM=cache.head_dim,
+            BLOCK_D=block_d,
+            PAGE=cache.page_size,
+            ENTRIES=triton.next_power_of_2(num_entries),
+            FIELDS=ROW_FIELDS,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        )
+    )
     grid = (num_splits, stacks, num_rows)
     stacked, num_stages = members * num_queries, 3 if members * bytes_a_head <= QUERY_BYTES else 2
     # Two programs on a multiprocessor at a time, as one's exponentials hide behind the other's products: of many warps
@@ -130,10 +159,10 @@ def last_query_sums(
     # which columns are summed. Diagonals of keys always are summed within a warp.
     lse_registers = 64 if stacked > LAST.value and q.dtype != torch.float32 else None
     split_lse_kernel[grid](
-        args, *where, **options, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
+        args, *where, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
     )
     sums_kernel[grid](
-        args, *where, capacity, values, **options, JOINED=JOINED, num_warps=4 if band > 1 else members,
+        args, *where, capacity, values, shape, JOINED=JOINED, num_warps=4 if band > 1 else members,
         num_stages=num_stages,
     )  # fmt: skip
     sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)

@@ -55,6 +55,30 @@ class LastArgs(NamedTuple):
     scale: float
 
 
+class StackShape(NamedTuple):
+    """What both passes over the keys are compiled for; every field a ``tl.constexpr``."""
+
+    GROUP: Any  # query heads of a kv head
+    MEMBERS: Any  # query heads that one program stacks, a power of two
+    QUERIES: Any  # rows of one head in a stack, a multiple of 64
+    SPREAD: Any  # whether queries are spread over the chunk; else they are its last ones
+    BAND: Any  # 1: diagonals of keys; 64: of blocks
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
+    PAGE: Any  # tokens of a page
+    ENTRIES: Any  # selected heads rounded up to a power of two
+    FIELDS: Any  # columns of the rows' table
+    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
+
+
+class SumArgs(NamedTuple):
+    """Sums of Â, for kernels; see ``last_queries.Sums``."""
+
+    totals: Any  # float32, ``Sums.values``; tuples of Triton have a ``values`` of their own
+    rows: Any  # [num_rows + 1, FIELDS] int32: ``Rows.row_table``
+    patterns: Any  # [n, num_rows] int32: no sums where it is not 0; or None
+
+
 @triton.jit
 def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
     """Places in the chunk of the queries that the estimate is made from, the last QUERIES of these; < 0: there is none.
@@ -70,30 +94,30 @@ def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREA
 
 
 @triton.jit
-def _stack(args, i_kv, i_part, i_row, num_rows, GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr):
+def _stack(args, i_kv, i_part, i_row, num_rows, SHAPE):
     """Places in ``heads`` of the query heads of this program [MEMBERS], -1 where there is nothing to do."""
-    b_member = i_part * MEMBERS + tl.arange(0, MEMBERS)
-    o_entry = tl.arange(0, ENTRIES)
+    b_member = i_part * SHAPE.MEMBERS + tl.arange(0, SHAPE.MEMBERS)
+    o_entry = tl.arange(0, SHAPE.ENTRIES)
     listed = o_entry < args.num_entries
     if args.patterns is not None:
         listed = listed & (tl.load(args.patterns + o_entry * num_rows + i_row, mask=listed, other=1) == 0)
     b_listed = tl.load(args.heads + o_entry, mask=listed, other=-1)
-    b_same = (b_listed[None, :] == (i_kv * GROUP + b_member)[:, None]) & (b_member < GROUP)[:, None]
+    b_same = (b_listed[None, :] == (i_kv * SHAPE.GROUP + b_member)[:, None]) & (b_member < SHAPE.GROUP)[:, None]
     return tl.max(tl.where(b_same, o_entry[None, :], -1), 1)
 
 
 @triton.jit
-def _of_rows(b_member, MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
+def _of_rows(b_member, SHAPE):
     """A value of each stacked head for each stacked row: [MEMBERS] → [MEMBERS · QUERIES]."""
-    b_value = tl.broadcast_to(b_member[None, :, None], [QUERIES // 16, MEMBERS, 16])
-    return tl.reshape(b_value, [MEMBERS * QUERIES])
+    b_value = tl.broadcast_to(b_member[None, :, None], [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16])
+    return tl.reshape(b_value, [SHAPE.MEMBERS * SHAPE.QUERIES])
 
 
 @triton.jit
-def _row_queries(MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
+def _row_queries(SHAPE):
     """Which of the last queries each stacked row is: 16 of each head in turn."""
-    o = tl.arange(0, MEMBERS * QUERIES)
-    return o // (MEMBERS * 16) * 16 + o % 16
+    o = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
+    return o // (SHAPE.MEMBERS * 16) * 16 + o % 16
 
 
 @triton.jit
@@ -114,19 +138,17 @@ def _split_tiles(args, seq_len, i_split):
 
 
 @triton.jit
-def _load_queries(
-    args, b_place, i_kv, i_part, token, query_len, seq_len,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE):
     """Stacked queries, 0 in rows that are none or of no listed head; their places in the chunk and in the row, < 0 of
     what is none; and the number of keys that all of them see.
     """
-    b_query = _query_places(_row_queries(MEMBERS, QUERIES), query_len, args.last_queries, QUERIES, SPREAD)
-    b_head = i_kv * GROUP + i_part * MEMBERS + tl.arange(0, MEMBERS * QUERIES) // 16 % MEMBERS
-    o_d = tl.arange(0, BLOCK_D)
+    b_query = _query_places(_row_queries(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
+    o_r = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
+    b_head = i_kv * SHAPE.GROUP + i_part * SHAPE.MEMBERS + o_r // 16 % SHAPE.MEMBERS
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
     o_q = (token + b_query).to(tl.int64) * args.stride_token + b_head * args.stride_head
-    in_q = ((b_query >= 0) & (_of_rows(b_place, MEMBERS, QUERIES) >= 0))[:, None] & (o_d < HEAD_DIM)[None, :]
+    is_query = (b_query >= 0) & (_of_rows(b_place, SHAPE) >= 0)
+    in_q = is_query[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
     b_q = tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
     b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
     all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
@@ -157,42 +179,36 @@ def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
-    args, table, page, i_kv, start, seq_len,
-    WHOLE: tl.constexpr, BAND: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
+def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
     """The key tile from ``start`` on; 0 where the row has no key, as it may unless the tile is WHOLE.
 
     Tiles that are counted from position 0 may lie within a page each, then ``page``.
     """
-    o_t, o_d = tl.arange(0, LAST), tl.arange(0, BLOCK_D)
+    o_t, o_d = tl.arange(0, LAST), tl.arange(0, SHAPE.BLOCK_D)
     k = args.k + i_kv.to(tl.int64) * args.stride_kv_head
     in_row = (start + o_t >= 0) & (start + o_t < seq_len)
-    if BAND > 1 and PAGE % BAND == 0:
-        k += page.to(tl.int64) * args.stride_page + start % PAGE * args.stride_key
+    if SHAPE.BAND > 1 and SHAPE.PAGE % SHAPE.BAND == 0:
+        k += page.to(tl.int64) * args.stride_page + start % SHAPE.PAGE * args.stride_key
         k_tile = k + (o_t * args.stride_key)[:, None] + o_d[None, :]
     else:
-        k_tile = k + key_offsets(table, start + o_t, in_row, PAGE, args.stride_page, args.stride_key)[:, None]
+        k_tile = k + key_offsets(table, start + o_t, in_row, SHAPE.PAGE, args.stride_page, args.stride_key)[:, None]
         k_tile += o_d[None, :]
-    if WHOLE and HEAD_DIM == BLOCK_D:
+    if WHOLE and SHAPE.HEAD_DIM == SHAPE.BLOCK_D:
         return tl.load(k_tile)
     elif WHOLE:
-        return tl.load(k_tile, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(k_tile, mask=(o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
     else:
-        return tl.load(k_tile, mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(k_tile, mask=in_row[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _scores(
-    b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, BAND: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
     """Unscaled scores of queries at ``b_position`` on the key tile from ``start`` on, -inf where they may not look.
 
     All queries see a tile that is WHOLE.
     """
-    b_k = _load_tile(args, table, page, i_kv, start, seq_len, WHOLE, BAND, HEAD_DIM, BLOCK_D, PAGE)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_k = _load_tile(args, table, page, i_kv, start, seq_len, WHOLE, SHAPE)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
     if not WHOLE:
         o_n = start + tl.arange(0, LAST)
         b_seen = (o_n[None, :] <= b_position[:, None]) & (o_n >= 0)[None, :]
@@ -201,52 +217,53 @@ def _scores(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def split_lse_kernel(
-    args, stride_table, num_rows, first_row,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr,
-    PRECISION: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.constexpr):
     """partial[row, entry, split, query]: log-sum-exp in base 2 of one query over one split of the keys.
 
     A row's scores lie in LANES threads, pairs of keys in turn. Each of these keeps the largest and the sum of its own,
     which are joined at the end: until then nothing goes from thread to thread.
+
+    Grid: (splits, kv heads · stacks of a kv head, rows). Bound by the matrix units and exponentials; keys are read
+    once.
+
+    Args:
+        args: LastArgs; ``partial`` is written.
+        stride_table: of the block table, elements.
+        num_rows: rows of the step.
+        first_row: the first row of the slab.
+        SHAPE: StackShape.
+        LANES: threads that a row of scores lies in.
     """
-    PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
+    PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
-    token, query_len, seq_len = _lengths(args, i_row, FIELDS)
-    b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
+    token, query_len, seq_len = _lengths(args, i_row, SHAPE.FIELDS)
+    b_place = _stack(args, i_kv, i_part, i_row, num_rows, SHAPE)
     first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
         return
-    b_q, _, b_position, all_see = _load_queries(
-        args, b_place, i_kv, i_part, token, query_len, seq_len, GROUP, MEMBERS, QUERIES, SPREAD, HEAD_DIM, BLOCK_D
-    )
-    tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
+    b_q, _, b_position, all_see = _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE)
+    tiles_end = num_tiles * LAST if SHAPE.BAND > 1 else seq_len  # from where tiles are counted
     table = args.block_table + i_row.to(tl.int64) * stride_table
-    b_max = tl.full([MEMBERS * QUERIES, LANES], float("-inf"), tl.float32)
-    b_sum = tl.zeros([MEMBERS * QUERIES, LANES], tl.float32)
-    whole, whole_end = _parts(first, end, tiles_end, all_see, seq_len, BAND)
-    for i in tl.static_range(2 if BAND > 1 else 3):
+    b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES, LANES], float("-inf"), tl.float32)
+    b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES, LANES], tl.float32)
+    whole, whole_end = _parts(first, end, tiles_end, all_see, seq_len, SHAPE.BAND)
+    for i in tl.static_range(2 if SHAPE.BAND > 1 else 3):
         part = first if i == 0 else (whole if i == 1 else whole_end)
-        page = _page(table, tiles_end - (part + 1) * LAST, BAND, PAGE)
+        page = _page(table, tiles_end - (part + 1) * LAST, SHAPE.BAND, SHAPE.PAGE)
         for i_tile in range(part, whole if i == 0 else (whole_end if i == 1 else end)):
             start = tiles_end - (i_tile + 1) * LAST
-            b_s = _scores(
-                b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, BAND, HEAD_DIM, BLOCK_D, PAGE,
-                PRECISION,
-            )  # fmt: skip
-            page = _page(table, start - LAST, BAND, PAGE)
-            b_s = tl.reshape(b_s, [MEMBERS * QUERIES, LAST // (2 * LANES), LANES, 2])
+            b_s = _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, SHAPE)
+            page = _page(table, start - LAST, SHAPE.BAND, SHAPE.PAGE)
+            b_s = tl.reshape(b_s, [SHAPE.MEMBERS * SHAPE.QUERIES, LAST // (2 * LANES), LANES, 2])
             b_new = tl.maximum(b_max, tl.max(tl.max(b_s, 3), 1) * args.scale)
             b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # of what no key was seen
             b_p = tl.exp2(b_s * args.scale - b_shift[:, None, :, None])
             b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.sum(b_p, 3), 1)
             b_max = b_new
-    b_place = _of_rows(b_place, MEMBERS, QUERIES)
+    b_place = _of_rows(b_place, SHAPE)
     o_partial = (tl.program_id(2) * args.num_entries + b_place) * args.most_splits + i_split
-    target = args.partial + o_partial.to(tl.int64) * QUERIES + _row_queries(MEMBERS, QUERIES)
+    target = args.partial + o_partial.to(tl.int64) * SHAPE.QUERIES + _row_queries(SHAPE)
     b_most = tl.max(b_max, 1)
     b_shift = tl.where(b_most == float("-inf"), 0.0, b_most)
     b_total = tl.sum(b_sum * tl.exp2(b_max - b_shift[:, None]), 1)
@@ -254,17 +271,19 @@ def split_lse_kernel(
 
 
 @triton.jit
-def _joined_lse(args, b_place, b_query, num_splits, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr):
+def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE):
     """Splits joined, in order, for each stacked row; +inf, of which no weight is left, where it is no query."""
-    b_place, o_r = _of_rows(b_place, MEMBERS, QUERIES), _row_queries(MEMBERS, QUERIES)
+    b_place, o_r = _of_rows(b_place, SHAPE), _row_queries(SHAPE)
     valid = (b_place >= 0) & (b_query >= 0)
-    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * QUERIES + o_r
-    b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
-    b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
+    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
+    b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES], float("-inf"), tl.float32)
+    b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES], tl.float32)
     for start in range(0, num_splits, SPLITS):
         o_split = start + tl.arange(0, SPLITS)
         inside = valid[:, None] & (o_split < num_splits)[None, :]
-        b_lse = tl.load(args.partial + o_first[:, None] + o_split[None, :] * QUERIES, mask=inside, other=float("-inf"))
+        b_lse = tl.load(
+            args.partial + o_first[:, None] + o_split[None, :] * SHAPE.QUERIES, mask=inside, other=float("-inf")
+        )
         b_new = tl.maximum(b_max, tl.max(b_lse, 1))
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_lse - b_shift[:, None]), 1)
@@ -273,71 +292,73 @@ def _joined_lse(args, b_place, b_query, num_splits, MEMBERS: tl.constexpr, QUERI
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def sums_kernel(
-    args, stride_table, num_rows, first_row, capacity, values,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr,
-    PRECISION: tl.constexpr, JOINED: tl.constexpr,
-):  # fmt: skip
+def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE, JOINED: tl.constexpr):
     """Column sums of the program's key tiles; and what each query gives to them, or the sums of diagonals.
 
     Tile j holds a part of the diagonals ``[64 j, 64 j + 64)`` and the rest of the 64 before: one tile more than the
     program's own is read for these.
+
+    Grid: as ``split_lse_kernel``. Bound by the matrix units and exponentials; keys are read once.
+
+    Args:
+        args: LastArgs; ``by_block`` is written.
+        stride_table: of the block table, elements.
+        num_rows: rows of the step.
+        first_row: the first row of the slab.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        values: [n · (capacity + capacity / BAND)] float32; written.
+        SHAPE: StackShape.
+        JOINED: splits whose log-sum-exps are joined at a time.
     """
-    PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
+    PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
-    token, query_len, seq_len = _lengths(args, i_row, FIELDS)
-    b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
+    token, query_len, seq_len = _lengths(args, i_row, SHAPE.FIELDS)
+    b_place = _stack(args, i_kv, i_part, i_row, num_rows, SHAPE)
     first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
         return
-    b_q, b_query, b_position, all_see = _load_queries(
-        args, b_place, i_kv, i_part, token, query_len, seq_len, GROUP, MEMBERS, QUERIES, SPREAD, HEAD_DIM, BLOCK_D
-    )
-    tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
-    b_lse = _joined_lse(args, b_place, b_query, num_splits, MEMBERS, QUERIES, JOINED)
+    b_q, b_query, b_position, all_see = _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE)
+    tiles_end = num_tiles * LAST if SHAPE.BAND > 1 else seq_len  # from where tiles are counted
+    b_lse = _joined_lse(args, b_place, b_query, num_splits, JOINED, SHAPE)
     table = args.block_table + i_row.to(tl.int64) * stride_table
 
-    begin = tl.load(args.rows + i_row * FIELDS + 3) - tl.load(args.rows + first_row * FIELDS + 3)
+    begin = tl.load(args.rows + i_row * SHAPE.FIELDS + 3) - tl.load(args.rows + first_row * SHAPE.FIELDS + 3)
     b_entry = tl.maximum(b_place, 0).to(tl.int64)
     columns = values + (b_entry * capacity + begin)
     lines = columns + tl.cast(args.num_entries, tl.int64) * capacity
     listed = b_place >= 0
-    if BAND > 1:
-        b_first = _of_rows((b_entry * capacity + begin) // BAND, MEMBERS, QUERIES)
-        by_block = args.by_block + b_first * QUERIES + _row_queries(MEMBERS, QUERIES)
-        b_listed = _of_rows(listed.to(tl.int32), MEMBERS, QUERIES) != 0
+    if SHAPE.BAND > 1:
+        b_first = _of_rows((b_entry * capacity + begin) // SHAPE.BAND, SHAPE)
+        by_block = args.by_block + b_first * SHAPE.QUERIES + _row_queries(SHAPE)
+        b_listed = _of_rows(listed.to(tl.int32), SHAPE) != 0
     else:
-        b_before = tl.zeros([MEMBERS, 8, 8, 2, 2, 2], tl.float32)
-    stop = end if BAND > 1 else end + 1
-    whole, whole_end = _parts(first, stop, tiles_end, all_see, seq_len, BAND)
-    for i in tl.static_range(2 if BAND > 1 else 3):
+        b_before = tl.zeros([SHAPE.MEMBERS, 8, 8, 2, 2, 2], tl.float32)
+    stop = end if SHAPE.BAND > 1 else end + 1
+    whole, whole_end = _parts(first, stop, tiles_end, all_see, seq_len, SHAPE.BAND)
+    for i in tl.static_range(2 if SHAPE.BAND > 1 else 3):
         part = first if i == 0 else (whole if i == 1 else whole_end)
-        page = _page(table, tiles_end - (part + 1) * LAST, BAND, PAGE)
+        page = _page(table, tiles_end - (part + 1) * LAST, SHAPE.BAND, SHAPE.PAGE)
         for i_tile in range(part, whole if i == 0 else (whole_end if i == 1 else stop)):
             start = tiles_end - (i_tile + 1) * LAST
-            b_s = _scores(
-                b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, BAND, HEAD_DIM, BLOCK_D, PAGE,
-                PRECISION,
-            )  # fmt: skip
-            page = _page(table, start - LAST, BAND, PAGE)
+            b_s = _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, SHAPE)
+            page = _page(table, start - LAST, SHAPE.BAND, SHAPE.PAGE)
             b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
             o_n = start + tl.arange(0, LAST)
-            b_column = tl.sum(tl.sum(tl.reshape(b_p, [QUERIES // 16, MEMBERS, 16, LAST]), 0), 1)
-            own = (o_n >= tl.maximum(tiles_end - end * LAST, 0)) & (o_n < seq_len)
-            tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & own[None, :])
-            if BAND > 1:
-                tl.store(by_block + start // BAND * QUERIES, tl.sum(b_p, 1), mask=b_listed)
+            b_column = tl.sum(tl.sum(tl.reshape(b_p, [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16, LAST]), 0), 1)
+            in_split = (o_n >= tl.maximum(tiles_end - end * LAST, 0)) & (o_n < seq_len)
+            tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & in_split[None, :])
+            if SHAPE.BAND > 1:
+                tl.store(by_block + start // SHAPE.BAND * SHAPE.QUERIES, tl.sum(b_p, 1), mask=b_listed)
             else:
-                b_own, b_rest = _diagonals(b_p, MEMBERS, 0), _diagonals(b_p, MEMBERS, -8)
-                b_done = _turned(b_before + b_rest, MEMBERS)
+                b_same, b_earlier = _diagonals(b_p, SHAPE.MEMBERS, 0), _diagonals(b_p, SHAPE.MEMBERS, -8)
+                b_done = _turned(b_before + b_earlier, SHAPE.MEMBERS)
                 o_slash = (i_tile - 1) * LAST + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
                 tl.store(
                     lines[:, None, None] + o_slash[None, :, :], b_done,
                     mask=listed[:, None, None] & ((o_slash >= first * LAST) & (o_slash < seq_len))[None, :, :],
                 )  # fmt: skip
-                b_before = b_own
+                b_before = b_same
 
 
 @triton.jit
@@ -383,38 +404,68 @@ def _turned(b_x, MEMBERS: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_entries", "last_queries"])
 def block_diagonals_kernel(
-    by_block, values, rows, patterns, num_entries, first_row, num_rows, capacity, last_queries,
+    by_block, sums, num_entries, first_row, num_rows, capacity, last_queries,
     QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK diagonals of blocks: on diagonal d lies the block d before that of a query's own position."""
+    """BLOCK diagonals of blocks: on diagonal d lies the block d before that of a query's own position.
+
+    Grid: (diagonals / BLOCK, n, rows). Bound by memory: it reads ``by_block`` once.
+
+    Args:
+        by_block: [n, capacity / 64, QUERIES] float32, what each query gives to each block.
+        sums: SumArgs; totals of diagonals are written.
+        num_entries: heads that are selected, n.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        last_queries: queries that Â is of.
+        QUERIES: rows of ``by_block``.
+        SPREAD: whether queries are spread over the chunk.
+        BAND: 1: diagonals of keys; 64: of blocks.
+        FIELDS: columns of the rows' table.
+        BLOCK: diagonals of a program.
+    """
     i_entry, i_row = tl.program_id(1), first_row + tl.program_id(2)
-    place, length = sums_of(rows, patterns, 1, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS)
+    place, length = sums_of(sums, 1, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS)
     o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < length:
-        query_len, seq_len = tl.load(rows + i_row * FIELDS + 1), tl.load(rows + i_row * FIELDS + 2)
+        query_len, seq_len = tl.load(sums.rows + i_row * FIELDS + 1), tl.load(sums.rows + i_row * FIELDS + 2)
         o_r = tl.arange(0, QUERIES)
         b_query = _query_places(o_r, query_len, last_queries, QUERIES, SPREAD)
         b_block = ((seq_len - query_len + b_query) // BAND)[None, :] - o_d[:, None]
         source = by_block + (place - num_entries.to(tl.int64) * capacity) * QUERIES
         there = (b_query >= 0)[None, :] & (b_block >= 0)
         b_x = tl.load(source + b_block * QUERIES + o_r[None, :], mask=there, other=0.0)
-        tl.store(values + place + o_d, tl.sum(b_x, 1), mask=o_d < length)
+        tl.store(sums.totals + place + o_d, tl.sum(b_x, 1), mask=o_d < length)
 
 
 @triton.jit
 def sums_of(
-    rows, patterns, i_kind, i_entry, num_entries, i_row, first_row, num_rows, capacity,
+    sums, i_kind, i_entry, num_entries, i_row, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """(where the sums of one entry and row begin in ``values``, of columns, kind 0, or of lines, kind 1; their number).
+    """Return where the sums of one entry and row lie.
 
-    There are none where ``patterns`` is not 0.
+    Args:
+        sums: SumArgs, sums of Â by key and by diagonal.
+        i_kind: 0: columns; 1: diagonals, or bands of them.
+        i_entry: a selected head.
+        num_entries: heads that are selected, n.
+        i_row: a row of the step.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        BAND: 1: diagonals of keys; 64: of blocks.
+        FIELDS: columns of the rows' table.
+
+    Returns:
+        (place of the first in ``totals``, their number); 0 of them where ``patterns`` is not 0.
     """
     width = tl.where(i_kind == 0, 1, BAND)
-    start = tl.load(rows + i_row * FIELDS + 3) - tl.load(rows + first_row * FIELDS + 3)
-    length = (tl.load(rows + i_row * FIELDS + 2) + width - 1) // width
-    if patterns is not None:
-        length = tl.where(tl.load(patterns + i_entry * num_rows + i_row) == 0, length, 0)
+    start = tl.load(sums.rows + i_row * FIELDS + 3) - tl.load(sums.rows + first_row * FIELDS + 3)
+    length = (tl.load(sums.rows + i_row * FIELDS + 2) + width - 1) // width
+    if sums.patterns is not None:
+        length = tl.where(tl.load(sums.patterns + i_entry * num_rows + i_row) == 0, length, 0)
     first = (i_kind * num_entries).to(tl.int64) * capacity  # lines come after the columns of all entries
     place = first + (i_entry.to(tl.int64) * capacity + start) // width
     return place, length

@@ -39,7 +39,15 @@ class Lines(NamedTuple):
 
 
 def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Rows that are selected together, [first, end): as many as SLAB_BYTES hold, one at least."""
+    """Return the rows that are selected together: as many as SLAB_BYTES hold, at least 1.
+
+    Args:
+        rows: the rows of a step.
+        num_heads: query heads.
+
+    Returns:
+        First row and behind the last one, of each slab.
+    """
     return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
 
 
@@ -55,7 +63,15 @@ def select_lines(
 ) -> None:
     """Sum Â (``last_query_sums``), have ``keep`` choose among its lines, and write the lists of ``heads``.
 
-    With ``patterns`` [len(heads), num_rows] int32, less heads and rows where it is not 0.
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+        estimate: how many queries Â is of, and which.
+        keep: chooses lines by their sums.
+        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
     """
     for rows in slabs_of_rows(index.rows, len(heads)):
         with index.workspace.frame():
@@ -71,9 +87,15 @@ def write_lines(
     band: int,
     patterns: torch.Tensor | None = None,
 ) -> None:
-    """Write the lists of ``heads`` for all tiles of the rows [rows[0], rows[1]).
+    """Write the lists of ``heads`` for all tiles of some rows.
 
-    With ``patterns`` [len(heads), num_rows] int32, lists stay as they are where it is not 0.
+    Args:
+        index: the SparseIndex that is filled.
+        rows: first row and behind the last one.
+        heads: [n] int32 on the device, the query heads that are selected.
+        lines: Lines, what each head keeps of each row.
+        band: 1: diagonals of keys; 64: of blocks.
+        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
     """
     step, (first_row, end_row) = index.rows, rows
     first_tile, end_tile = step.tile_starts[first_row], step.tile_starts[end_row]
@@ -102,6 +124,25 @@ def _write_lines_kernel(
 
     Of the columns kept one by one those before the tile's diagonal blocks and in no kept block become stripes.
     Heads whose ``patterns`` [heads, rows] is not 0 are written elsewhere.
+
+    Grid: (tiles of the slab, n). Bound by the latency of dependent loads; it reads counts of bands and columns once.
+
+    Args:
+        heads: [n] int32 on the device, the query heads that are selected.
+        lines: Lines, what each head keeps of each row.
+        max_columns: places for columns that one list has.
+        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+        first_tile: the first tile of the run.
+        index: IndexArgs; lists and counts are written.
+        num_tiles: tiles of the step.
+        BAND: 1: diagonals of keys; 64: of blocks.
+        BLOCK_N: keys of a block of the index.
+        CHUNK: blocks or columns of a step.
+        ROW_FIELDS: columns of the rows' table.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)

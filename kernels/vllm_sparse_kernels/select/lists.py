@@ -15,7 +15,17 @@ FIELDS = tl.constexpr(TILE_FIELDS)
 
 @triton.jit
 def append(target, count, b_values, b_kept):
-    """Store the kept values behind the first ``count`` of ``target``, in order; returns the new count."""
+    """Store the kept values behind the first ``count`` of ``target``, in order.
+
+    Args:
+        target: pointer to the list.
+        count: values that it has.
+        b_values: [n].
+        b_kept: [n], which of them are kept.
+
+    Returns:
+        The new count.
+    """
     b_kept = b_kept.to(tl.int32)
     o_target = count + tl.cumsum(b_kept, 0) - 1
     tl.store(target + o_target, b_values, mask=b_kept != 0)
@@ -24,29 +34,59 @@ def append(target, count, b_values, b_kept):
 
 @triton.jit
 def load_tile(tiles, i_tile):
-    """(row, first token in q, number of queries, position of the first query) of a tile."""
+    """Load a tile.
+
+    Args:
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        i_tile: a tile, or a block of tiles.
+
+    Returns:
+        (row, first token in q, number of queries, position of the first query).
+    """
     tile = tiles + i_tile * FIELDS
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
 
 @triton.jit
 def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
-    """(first diagonal block, number of causal blocks) of a tile."""
+    """Return which blocks a tile may see.
+
+    Args:
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        i_tile: a tile, or a block of tiles.
+        BLOCK_N: keys of a block.
+
+    Returns:
+        (first diagonal block, number of causal blocks).
+    """
     _, _, length, first = load_tile(tiles, i_tile)
     return first // BLOCK_N, (first + length - 1) // BLOCK_N + 1
 
 
 @triton.jit
 def list_of(index, i_head, i_tile):
-    """Where the list of blocks of a head, an int64, and a tile begins."""
+    """Return where the list of blocks of a head and a tile begins.
+
+    Args:
+        index: IndexArgs.
+        i_head: int64.
+        i_tile: a tile of the step.
+
+    Returns:
+        A pointer into ``block_ids``.
+    """
     return index.block_ids + i_head * index.stride_blocks + tl.load(index.block_offsets + i_tile)
 
 
 def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.Tensor) -> None:
-    """Write the block lists of ``heads`` from flags: uint8 or bool [len(heads), block_capacity], laid out as block_ids.
+    """Write the block lists of ``heads`` from flags.
 
-    The flag of block b of tile t stands at ``block_offsets[t] + b``. Diagonal blocks are kept whatever their flags
-    say; without flags (None) every causal block is.
+    The flag of block b of tile t stands at ``block_offsets[t] + b``. Diagonal blocks are kept whatever their flags say.
+
+    Args:
+        kept: uint8 or bool [n, block_capacity], laid out as ``block_ids``; None keeps every causal block.
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
     """
     _compact_blocks_kernel[(index.rows.num_tiles, len(heads))](
         kept, 0 if kept is None else kept.stride(0), heads, index.args,
@@ -56,7 +96,18 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
 
 @triton.jit(do_not_specialize=["stride_kept"])
 def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """One (tile, head)'s list of block ids, in order, from its flags uint8; see ``compact_blocks``."""
+    """One (tile, head)'s list of block ids, in order, from its flags uint8; see ``compact_blocks``.
+
+    Grid: (tiles, n). Bound by memory: it reads a byte and writes at most 4 for each causal block.
+
+    Args:
+        kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
+        stride_kept: of ``kept``, elements.
+        heads: [n] int32 on the device, the query heads that are selected.
+        index: IndexArgs; lists and counts are written.
+        BLOCK_N: keys of a block of the index.
+        CHUNK: blocks of a step.
+    """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_group).to(tl.int64)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)

@@ -11,13 +11,32 @@ MOST = 1 << 24
 """Tokens, blocks or lines that are told apart: parameters travel as float32, which has every whole number up to it."""
 
 
-def require(condition: bool, field: str, given: object, expected: str) -> None:
-    """Raise ValueError naming the field, what was given and what was expected."""
+def require(condition: bool, field: str, value: object, expected: str) -> None:
+    """Check one parameter of a method.
+
+    Args:
+        condition: what must hold.
+        field: the parameter's name.
+        value: what was given.
+        expected: what would be right, in words.
+
+    Raises:
+        ValueError: the condition does not hold; it names the field, what was given and what was expected.
+    """
     if not condition:
-        raise ValueError(f"{field}: given {given!r}, expected {expected}")
+        raise ValueError(f"{field}: given {value!r}, expected {expected}")
 
 
 @lru_cache(maxsize=4096)
 def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Parameters of heads, copied once in a process."""
+    """Return parameters of heads on the device, copied once in a process.
+
+    Args:
+        values: each head's.
+        device: where tensors lie.
+        dtype: of the result.
+
+    Returns:
+        [len(values)].
+    """
     return to_device(values, dtype, device)

@@ -31,6 +31,7 @@ MOST_CHUNKS = tl.constexpr(16)
 DIGITS = tl.constexpr(256)
 
 PASSES = 2
+LAST_PASS = tl.constexpr(PASSES - 1)
 
 EQUAL_BITS = tl.constexpr(13)
 """Values are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
@@ -60,12 +61,28 @@ class Digits(NamedTuple):
 
 
 def num_chunks(length: int) -> int:
-    """Chunks of an array: 4,096 values each, more in arrays of more than 16 of these."""
+    """Return the chunks of an array: 4,096 values each, more in arrays of more than 16 of these.
+
+    Args:
+        length: values.
+
+    Returns:
+        1 to 16.
+    """
     blocks = ceil_div(length, CHUNK)
     return ceil_div(blocks, ceil_div(blocks, MOST_CHUNKS.value))
 
 
 def most_chunks(index: SparseIndex, sums: Sums) -> int:
+    """Return the chunks of the longest row's arrays.
+
+    Args:
+        index: whose rows are meant.
+        sums: the slab's sums.
+
+    Returns:
+        1 to 16.
+    """
     return max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
 
 
@@ -81,9 +98,18 @@ def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
 
 
 def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch.Tensor | None = None) -> Digits:
-    """For each job's ``goals`` [2 n] float32 largest values, the first ``forced`` [2 n] of it as if infinite.
+    """Look for each job's largest values, two digits deep.
 
     Without ``forced``, for the largest values that hold that share of the job's sum; all values for an infinite share.
+
+    Args:
+        index: whose rows and workspace are used.
+        sums: the arrays.
+        goals: [2 n] float32, how many of the largest, or which share.
+        forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
+
+    Returns:
+        What the passes found; the last one's sums have not been joined yet.
     """
     digits = _room(index, sums, torch.float32 if forced is None else torch.int32)
     chunks = digits.weights.shape[3]
@@ -97,15 +123,28 @@ def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch
 
 @triton.jit
 def job_of(
-    rows, patterns, num_entries, first_row, num_rows, capacity,
+    sums, num_entries, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of the program's job, its number on axis 1, of one row, that on axis 2: where it begins, its number of values,
-    the bounds of the program's chunk, that on axis 0, and the number of chunks; and the job's number among all rows'.
+    """Return this program's job: its number on axis 1, of the row on axis 2, the chunk on axis 0.
+
+    Args:
+        sums: SumArgs, sums of Â by key and by diagonal.
+        num_entries: heads that are selected, n.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        BAND: 1: diagonals of keys; 64: of blocks.
+        FIELDS: columns of the rows' table.
+        CHUNK: values of a chunk that is not longer.
+
+    Returns:
+        (place of its first value, number of values, the chunk's first value, its end, chunks that are used, the job's
+        number among all rows').
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     place, length = sums_of(
-        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, first_row + tl.program_id(2), first_row,
+        sums, i_job // num_entries, i_job % num_entries, num_entries, first_row + tl.program_id(2), first_row,
         num_rows, capacity, BAND, FIELDS,
     )  # fmt: skip
     blocks = (length + CHUNK - 1) // CHUNK
@@ -125,7 +164,15 @@ def _load_weights(digits, i_state, chunks, used):
 
 @triton.jit
 def next_digit(b_weight, left):
-    """The largest digit with at least ``left`` of the weight [256] at it and above; and what those above leave."""
+    """Return the largest digit with at least ``left`` of the weight at it and above.
+
+    Args:
+        b_weight: [256].
+        left: weight to be reached.
+
+    Returns:
+        (digit, what the digits above it leave of ``left``).
+    """
     o_digit = tl.arange(0, DIGITS)
     b_reached = tl.cumsum(b_weight, 0, reverse=True)
     digit = tl.sum(((b_reached >= left) & (o_digit > 0)).to(tl.int32), 0)
@@ -134,10 +181,20 @@ def next_digit(b_weight, left):
 
 @triton.jit
 def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constexpr):
-    """(digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights).
+    """Join a pass's sums.
 
-    Job ``i_job`` of all rows' has ``used`` chunks. ``goal`` is the weight that the first pass starts from,
-    a share of the whole if RELATIVE.
+    Args:
+        digits: Digits.
+        i_pass: the pass.
+        i_job: the job's number among all rows'.
+        chunks: chunks of the longest array.
+        used: chunks that the job has.
+        goal: the weight that the first pass starts from.
+        RELATIVE: whether that is a share of the whole.
+
+    Returns:
+        (digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights
+        [16, 256]).
     """
     i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
     b_w = _load_weights(digits, i_state, chunks, used)
@@ -154,12 +211,30 @@ def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constex
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _digits_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, forced, digits, chunks,
+    sums, num_entries, first_row, num_rows, capacity, goals, forced, digits, chunks,
     PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One pass over one chunk: of counts, or of masses where nothing is ``forced``."""
+    """One pass over one chunk: of counts, or of masses where nothing is ``forced``.
+
+    Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each value once a pass.
+
+    Args:
+        sums: SumArgs, sums of Â by key and by diagonal.
+        num_entries: heads that are selected, n.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        goals: [2 n] float32, how many, or which share, of each job's values.
+        forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
+        digits: Digits, what the passes find; this one's part is written.
+        chunks: chunks of the longest array.
+        PASS: which of the two passes.
+        BAND: 1: diagonals of keys; 64: of blocks.
+        FIELDS: columns of the rows' table.
+        CHUNK: values of a step.
+    """
     place, length, first, end, used, i_all = job_of(
-        rows, patterns, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
+        sums, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
     )
     if first >= end:
         return
@@ -175,10 +250,10 @@ def _digits_kernel(
             tl.store(digits.prefixes + i_state, prefix.to(tl.int32, bitcast=True))
             tl.store(digits.left + i_state, left)
     if forced is None:
-        b_weight = masses_by_digit(values + place, first, end, prefix, PASS, CHUNK, 128)
+        b_weight = masses_by_digit(sums.totals + place, first, end, prefix, PASS, CHUNK, 128)
     else:
         num_forced = tl.load(forced + tl.program_id(1)).to(tl.int32)
-        b_weight, above = _counts_by_digit(values + place, first, end, num_forced, prefix, PASS, CHUNK)
+        b_weight, above = _counts_by_digit(sums.totals + place, first, end, num_forced, prefix, PASS, CHUNK)
         if PASS > 0:
             tl.store(digits.above + i_all * chunks + tl.program_id(0), above)
     tl.store(digits.weights + i_weights * DIGITS + tl.arange(0, DIGITS), b_weight)
@@ -203,16 +278,31 @@ def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr, CH
 
 @triton.jit
 def mass_keys(b_x):
-    """Values >= 0 as integers below 2¹⁶ - 1 in the same order, those equal for a threshold the same."""
+    """Return keys of 16 bits that sort as values >= 0 do, equal where values are equal for a threshold.
+
+    Args:
+        b_x: float32, >= 0.
+
+    Returns:
+        int32 below 2¹⁶ − 1.
+    """
     b_key = (b_x.to(tl.int32, bitcast=True) >> EQUAL_BITS) - LEAST_KEY
     return tl.minimum(tl.maximum(b_key, 0), DIGITS * DIGITS - 2)
 
 
 @triton.jit
 def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
-    """``mass_keys`` + 1 of row[start : start + CHUNK]: the most for the row's first ``forced``, 0 from ``end`` on.
+    """Load ``mass_keys`` + 1 of a chunk: the most for the row's first ``forced``, 0 from ``end`` on.
 
-    The row must be readable up to ``end`` rounded up to ALIGNED, so that its loads can be wide.
+    Args:
+        row: pointer to float32, readable up to ``end`` rounded up to 64.
+        start: the first value.
+        end: where values end.
+        forced: so many of the row's first count as infinite.
+        CHUNK: values.
+
+    Returns:
+        [CHUNK] uint32.
     """
     o_n = start + tl.arange(0, CHUNK)
     b_x = tl.load(row + o_n, mask=o_n < (end + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
@@ -222,7 +312,20 @@ def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
 
 @triton.jit
 def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Masses row[first : end] summed by the next digit of their keys, those that agree with ``prefix``: [256]."""
+    """Sum masses row[first : end] by the next digit of their keys, those that agree with ``prefix``.
+
+    Args:
+        row: pointer to float32.
+        first: the first value.
+        end: where values end.
+        prefix: the digit before, in the second pass.
+        PASS: which of the two passes.
+        CHUNK: values of a step of the second pass.
+        WIDTH: values that a warp takes at a time in the first.
+
+    Returns:
+        [256] float32.
+    """
     if PASS == 0:
         return masses_by_high_digit(row, first, end, 4, WIDTH)
     else:
@@ -231,7 +334,18 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.const
 
 @triton.jit
 def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constexpr):
-    """The first pass over one row. WIDTH: values a warp takes at a time, more for long rows."""
+    """Sum masses row[first : end] by the upper digit of their keys.
+
+    Args:
+        row: pointer to float32.
+        first: the first value.
+        end: where values end.
+        WARPS: of the program.
+        WIDTH: values that a warp takes at a time, more for long rows.
+
+    Returns:
+        [256] float32.
+    """
     o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
     for start in range(first, end, WARPS * WIDTH):
@@ -241,10 +355,17 @@ def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def add_by_high_digit(b_sum, b_x):
-    """Sums [n, 16, 16] by the halves of a digit, with those of masses [n, WIDTH], row by row, added.
+    """Add masses to sums by the halves of a digit.
 
-    A product of matrices: one the masses where the upper half of a digit is i, the other 1 where the lower is j. Masses
-    are rounded to TF32's ten bits of the mantissa, up as often as down.
+    A product of matrices: one has the masses where the upper half of a digit is i, the other 1 where the lower is j.
+    Masses are rounded to TF32's ten bits of the mantissa, up as often as down.
+
+    Args:
+        b_sum: [n, 16, 16] float32.
+        b_x: [n, WIDTH] float32, row by row.
+
+    Returns:
+        [n, 16, 16] float32.
     """
     o_half = tl.arange(0, 16)
     b_digit = mass_keys(b_x) >> 8

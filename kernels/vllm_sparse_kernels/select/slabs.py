@@ -41,10 +41,13 @@ class Run(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
+        """Tiles of the run."""
         return self.end_tile - self.first_tile
 
 
 class Slab(NamedTuple):
+    """Rows whose keys are rounded together."""
+
     first_row: int
     key_starts: torch.Tensor  # [rows of the slab] int32, where a row's keys begin in the buffer: multiples of 128
     num_keys: int  # of the buffer
@@ -61,11 +64,21 @@ class TileRange(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
+        """Tiles of the range."""
         return self.end_tile - self.first_tile
 
 
 def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[Slab]:
-    """The slabs of a pass, computed once for all layers that select as many heads with the same ``tile_bytes``."""
+    """Return the slabs of a step, computed once for all layers of a pass that select as many heads alike.
+
+    Args:
+        rows: the rows of a step.
+        num_selected: query heads that are selected.
+        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+
+    Returns:
+        Slabs in the order of their rows.
+    """
     return rows.once(
         (slabs_of, num_selected, tile_bytes),
         lambda: [_slab(rows, *row_range, num_selected, tile_bytes) for row_range in rows_of_slabs(rows)],
@@ -73,12 +86,27 @@ def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[Slab]
 
 
 def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Rows [first, end) of each slab of rounded keys."""
+    """Return the rows of each slab of rounded keys.
+
+    Args:
+        rows: the rows of a step.
+
+    Returns:
+        First row and behind the last one.
+    """
     return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
 
 
 def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Rows [first, end) that are taken together: as many as ``most`` holds of what each of them takes, one at least."""
+    """Return rows that are taken together: as many as ``most`` holds, at least 1.
+
+    Args:
+        sizes: what each row takes.
+        most: what all of a slab may take.
+
+    Returns:
+        First row and behind the last one.
+    """
     first = taken = 0
     for row, size in enumerate(sizes):
         if row > first and taken + size > most:
@@ -89,17 +117,35 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def padded(seq_len: int) -> int:
+    """Return keys of a row in whole steps of 128.
+
+    Args:
+        seq_len: the row's keys.
+
+    Returns:
+        A multiple of 128.
+    """
     return ceil_div(seq_len, STEP_TOKENS) * STEP_TOKENS
 
 
 def ranges_of_runs(
     rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes
 ) -> Iterator[TileRange]:
-    """The tiles of each run of the rows [first_row, end_row).
+    """Return the tiles of each run of some rows.
 
     A row is cut by itself (``pieces_of_row``). A run then joins pieces of neighbouring rows while ``RUN_BYTES`` holds
     all of their tiles at the longest reach among them, and at most one piece of each row: what runs beside a row never
     moves its cuts.
+
+    Args:
+        rows: the rows of a step.
+        first_row: the first row.
+        end_row: behind the last one.
+        num_selected: query heads that are selected.
+        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+
+    Returns:
+        Ranges in the order of their tiles.
     """
     joined: TileRange | None = None
     for row in range(first_row, end_row):
@@ -119,9 +165,18 @@ def ranges_of_runs(
 
 
 def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[TileRange]:
-    """The row's tiles in as few pieces as ``RUN_BYTES`` allows, of about equal size, at least a tile each.
+    """Return a row's tiles in as few pieces as ``RUN_BYTES`` allows, of about equal size, at least a tile each.
 
     A piece has an even number of tiles, except for a row's last piece and where only a single tile fits.
+
+    Args:
+        rows: the rows of a step.
+        row: the row.
+        num_selected: query heads that are selected.
+        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+
+    Returns:
+        Pieces in the order of their tiles.
     """
     first_tile, end_tile, reach = rows.tile_starts[row], rows.tile_starts[row + 1], rows.seq_lens[row]
     num_tiles = end_tile - first_tile
@@ -133,16 +188,35 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
 
 
 def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: TileBytes) -> int:
-    """Upper bound of what a run of a slab takes, for a slab of ``num_tiles`` tiles that see up to ``reach`` keys.
+    """Return an upper bound of what a run of a slab takes.
 
     The bound never falls as tiles or keys are added. The exact need does: it depends on how evenly tiles fill runs.
+
+    Args:
+        num_tiles: of the slab.
+        num_selected: query heads that are selected.
+        reach: keys that the furthest tile may see.
+        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+
+    Returns:
+        Bytes.
     """
     of_tile = tile_bytes(num_selected, reach)
     return min(num_tiles * of_tile, max(RUN_BYTES, of_tile))
 
 
 def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int]) -> list[int]:
-    """For each two tiles of a row: first tile, tiles, and where the row's keys begin in the slab (``key_starts``)."""
+    """Pair the tiles of each row.
+
+    Args:
+        rows: the rows of a step.
+        first_tile: the first tile of the run.
+        end_tile: behind the last tile of the run.
+        key_starts: where each row's keys begin in the slab.
+
+    Returns:
+        For each two tiles: first tile, tiles, and where the row's keys begin in the slab; flat.
+    """
     flat: list[int] = []
     for row, start in key_starts.items():
         end = min(end_tile, rows.tile_starts[row + 1])

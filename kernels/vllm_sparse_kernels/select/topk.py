@@ -14,16 +14,31 @@ ALIGNED = tl.constexpr(64)
 
 @triton.jit
 def ordered_bits(b_values):
-    """float32 as uint32 of the same order, at least 1; values may be of either sign or infinite, not NaN."""
+    """Return float32 as uint32 of the same order.
+
+    Args:
+        b_values: of either sign or infinite, not NaN.
+
+    Returns:
+        At least 1.
+    """
     b_bits = (b_values + 0.0).to(tl.uint32, bitcast=True)  # adding 0 turns -0 into 0
     return tl.where((b_bits >> 31) != 0, ~b_bits, b_bits | 0x80000000)
 
 
 @triton.jit
 def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
-    """``ordered_bits`` of row[start : start + CHUNK]: the first ``forced`` as if infinite, 0 from ``length`` on.
+    """Load ``ordered_bits`` of row[start : start + CHUNK]: the first ``forced`` as if infinite, 0 from ``length`` on.
 
-    The row must be readable up to ``length`` rounded up to ALIGNED, so that its loads can be wide.
+    Args:
+        row: pointer to float32, readable up to ``length`` rounded up to 64.
+        start: the first value.
+        length: values of the row.
+        forced: so many of the row's first count as infinite.
+        CHUNK: values.
+
+    Returns:
+        [CHUNK] uint32.
     """
     o_n = start + tl.arange(0, CHUNK)
     b_values = tl.load(row + o_n, mask=o_n < (length + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
@@ -33,9 +48,17 @@ def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
 
 @triton.jit
 def kept_in_chunk(b_bits, threshold, num_ties, above_seen, ties_seen):
-    """Flags of the kept ones of a chunk, how many are kept up to and with each, and the two sums for the next chunk.
+    """Return which values of a chunk a threshold keeps, equal ones by lowest index first.
 
-    ``above_seen`` and ``ties_seen`` count the values above and at the threshold in the chunks before, 0 at first.
+    Args:
+        b_bits: [n] uint32, n below 2¹⁵; 0: no value.
+        threshold: values above it are kept.
+        num_ties: so many of those at it are kept.
+        above_seen: values above it in the chunks before, 0 at first.
+        ties_seen: values at it in the chunks before, 0 at first.
+
+    Returns:
+        (flags, how many are kept up to and with each, values above the threshold so far, values at it so far).
     """
     b_above = b_bits > threshold
     b_tie = (b_bits == threshold) & (b_bits != 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AnchorAttention on the device: row maxima, votes, and the lists that follow from them (``anchor_attention.py``).
+"""AnchorAttention on the device: row maxima, votes, and the lists that follow from them (``method.py``).
 
 The two kernels that multiply walk blocks of keys in a loop whose other operand stays in shared memory. What a vote
 leaves is a bit for each candidate key; blocks and stripes are read off the bits.
@@ -19,6 +19,64 @@ WORD = tl.constexpr(32)
 
 ALL_KEPT = tl.constexpr(-1)
 """The word of 32 keys that are all kept."""
+
+
+FIRST_TILE, NUM_TILES, LIST_OFFSET = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""Columns of the groups' table; the first one holds where the window begins."""
+
+
+class VoteShape(NamedTuple):
+    """What the kernels that multiply are compiled for; every field a ``tl.constexpr``."""
+
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
+    GROUP: Any  # query heads of a kv head
+    INITIAL: Any  # keys of the initial block
+    PAGE: Any  # tokens of a page
+    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
+    BLOCK_N: Any  # keys of a step
+
+
+class Voting(NamedTuple):
+    """Who votes; every field a ``tl.constexpr``."""
+
+    USE_ANCHOR: Any
+    BLOCK_M: Any  # queries of a tile that have an anchor, at least 16
+    SAMPLE: Any  # the last of every so many queries votes; 0: the mean of all
+    VOTERS: Any  # of a tile
+
+
+class VoteSplit(NamedTuple):
+    """How ``vote_kernel`` cuts its work; every field a ``tl.constexpr``."""
+
+    SPLIT: Any  # keys of a program
+    COLUMNS: Any  # voters at a time
+    BLOCK_T: Any  # of them, those of one group
+    ONE_PASS: Any  # whether these are all of a group
+    VOTERS: Any  # of a tile
+    WHOLE_WORDS: Any  # whether a vote for one key keeps all keys of its word
+    FIELDS: Any  # columns of the groups' table
+
+
+class KeySource(NamedTuple):
+    """Where keys of one row and kv head are read from."""
+
+    keys: Any  # KeyArgs
+    k_matrix: Any  # descriptor for bulk copies, or None
+    matrix: Any  # MatrixArgs, or None
+    i_row: Any
+    i_kv: Any
+    end: Any  # position where keys end
+
+
+class RowVoters(NamedTuple):
+    """The voters of one row and kv head."""
+
+    voters: Any  # VoterArgs
+    table: Any  # pointer to the row's groups
+    num_pairs: Any  # (group, head) pairs
+    first_head: Any
+    num_tiles: Any
 
 
 class VoterArgs(NamedTuple):
@@ -43,44 +101,58 @@ class GroupArgs(NamedTuple):
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
 @triton.jit(do_not_specialize=["num_tiles"])
 def anchor_kernel(
-    queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SAMPLE: tl.constexpr, VOTERS: tl.constexpr,
+    queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window, SHAPE, VOTING,
 ):  # fmt: skip
     """The voters of one tile of one head, where keys lie between the anchor region's parts.
 
     With SAMPLE, the last of every SAMPLE queries, and the last of what is left at a tile's end; 0: the mean of all.
+
+    Grid: (tiles, n), last tiles first. Bound by the matrix units: queries with the keys of the anchor region.
+
+    Args:
+        queries: QueryArgs.
+        keys: KeyArgs.
+        k_matrix: descriptor of the keys for bulk copies, or None.
+        matrix: MatrixArgs, or None.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        heads: [n] int32 on the device, the query heads that are selected.
+        thetas: [n] float32, θ.
+        voters: VoterArgs; written.
+        num_tiles: tiles of the step.
+        scale: of products of elements, in natural units.
+        span: keys of a group's span.
+        window: keys before a group that belong to its window too.
+        SHAPE: VoteShape.
+        VOTING: Voting.
     """
     i_tile = num_tiles - 1 - tl.program_id(0)  # the last tiles of a group have the longest windows: they come first
     i_head = tl.load(heads + tl.program_id(1))
     i_row, token, length, first = load_tile(tiles, i_tile)
     start = first // span * span - window
-    if start > INITIAL:
-        o_m = tl.arange(0, BLOCK_M)
-        o_d = tl.arange(0, BLOCK_D)
+    if start > SHAPE.INITIAL:
+        o_m = tl.arange(0, VOTING.BLOCK_M)
+        o_d = tl.arange(0, SHAPE.BLOCK_D)
         in_tile = o_m < length
-        if SAMPLE:
-            in_tile = o_m * SAMPLE < length
-            o_m = tl.minimum(o_m * SAMPLE + SAMPLE - 1, length - 1)
+        if VOTING.SAMPLE:
+            in_tile = o_m * VOTING.SAMPLE < length
+            o_m = tl.minimum(o_m * VOTING.SAMPLE + VOTING.SAMPLE - 1, length - 1)
         o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
-        b_q = tl.load(queries.q + o_q, mask=in_tile[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-        o_voter = (i_head * num_tiles + i_tile).to(tl.int64) * VOTERS + tl.arange(0, BLOCK_M if SAMPLE else 1)
-        if SAMPLE:
-            is_voter = tl.arange(0, BLOCK_M) < VOTERS
-            tl.store(voters.queries + o_voter[:, None] * BLOCK_D + o_d[None, :], b_q, mask=is_voter[:, None])
+        b_q = tl.load(queries.q + o_q, mask=in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
+        o_v = tl.arange(0, VOTING.BLOCK_M if VOTING.SAMPLE else 1)
+        o_voter = (i_head * num_tiles + i_tile).to(tl.int64) * VOTING.VOTERS + o_v
+        if VOTING.SAMPLE:
+            is_voter = tl.arange(0, VOTING.BLOCK_M) < VOTING.VOTERS
+            tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_q, mask=is_voter[:, None])
             b_anchor = tl.where(in_tile, 0.0, float("inf"))
         else:
-            is_voter = tl.arange(0, 1) < VOTERS
+            is_voter = tl.arange(0, 1) < VOTING.VOTERS
             b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)
-            tl.store(voters.queries + o_voter[:, None] * BLOCK_D + o_d[None, :], b_mean[None, :])
+            tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_mean[None, :])
             b_anchor = tl.zeros([1], tl.float32)
-        if USE_ANCHOR:
-            where = (keys, k_matrix, matrix, i_row, i_head // GROUP, first + length)
-            b_max = _region_max(
-                b_q, first + o_m, where, start, first, INITIAL, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
-            )
-            if SAMPLE:
+        if VOTING.USE_ANCHOR:
+            source = KeySource(keys, k_matrix, matrix, i_row, i_head // SHAPE.GROUP, first + length)
+            b_max = _region_max(b_q, first + o_m, source, start, first, SHAPE)
+            if VOTING.SAMPLE:
                 b_anchor += b_max * scale
             else:
                 b_anchor += tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length
@@ -88,88 +160,96 @@ def anchor_kernel(
 
 
 @triton.jit
-def _region_max(
-    b_q, o_m, where, start, first, INITIAL: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _region_max(b_q, o_m, source, start, first, SHAPE):
     """Row maxima of q·k over the initial block and the window, for queries at the positions ``o_m``: [BLOCK_M]."""
     b_max = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
     # As one run of positions that ends with the window; only blocks past the tile's first query need a mask.
-    head = start - INITIAL
-    full = head + (first + 1 - head) // BLOCK_N * BLOCK_N
-    for i in range(head, full, BLOCK_N):
+    head = start - SHAPE.INITIAL
+    full = head + (first + 1 - head) // SHAPE.BLOCK_N * SHAPE.BLOCK_N
+    for i in range(head, full, SHAPE.BLOCK_N):
         position = tl.where(i < start, i - head, i)
-        b_k = _load_block(where, position, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_max = tl.maximum(b_max, tl.max(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), 1))
-    for i in range(full, where[5], BLOCK_N):
-        b_k = _load_block(where, i, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_seen = (i + tl.arange(0, BLOCK_N))[None, :] <= o_m[:, None]
+        b_k = _load_block(source, position, SHAPE)
+        b_max = tl.maximum(b_max, tl.max(tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION), 1))
+    for i in range(full, source.end, SHAPE.BLOCK_N):
+        b_k = _load_block(source, i, SHAPE)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
+        b_seen = (i + tl.arange(0, SHAPE.BLOCK_N))[None, :] <= o_m[:, None]
         b_max = tl.maximum(b_max, tl.max(tl.where(b_seen, b_s, float("-inf")), 1))
     return b_max
 
 
 @triton.jit
-def _load_block(
-    where, position, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _load_block(source, position, SHAPE):
     """Keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N. Past the row's end they may be anything."""
-    keys, k_matrix, matrix, i_row, i_kv, end = where
-    if k_matrix is not None:
-        table = keys.block_table + i_row.to(tl.int64) * keys.stride_table
-        place = tl.load(table + position // PAGE) * matrix.rows_per_page + position % PAGE
-        return k_matrix.load([place + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
+    keys, matrix = source.keys, source.matrix
+    if source.k_matrix is not None:
+        table = keys.block_table + source.i_row.to(tl.int64) * keys.stride_table
+        place = tl.load(table + position // SHAPE.PAGE) * matrix.rows_per_page + position % SHAPE.PAGE
+        return source.k_matrix.load([place + source.i_kv * matrix.rows_per_head, source.i_kv * matrix.columns_per_head])
     else:
-        return load_keys(keys, i_row, i_kv, position + tl.arange(0, BLOCK_N), end, HEAD_DIM, BLOCK_D)
+        o_n = position + tl.arange(0, SHAPE.BLOCK_N)
+        return load_keys(keys, source.i_row, source.i_kv, o_n, source.end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
-def vote_kernel(
-    keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
-    ONE_PASS: tl.constexpr, VOTERS: tl.constexpr, WHOLE_WORDS: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
+def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, SHAPE, VOTE):
     """SPLIT keys of one kv head, voted on by a set of its (group, head) pairs of a row: COLUMNS voters at a time.
 
     ``heads`` is None where all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
+
+    Grid: (sets of pairs · kv heads, splits, rows). Bound by the matrix units, and by maxima over voters.
+
+    Args:
+        keys: KeyArgs.
+        k_matrix: descriptor of the keys for bulk copies, or None.
+        matrix: MatrixArgs, or None.
+        groups: GroupArgs; words are written.
+        voters: VoterArgs.
+        heads: [num_heads] int32, heads that are selected; None: all.
+        num_heads: how many there are.
+        num_tiles: tiles of the step.
+        num_sets: sets of (group, head) pairs of the longest row.
+        scale: of products of elements, in natural units.
+        SHAPE: VoteShape.
+        VOTE: VoteSplit.
     """
-    PAIRS: tl.constexpr = COLUMNS // BLOCK_T
+    PAIRS: tl.constexpr = VOTE.COLUMNS // VOTE.BLOCK_T
     # Sets and kv heads of the same keys side by side: in vLLM's usual layout kv heads of a token lie beside each other.
     i_kv, i_row = tl.program_id(0) // num_sets, tl.program_id(2)
-    begin = tl.program_id(1) * SPLIT
+    begin = tl.program_id(1) * VOTE.SPLIT
     first_pair = tl.program_id(0) % num_sets * PAIRS
     o_pair = first_pair + tl.arange(0, PAIRS)
     i_first = tl.load(groups.row_starts + i_row)
-    num_pairs = (tl.load(groups.row_starts + i_row + 1) - i_first) * GROUP
-    group = groups.table + (i_first + o_pair // GROUP) * FIELDS
-    b_end = tl.load(group, mask=o_pair < num_pairs, other=0) - INITIAL  # candidates of each pair's group, if any
-    end = tl.minimum(tl.max(b_end, 0), begin + SPLIT)
-    if (begin < end) & is_read(i_kv, heads, num_heads, GROUP, 128):
-        b_head = i_kv * GROUP + o_pair % GROUP
-        b_word = b_head.to(tl.int64) * groups.num_words + tl.load(group + 3, mask=o_pair < num_pairs, other=0) // WORD
-        where = (keys, k_matrix, matrix, i_row, i_kv, INITIAL + end)
-        of_row = (voters, groups.table + i_first * FIELDS, num_pairs, i_kv * GROUP, num_tiles)
+    num_pairs = (tl.load(groups.row_starts + i_row + 1) - i_first) * SHAPE.GROUP
+    group = groups.table + (i_first + o_pair // SHAPE.GROUP) * VOTE.FIELDS
+    b_end = tl.load(group, mask=o_pair < num_pairs, other=0) - SHAPE.INITIAL  # candidates of each pair's group, if any
+    end = tl.minimum(tl.max(b_end, 0), begin + VOTE.SPLIT)
+    if (begin < end) & is_read(i_kv, heads, num_heads, SHAPE.GROUP, 128):
+        b_head = i_kv * SHAPE.GROUP + o_pair % SHAPE.GROUP
+        b_offset = tl.load(group + LIST_OFFSET, mask=o_pair < num_pairs, other=0)
+        b_word = b_head.to(tl.int64) * groups.num_words + b_offset // WORD
+        source = KeySource(keys, k_matrix, matrix, i_row, i_kv, SHAPE.INITIAL + end)
+        row_voters = RowVoters(voters, groups.table + i_first * VOTE.FIELDS, num_pairs, i_kv * SHAPE.GROUP, num_tiles)
         most = 0
-        if ONE_PASS:
-            b_q, b_anchor = _voters(of_row, first_pair, 0, COLUMNS, BLOCK_T, BLOCK_D, GROUP, VOTERS, FIELDS)
+        if VOTE.ONE_PASS:
+            b_q, b_anchor = _voters(row_voters, first_pair, 0, SHAPE, VOTE)
         else:
-            most = tl.max(tl.load(group + 2, mask=o_pair < num_pairs, other=0), 0) * VOTERS
-        for candidate in range(begin, end, BLOCK_N):
-            b_k = _load_block(where, INITIAL + candidate, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
-            if ONE_PASS:
-                b_lead = _leads(b_k, b_q, b_anchor, scale, PAIRS, PRECISION)
+            most = tl.max(tl.load(group + NUM_TILES, mask=o_pair < num_pairs, other=0), 0) * VOTE.VOTERS
+        for candidate in range(begin, end, SHAPE.BLOCK_N):
+            b_k = _load_block(source, SHAPE.INITIAL + candidate, SHAPE)
+            if VOTE.ONE_PASS:
+                b_lead = _leads(b_k, b_q, b_anchor, scale, PAIRS, SHAPE.PRECISION)
             else:
-                b_lead = tl.full([BLOCK_N, PAIRS], float("-inf"), tl.float32)
-                for i in range(0, most, BLOCK_T):
-                    b_q, b_anchor = _voters(of_row, first_pair, i, COLUMNS, BLOCK_T, BLOCK_D, GROUP, VOTERS, FIELDS)
-                    b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, PAIRS, PRECISION))
-            b_lead = tl.reshape(b_lead, [BLOCK_N // WORD, WORD, PAIRS])
-            if WHOLE_WORDS:
+                b_lead = tl.full([SHAPE.BLOCK_N, PAIRS], float("-inf"), tl.float32)
+                for i in range(0, most, VOTE.BLOCK_T):
+                    b_q, b_anchor = _voters(row_voters, first_pair, i, SHAPE, VOTE)
+                    b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, PAIRS, SHAPE.PRECISION))
+            b_lead = tl.reshape(b_lead, [SHAPE.BLOCK_N // WORD, WORD, PAIRS])
+            if VOTE.WHOLE_WORDS:
                 b_kept = tl.where(tl.max(b_lead, 1) >= 0, ALL_KEPT, 0)
             else:
                 b_kept = tl.sum((b_lead >= 0).to(tl.int32) << tl.arange(0, WORD)[None, :, None], 1)
-            o_word = candidate // WORD + tl.arange(0, BLOCK_N // WORD)
+            o_word = candidate // WORD + tl.arange(0, SHAPE.BLOCK_N // WORD)
             tl.store(
                 groups.words + b_word[None, :] + o_word[:, None], b_kept,
                 mask=(candidate < b_end)[None, :] & (o_word >= 0)[:, None],
@@ -177,25 +257,22 @@ def vote_kernel(
 
 
 @triton.jit
-def _voters(
-    of_row, first_pair, first, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr, VOTERS: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
+def _voters(row_voters, first_pair, first, SHAPE, VOTE):
     """Voters ``first`` to ``first`` + BLOCK_T of each of a set's groups: queries [COLUMNS, BLOCK_D] and anchors.
 
     The first voters of all groups come first: maxima over the voters of one group then stay within a thread.
     """
-    voters, table, num_pairs, first_head, num_tiles = of_row
-    o_c = tl.arange(0, COLUMNS)
-    o_pair, o_t = first_pair + o_c % (COLUMNS // BLOCK_T), first + o_c // (COLUMNS // BLOCK_T)
-    in_row = o_pair < num_pairs
-    group = table + o_pair // GROUP * FIELDS
-    votes = in_row & (o_t < tl.load(group + 2, mask=in_row, other=0) * VOTERS)
-    o_tile = (first_head + o_pair % GROUP).to(tl.int64) * num_tiles + tl.load(group + 1, mask=in_row, other=0)
-    o_voter = o_tile * VOTERS + o_t
-    o_q = o_voter[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    b_q = tl.load(voters.queries + o_q, mask=votes[:, None], other=0.0)
-    return b_q, tl.load(voters.anchors + o_voter, mask=votes, other=float("inf"))
+    o_c = tl.arange(0, VOTE.COLUMNS)
+    o_pair, o_t = first_pair + o_c % (VOTE.COLUMNS // VOTE.BLOCK_T), first + o_c // (VOTE.COLUMNS // VOTE.BLOCK_T)
+    in_row = o_pair < row_voters.num_pairs
+    group = row_voters.table + o_pair // SHAPE.GROUP * VOTE.FIELDS
+    votes = in_row & (o_t < tl.load(group + NUM_TILES, mask=in_row, other=0) * VOTE.VOTERS)
+    o_tile = (row_voters.first_head + o_pair % SHAPE.GROUP).to(tl.int64) * row_voters.num_tiles
+    o_tile += tl.load(group + FIRST_TILE, mask=in_row, other=0)
+    o_voter = o_tile * VOTE.VOTERS + o_t
+    o_q = o_voter[:, None] * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)[None, :]
+    b_q = tl.load(row_voters.voters.queries + o_q, mask=votes[:, None], other=0.0)
+    return b_q, tl.load(row_voters.voters.anchors + o_voter, mask=votes, other=float("inf"))
 
 
 @triton.jit
@@ -217,6 +294,21 @@ def blocks_kernel(
     """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole.
 
     With ANY, those of which it keeps any key, and the tile has no stripes.
+
+    Grid: (tiles, n). Bound by the latency of dependent loads; it reads a bit for each key.
+
+    Args:
+        groups: GroupArgs.
+        index: IndexArgs; lists and counts are written.
+        heads: [n] int32 on the device, the query heads that are selected.
+        num_tiles: tiles of the step.
+        span: keys of a group's span.
+        window: keys before a group that belong to its window too.
+        INITIAL: keys of the initial block.
+        INDEX_N: keys of a block of the index.
+        CHUNK: blocks of a step.
+        ANY: whether a block is kept for any of its keys.
+        GROUP_FIELDS: columns of the groups' table.
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
@@ -225,9 +317,9 @@ def blocks_kernel(
     # The row's groups begin at consecutive multiples of the span, and their windows so many keys before.
     first_group = tl.load(groups.table + i_first * GROUP_FIELDS) + window
     group = groups.table + (i_first + (first - first_group) // span) * GROUP_FIELDS
-    words = groups.words + i_head * groups.num_words + tl.load(group + 3) // WORD
+    words = groups.words + i_head * groups.num_words + tl.load(group + LIST_OFFSET) // WORD
     start = tl.load(group) // INDEX_N  # may be negative
-    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)[1]
+    _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
     target = list_of(index, i_head, i_tile)
     count = 0
     for i in range(0, num_causal, CHUNK):
@@ -274,14 +366,29 @@ def stripes_kernel(
     groups, index, heads, num_tiles,
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of one group's stripes for one head; whoever writes the last one also writes every tile's count."""
+    """A stretch of one group's stripes for one head; whoever writes the last one also writes every tile's count.
+
+    Grid: (stretches of the longest list, groups, n). Bound by memory: it reads a bit for each key, and writes 4 bytes
+    for each stripe.
+
+    Args:
+        groups: GroupArgs.
+        index: IndexArgs; stripes and counts are written.
+        heads: [n] int32 on the device, the query heads that are selected.
+        num_tiles: tiles of the step.
+        INITIAL: keys of the initial block.
+        INDEX_N: keys of a block of the index.
+        SPLIT: keys of a stretch.
+        CHUNK: keys of a step.
+        FIELDS: columns of the groups' table.
+    """
     i_head = tl.load(heads + tl.program_id(2))
     group = groups.table + tl.program_id(1) * FIELDS
     num_candidates = tl.maximum(tl.load(group) - INITIAL, 0)
-    o_tile = i_head.to(tl.int64) * num_tiles + tl.load(group + 1)
+    o_tile = i_head.to(tl.int64) * num_tiles + tl.load(group + FIRST_TILE)
     begin = tl.program_id(0) * SPLIT
     if (begin == 0) | (begin < num_candidates):
-        words = groups.words + i_head.to(tl.int64) * groups.num_words + tl.load(group + 3) // WORD
+        words = groups.words + i_head.to(tl.int64) * groups.num_words + tl.load(group + LIST_OFFSET) // WORD
         count = 0
         for i in range(0, begin // INDEX_N, SPLIT // INDEX_N):
             o_b = i + tl.arange(0, SPLIT // INDEX_N)
@@ -294,6 +401,6 @@ def stripes_kernel(
             b_kept = (b_words[:, :, None] >> tl.arange(0, WORD)[None, None, :]) & 1
             count = append(target, count, INITIAL + i + tl.arange(0, CHUNK), tl.reshape(b_kept, [CHUNK]) != 0)
         if begin + SPLIT >= num_candidates:
-            for i in range(0, tl.load(group + 2), 32):
+            for i in range(0, tl.load(group + NUM_TILES), 32):
                 o_t = i + tl.arange(0, 32)
-                tl.store(index.stripe_counts + o_tile + o_t, count, mask=o_t < tl.load(group + 2))
+                tl.store(index.stripe_counts + o_tile + o_t, count, mask=o_t < tl.load(group + NUM_TILES))

@@ -64,11 +64,15 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attend.portable import MatrixArgs, descriptors_of, matrix_args, supports_bulk
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     WORD,
     GroupArgs,
     VoterArgs,
+    VoteShape,
+    VoteSplit,
+    Voting,
     anchor_kernel,
     blocks_kernel,
     stripes_kernel,
@@ -122,9 +126,17 @@ class Group(NamedTuple):
 
 
 def group_tiles(rows: Rows, span_tokens: int, window_tokens: int) -> list[list[Group]]:
-    """The groups of every row, in the order of their tiles.
+    """Return the groups of every row, in the order of their tiles.
 
     Groups of a row begin at consecutive multiples of the span, and windows ``window_tokens`` before them.
+
+    Args:
+        rows: the rows of a step.
+        span_tokens: positions that a group covers.
+        window_tokens: keys before a group that belong to its window too.
+
+    Returns:
+        Groups, by row.
     """
     offset, grouped = 0, []
     for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
@@ -150,14 +162,26 @@ class Groups(NamedTuple):
 
     @property
     def num_candidates(self) -> int:
+        """Keys that all groups vote on."""
         return sum(group.num_candidates for of_row in self.of_rows for group in of_row)
 
     @property
     def largest(self) -> int:
+        """Keys that any group votes on at most."""
         return max(group.num_candidates for of_row in self.of_rows for group in of_row)
 
     @staticmethod
     def of(rows: Rows, span_tokens: int, window_tokens: int) -> "Groups":
+        """Return the groups of a step, copied to the device.
+
+        Args:
+            rows: the rows of a step.
+            span_tokens: positions that a group covers.
+            window_tokens: keys before a group that belong to its window too.
+
+        Returns:
+            Groups on the host and on the device.
+        """
         of_rows = group_tiles(rows, span_tokens, window_tokens)
         row_starts = [0, *accumulate(len(groups) for groups in of_rows)]
         flat = [field for groups in of_rows for group in groups for field in group]
@@ -218,7 +242,14 @@ class AnchorAttention(PerHead):
         return self.step_tiles * TILE_TOKENS
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """One list per group, with room for every key between the initial block and the group's window."""
+        """Return the room for one head's stripes: see ``Method.stripe_layout``.
+
+        Args:
+            rows: the rows of a step.
+
+        Returns:
+            Where each tile's list begins.
+        """
         if self.whole_blocks:
             return StripeLayout.none(rows)
         groups = [group for of_row in group_tiles(rows, self.span_tokens, self.window_tokens) for group in of_row]
@@ -226,12 +257,32 @@ class AnchorAttention(PerHead):
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+
+        Args:
+            rows: the rows of a step.
+            shape: the layer's heads and blocks.
+            num_selected: query heads that are selected.
+            stripe_capacity: stripes of one head, of all tiles.
+
+        Returns:
+            Bytes, or a few more.
+        """
         of_rows = group_tiles(rows, self.span_tokens, self.window_tokens)
         num_candidates = sum(group.num_candidates for of_row in of_rows for group in of_row)
-        own = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
-        return max(own, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
+        voted = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
+        return max(voted, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        """Fill the lists of ``heads``: see ``Method.select``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
         rows, empty = index.rows, index.workspace.empty
         settings = self.span_tokens, self.window_tokens
         groups = rows.once((Groups, *settings), lambda: Groups.of(rows, *settings))
@@ -254,19 +305,30 @@ class AnchorAttention(PerHead):
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
         matrix, descriptor = _matrix(cache, block_n)
         keys = key_args(cache, rows.block_table), descriptor, matrix
-        shape = {
-            "HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "GROUP": group, "INITIAL": INITIAL_TOKENS,
-            "PAGE": cache.page_size, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_N": block_n,
-            "num_warps": 8, "num_stages": 2 if descriptor else 3,
-            # Two programs on a multiprocessor: one multiplies while the other takes maxima.
+        shape = compile_time(
+            VoteShape(
+                HEAD_DIM=cache.head_dim,
+                BLOCK_D=block_d,
+                GROUP=group,
+                INITIAL=INITIAL_TOKENS,
+                PAGE=cache.page_size,
+                PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+                BLOCK_N=block_n,
+            )
+        )
+        # Two programs on a multiprocessor: one multiplies while the other takes maxima.
+        options = {
+            "num_warps": 8,
+            "num_stages": 2 if descriptor else 3,
             "maxnreg": 128 if descriptor else None,
-        }  # fmt: skip
-        thetas = on_device(tuple(min(one.theta, MOST_THETA) for one in self.of_heads(len(heads))), q.device)
+        }
+        thetas = on_device(tuple(min(head.theta, MOST_THETA) for head in self.of_heads(len(heads))), q.device)
+        queries = max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS
+        voting = Voting(self.use_anchor, queries, self.sample_tokens, self.tile_voters)
         anchor_kernel[(rows.num_tiles, len(heads))](
             query_args(q), *keys, rows.tiles, heads, thetas, voters,
             rows.num_tiles, scale, self.span_tokens, self.window_tokens,
-            **shape, USE_ANCHOR=self.use_anchor, SAMPLE=self.sample_tokens, VOTERS=self.tile_voters,
-            BLOCK_M=max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS,
+            shape, compile_time(voting), **options,
         )  # fmt: skip
         # Launched for rows too short to have candidates as well: warming up then compiles it for groups of any size.
         group_voters = self.step_tiles * self.tile_voters
@@ -274,11 +336,19 @@ class AnchorAttention(PerHead):
         num_pairs = max(len(of_row) for of_row in groups.of_rows) * group
         num_sets = ceil_div(num_pairs, columns // block_t)
         splits = max(ceil_div(groups.largest, VOTE_SPLIT), 1)
+        split = VoteSplit(
+            SPLIT=VOTE_SPLIT,
+            COLUMNS=columns,
+            BLOCK_T=block_t,
+            ONE_PASS=group_voters <= block_t,
+            VOTERS=self.tile_voters,
+            WHOLE_WORDS=self.whole_blocks,
+            FIELDS=GROUP_FIELDS,
+        )
         vote_kernel[(num_sets * cache.num_kv_heads, splits, rows.num_rows)](
             *keys, args, voters, None if len(heads) == index.num_heads else heads, len(heads),
             rows.num_tiles, num_sets, scale,
-            **shape, SPLIT=VOTE_SPLIT, COLUMNS=columns, BLOCK_T=block_t, ONE_PASS=group_voters <= block_t,
-            VOTERS=self.tile_voters, WHOLE_WORDS=self.whole_blocks, FIELDS=GROUP_FIELDS,
+            shape, compile_time(split), **options,
         )  # fmt: skip
 
     def _list(self, index: SparseIndex, heads: torch.Tensor, groups: Groups, args: GroupArgs) -> None:

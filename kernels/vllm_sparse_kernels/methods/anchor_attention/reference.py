@@ -24,10 +24,20 @@ INITIAL_TOKENS = TILE_TOKENS  # K_init: the paper's blocks are 128 wide, on both
 def select_anchor_attention(
     method: "AnchorAttention", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
+    """Fill the lists of ``heads`` in plain torch, as ``AnchorAttention.select`` does by kernels.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     rows, ratio = index.rows, q.shape[1] // cache.num_kv_heads
     keys = [keys for _, _, keys in rows_of(q, cache, rows)]
     numbered = enumerate(rows.tile_list)
-    thetas = [one.theta for one in method.of_heads(len(heads))]
+    thetas = [head.theta for head in method.of_heads(len(heads))]
     for (row, start), members in groupby(
         numbered, lambda it: (it[1].row, window_start(it[1], method.step_tiles, method.window_tokens))
     ):
@@ -49,9 +59,17 @@ def select_anchor_attention(
 
 
 def window_start(tile: Tile, step_tiles: int, window_tokens: int = 0) -> int:
-    """Where the window of the tile begins, ``window_tokens`` before its group.
+    """Return where the window of the tile begins, ``window_tokens`` before its group.
 
     Groups lie at multiples of the span, a tile goes by its first query.
+
+    Args:
+        tile: a tile of the step.
+        step_tiles: tiles of a group.
+        window_tokens: keys before a group that belong to its window too.
+
+    Returns:
+        A position, negative in a row's first groups.
     """
     span_tokens = step_tiles * TILE_TOKENS
     return max(tile.position // span_tokens * span_tokens - window_tokens, 0)
@@ -66,6 +84,18 @@ def anchor_differences(
     With ``sample_tokens``, x_a − Q Kᵀ · scale of the last of every so many queries of a tile, and of the last of what
     is left at its end: [such queries, keys]. q [num_tokens, head_dim] and k [seq_len, head_dim] belong to one head, the
     tiles to one group whose window begins at ``start``. Computed in the inputs' dtype.
+
+    Args:
+        tiles: of one group.
+        q: [num_tokens, head_dim].
+        k: [seq_len, head_dim].
+        start: where the group's window begins.
+        scale: takes products of elements to scores, in natural units; > 0.
+        use_anchor: False sets x_a = 0.
+        sample_tokens: every so-many-th query votes; 0: the mean of all.
+
+    Returns:
+        float32.
     """
     future = torch.ones(TILE_TOKENS, TILE_TOKENS, dtype=torch.bool, device=q.device).triu(1)
     differences = []

@@ -39,12 +39,13 @@ code-lm-29m-128k at γ = 0.9, answers inside the prompt, perplexity, density (de
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
@@ -56,16 +57,14 @@ from vllm_sparse_kernels.select.lists import append
 from vllm_sparse_kernels.select.parameters import on_device, require
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
+    LAST_PASS,
     MOST_CHUNKS,
-    PASSES,
     UNSPECIALIZED,
     digits_of,
     job_of,
     mass_keys,
     threshold_of,
 )
-
-LAST_PASS = tl.constexpr(PASSES - 1)
 
 BAND = 64
 """Queries and keys of the blocks whose diagonals are kept or left."""
@@ -100,6 +99,7 @@ class FlexVerticalSlash(PerHead):
 
     @property
     def size_key(self) -> "FlexVerticalSlash":
+        """The same as far as the workspace's size depends on it."""
         return FlexVerticalSlash(max_stripes=self.max_stripes)
 
     @property
@@ -108,11 +108,27 @@ class FlexVerticalSlash(PerHead):
         return self.gamma if self.gamma < 1 else math.inf
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:
-        """Stripes that one tile of a row may keep. Depends on the row's own size alone."""
+        """Return how many stripes a tile of a row may keep. Depends on the row's own size alone.
+
+        Args:
+            rows: the rows of a step.
+            row: a row of the step.
+
+        Returns:
+            Stripes.
+        """
         num_tiles = rows.tile_starts[row + 1] - rows.tile_starts[row]
         return min(self.max_stripes, max(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
+        """Return the room for one head's stripes: see ``Method.stripe_layout``.
+
+        Args:
+            rows: the rows of a step.
+
+        Returns:
+            Where each tile's list begins.
+        """
         offsets, total = [], 0
         for tile in rows.tile_list:
             offsets.append(total)
@@ -120,6 +136,17 @@ class FlexVerticalSlash(PerHead):
         return StripeLayout(tuple(offsets), total)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+
+        Args:
+            rows: the rows of a step.
+            shape: the layer's heads and blocks.
+            num_selected: query heads that are selected.
+            stripe_capacity: stripes of one head, of all tiles.
+
+        Returns:
+            Bytes, or a few more.
+        """
         num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
         return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
 
@@ -127,40 +154,75 @@ class FlexVerticalSlash(PerHead):
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
         patterns: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0."""
+        """Fill the lists of ``heads``: see ``Method.select``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+            patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+        """
         estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
         select_lines(q, cache, index, heads, scale, estimate, self.keep_lines, patterns)
 
     def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
-        """The fewest columns and the fewest diagonals with γ of the mass, of each head and row."""
+        """Keep the fewest columns and the fewest diagonals with γ of the mass, of each head and row.
+
+        Args:
+            sums: sums of Â.
+            index: whose rows and workspace are used.
+
+        Returns:
+            What is kept, in the index's workspace.
+        """
         rows, room, num_entries = index.rows, index.workspace.empty, sums.num_entries
         num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_entries)
         most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
-        columns = room(num_rows, num_entries, max(1, most), dtype=torch.int32)
-        num_columns = room(num_rows, num_entries, dtype=torch.int32)
-        whole = room(num_entries, sums.capacity // KEY_ALIGN, dtype=torch.uint8)
-        bands_upto = room(num_entries, sums.capacity // BAND, dtype=torch.int32)
-
-        shares = on_device(tuple(one.kernel_share for one in settings) * 2, sums.values.device)
+        lines = Lines(
+            columns=room(num_rows, num_entries, max(1, most), dtype=torch.int32),
+            num_columns=room(num_rows, num_entries, dtype=torch.int32),
+            whole=room(num_entries, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
+            bands_upto=room(num_entries, sums.capacity // BAND, dtype=torch.int32),
+        )
+        shares = on_device(tuple(head.kernel_share for head in settings) * 2, sums.values.device)
         digits = digits_of(index, sums, shares)
         chunks = digits.weights.shape[3]
         left = room(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_entries, num_rows)
         where = (*sums.args(rows), shares, digits, chunks, left)
-        options = {"BAND": BAND, "BLOCK_N": index.block_tokens, "CHUNK": CHUNK, "FIELDS": ROW_FIELDS}
-        _count_lines_kernel[grid](*where, **options)
-        _keep_lines_kernel[grid](
-            *where, self.max_stripes, columns, columns.shape[2], num_columns, whole,
-            bands_upto, **options, ROW_STRIPES=ROW_STRIPES, FEWEST=FEWEST_STRIPES, TILE=TILE_TOKENS, ALIGN=KEY_ALIGN,
-        )  # fmt: skip
-        return Lines(columns, num_columns, whole, bands_upto)
+        shape = compile_time(LineShape(BAND, index.block_tokens, CHUNK, ROW_FIELDS))
+        limits = compile_time(LineLimits(ROW_STRIPES, FEWEST_STRIPES, TILE_TOKENS, KEY_ALIGN))
+        _count_lines_kernel[grid](*where, shape)
+        _keep_lines_kernel[grid](*where, self.max_stripes, lines, lines.columns.shape[2], shape, limits)
+        return lines
+
+
+class LineShape(NamedTuple):
+    """What both kernels are compiled for; every field a ``tl.constexpr``."""
+
+    BAND: Any  # queries and keys of the blocks whose diagonals are summed
+    BLOCK_N: Any  # keys of a block of the index
+    CHUNK: Any  # values of a step
+    FIELDS: Any  # columns of the rows' table
+
+
+class LineLimits(NamedTuple):
+    """How many stripes a row may have, and where its keys begin; every field a ``tl.constexpr``."""
+
+    ROW_STRIPES: Any  # of all tiles together
+    FEWEST: Any  # of a tile, however many there are
+    TILE: Any  # queries of a tile
+    ALIGN: Any  # keys that a row is padded to a multiple of
 
 
 @triton.jit
 def _threshold(shares, digits, i_all, chunks, used):
     """The least key (``mass_keys``) of a line that is kept."""
     share = tl.load(shares + tl.program_id(1))
-    return threshold_of(digits, LAST_PASS, i_all, chunks, used, share, True)[0].to(tl.int32)
+    threshold, _, _, _ = threshold_of(digits, LAST_PASS, i_all, chunks, used, share, True)
+    return threshold.to(tl.int32)
 
 
 @triton.jit
@@ -179,74 +241,117 @@ def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
     return o_n, b_kept.to(tl.int32)
 
 
+@triton.jit
+def _column_counts(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+    """How many columns of each block from ``start`` on are kept: [blocks] int32."""
+    _, _, b_count = _kept_columns(row, start, end, threshold, BLOCK_N, CHUNK)
+    return b_count
+
+
+@triton.jit
+def _band_flags(row, start, end, threshold, CHUNK: tl.constexpr):
+    """Which bands from ``start`` on are kept: int32 0 or 1."""
+    _, b_band = _kept_bands(row, start, end, threshold, CHUNK)
+    return b_band
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _count_lines_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
+def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, SHAPE):
     """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
-    how many are kept."""
+    how many are kept.
+
+    Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
+
+    Args:
+        sums: SumArgs, sums of Â by key and by diagonal.
+        num_entries: heads that are selected, n.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        shares: [2 n] float32, γ of each job.
+        digits: Digits of both passes.
+        chunks: chunks of the longest array.
+        left: [num_rows, 2 n, chunks, BLOCK_N] int32; written.
+        SHAPE: LineShape.
+    """
     place, _, first, end, used, i_all = job_of(
-        rows, patterns, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
+        sums, num_entries, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
     )
     if first >= end:
         return
     threshold = _threshold(shares, digits, i_all, chunks, used)
-    o_c = tl.arange(0, BLOCK_N)
-    b_left = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(first, end, CHUNK):
+    o_c = tl.arange(0, SHAPE.BLOCK_N)
+    b_left = tl.zeros([SHAPE.BLOCK_N], tl.int32)
+    for start in range(first, end, SHAPE.CHUNK):
         if tl.program_id(1) < num_entries:
-            b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)[2]
+            b_count = _column_counts(sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK)
             b_left += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
         else:
-            b_band = _kept_bands(values + place, start, end, threshold, CHUNK)[1]
+            b_band = _band_flags(sums.totals + place, start, end, threshold, SHAPE.CHUNK)
             b_left += tl.sum(b_band, 0)
-    tl.store(left + (i_all * chunks + tl.program_id(0)).to(tl.int64) * BLOCK_N + o_c, b_left)
+    tl.store(left + (i_all * chunks + tl.program_id(0)).to(tl.int64) * SHAPE.BLOCK_N + o_c, b_left)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_lines_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
-    max_stripes, columns, max_columns, num_columns, whole, bands_upto,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
-    ROW_STRIPES: tl.constexpr, FEWEST: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+    sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, max_stripes, lines, max_columns,
+    SHAPE, LIMITS,
 ):  # fmt: skip
-    """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands."""
+    """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands.
+
+    Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
+
+    Args:
+        sums: SumArgs, sums of Â by key and by diagonal.
+        num_entries: heads that are selected, n.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        shares: [2 n] float32, γ of each job.
+        digits: Digits of both passes.
+        chunks: chunks of the longest array.
+        left: [num_rows, 2 n, chunks, BLOCK_N] int32, of ``_count_lines_kernel``.
+        max_stripes: of a tile.
+        lines: Lines; written.
+        max_columns: places for columns that one list has.
+        SHAPE: LineShape.
+        LIMITS: LineLimits.
+    """
     i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
     i_entry = i_job % num_entries
     place, _, first, end, used, i_all = job_of(
-        rows, patterns, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
+        sums, num_entries, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
     )
     if first >= end:
         return
     threshold = _threshold(shares, digits, i_all, chunks, used)
-    o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
-    o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
+    o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, SHAPE.BLOCK_N)
+    o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * SHAPE.BLOCK_N + o_c[None, :]
     b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)
     b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_left, 0), 0)
     if i_job < num_entries:
         # The largest count c that fits if blocks with c or more are kept whole, or 1: none remain.
-        num_tiles = (tl.load(rows + i_row * FIELDS + 1) + TILE - 1) // TILE
-        room = tl.minimum(max_stripes, tl.maximum(FEWEST, ROW_STRIPES // num_tiles))
+        num_tiles = (tl.load(sums.rows + i_row * SHAPE.FIELDS + 1) + LIMITS.TILE - 1) // LIMITS.TILE
+        room = tl.minimum(max_stripes, tl.maximum(LIMITS.FEWEST, LIMITS.ROW_STRIPES // num_tiles))
         most = tl.max(tl.where(tl.sum(b_left, 0) <= room, 2 + o_c, 1), 0)
         count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)
         if i_chunk > 0:  # the first block is kept whole whatever its count
-            b_first = (mass_keys(tl.load(values + place + o_c)) >= threshold).to(tl.int32)
+            b_first = (mass_keys(tl.load(sums.totals + place + o_c)) >= threshold).to(tl.int32)
             count -= tl.where(tl.sum(b_first, 0) < most, tl.sum(b_first, 0), 0)
         i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
-        for start in range(first, end, CHUNK):
-            o_n, b_kept, b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)
-            o_block = start // BLOCK_N + tl.arange(0, CHUNK // BLOCK_N)
+        for start in range(first, end, SHAPE.CHUNK):
+            o_n, b_kept, b_count = _kept_columns(sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK)
+            o_block = start // SHAPE.BLOCK_N + tl.arange(0, SHAPE.CHUNK // SHAPE.BLOCK_N)
             b_whole = (b_count >= most) | (o_block == 0)
-            tl.store(whole + place // ALIGN + o_block, b_whole, mask=o_block * BLOCK_N < end)
-            b_free = tl.reshape(b_kept & (b_whole[:, None] == 0), [CHUNK])
-            count = append(columns + i_list * max_columns, count, tl.reshape(o_n, [CHUNK]), b_free)
+            tl.store(lines.whole + place // LIMITS.ALIGN + o_block, b_whole, mask=o_block * SHAPE.BLOCK_N < end)
+            b_free = tl.reshape(b_kept & (b_whole[:, None] == 0), [SHAPE.CHUNK])
+            count = append(lines.columns + i_list * max_columns, count, tl.reshape(o_n, [SHAPE.CHUNK]), b_free)
         if i_chunk == used - 1:
-            tl.store(num_columns + i_list, count)
+            tl.store(lines.num_columns + i_list, count)
     else:
         count = tl.max(b_before, 0)
-        for start in range(first, end, CHUNK):
-            o_band, b_band = _kept_bands(values + place, start, end, threshold, CHUNK)
-            upto = bands_upto + (place - num_entries.to(tl.int64) * capacity)
+        for start in range(first, end, SHAPE.CHUNK):
+            o_band, b_band = _kept_bands(sums.totals + place, start, end, threshold, SHAPE.CHUNK)
+            upto = lines.bands_upto + (place - num_entries.to(tl.int64) * capacity)
             tl.store(upto + o_band, count + tl.cumsum(b_band, 0), mask=o_band < end)
             count += tl.sum(b_band, 0)

@@ -24,20 +24,38 @@ def select_flex_vertical_slash(
     heads: torch.Tensor,
     scale: float,
 ) -> None:
+    """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does by kernels.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     rows = index.rows
-    for row, head, own, queries, keys in heads_of_rows(method, q, cache, rows, heads):
+    for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, rows, heads):
         places = estimating_queries(method, rows.query_lens[row]).to(q.device)
         positions = rows.context_lens[row] + places
         weights = softmax_of(queries[places], keys, positions, scale)
-        columns = fewest_with_mass(weights.sum(0), own.gamma)
-        diagonals = fewest_with_mass(block_diagonals(weights, positions), own.gamma)
+        columns = fewest_with_mass(weights.sum(0), head_method.gamma)
+        diagonals = fewest_with_mass(block_diagonals(weights, positions), head_method.gamma)
         whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
         for i_tile in rows.tiles_of(row):
             set_lines(columns, diagonals, whole, index, head, i_tile)
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
-    """Places in the chunk: of its last queries, or of as many that part it evenly, the last one with it."""
+    """Return places in the chunk: of its last queries, or of as many that part it evenly, the last one included.
+
+    Args:
+        method: the method and its parameters.
+        query_len: queries of the chunk.
+
+    Returns:
+        [count] int64, ascending.
+    """
     count = min(method.last_queries, query_len)
     if method.estimating == "spread":
         return torch.arange(1, count + 1) * query_len // count - 1
@@ -45,13 +63,31 @@ def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Ten
 
 
 def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
-    """Â [queries, keys], float32."""
+    """Return Â.
+
+    Args:
+        queries: [queries, head_dim].
+        keys: [seq_len, head_dim].
+        positions: [queries], in the row.
+        scale: takes products of elements to scores, in natural units; > 0.
+
+    Returns:
+        [queries, keys] float32.
+    """
     hidden = torch.arange(len(keys), device=keys.device) > positions[:, None]
     return ((queries.float() @ keys.float().T) * scale).masked_fill(hidden, -torch.inf).softmax(-1)
 
 
 def block_diagonals(weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Sums of Â over diagonals of blocks, [blocks]: the block of a query's position less that of a key's."""
+    """Sum Â over diagonals of blocks: the block of a query's position less that of a key's.
+
+    Args:
+        weights: Â [queries, keys].
+        positions: [queries], in the row.
+
+    Returns:
+        [blocks] float32.
+    """
     keys = torch.arange(weights.shape[1], device=weights.device)
     distances = positions[:, None] // BAND_TOKENS - keys // BAND_TOKENS
     sums = weights.new_zeros(ceil_div(weights.shape[1], BAND_TOKENS))
@@ -59,9 +95,16 @@ def block_diagonals(weights: torch.Tensor, positions: torch.Tensor) -> torch.Ten
 
 
 def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Flags of the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and of all ties with the last.
+    """Flag the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and all ties with the last.
 
     Tied are floats of the same sign, exponent and first 10 bits of the mantissa.
+
+    Args:
+        values: [n], >= 0.
+        gamma: γ, in (0, 1].
+
+    Returns:
+        [n] bool.
     """
     if gamma == 1:
         return torch.ones_like(values, dtype=torch.bool)
@@ -72,13 +115,30 @@ def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
 
 
 def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Sums of each ``tokens`` consecutive values."""
+    """Sum consecutive values.
+
+    Args:
+        values: [n].
+        tokens: values of a sum.
+
+    Returns:
+        [n / tokens, rounded up].
+    """
     padding = ceil_div(len(values), tokens) * tokens - len(values)
     return torch.nn.functional.pad(values, (0, padding)).view(-1, tokens).sum(1)
 
 
 def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> torch.Tensor:
-    """Flags of the first block and of those kept whole, so that at most ``capacity`` columns remain outside."""
+    """Flag the first block and those kept whole, so that at most ``capacity`` columns remain outside.
+
+    Args:
+        columns: [seq_len] bool, kept ones.
+        capacity: stripes of a tile.
+        block_tokens: keys of a block of the index.
+
+    Returns:
+        [blocks] bool.
+    """
     counts = pool(columns.int(), block_tokens)
     left = [int(counts[counts < fewest].sum()) for fewest in range(block_tokens + 2)]
     whole = counts >= max(fewest for fewest in range(1, block_tokens + 2) if left[fewest] <= capacity)
@@ -89,7 +149,16 @@ def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> tor
 def set_lines(
     columns: torch.Tensor, diagonals: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """One tile's blocks, those that a kept diagonal crosses and whole ones, and the columns outside as stripes."""
+    """Write one tile's blocks, those that a kept diagonal crosses and whole ones, and the columns outside as stripes.
+
+    Args:
+        columns: [seq_len] bool.
+        diagonals: [blocks] bool.
+        whole: [blocks] bool.
+        index: the SparseIndex that is filled.
+        head: a query head.
+        i_tile: a tile of the step.
+    """
     tile = index.rows.tile_list[i_tile]
     crossed = torch.zeros(index.num_causal_blocks(tile) * index.block_tokens, dtype=torch.bool, device=columns.device)
     for query_block in range(tile.position // BAND_TOKENS, tile.last_position // BAND_TOKENS + 1):

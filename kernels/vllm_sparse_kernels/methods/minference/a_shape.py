@@ -33,8 +33,17 @@ class AShape(PerHead):
         require(self.local_tokens >= 1, "local_tokens", self.local_tokens, ">= 1")
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        """Fill the lists of ``heads``: see ``Method.select``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
         names, settings = ("sink_tokens", "local_tokens"), self.of_heads(len(heads))
-        numbers = tuple(min(getattr(one, name), MOST) for name in names for one in settings)
+        numbers = tuple(min(getattr(head_method, name), MOST) for name in names for head_method in settings)
         _a_shape_kernel[(index.rows.num_tiles, len(heads))](
             heads, index.args, index.rows.num_tiles, on_device(numbers, heads.device),
             BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
@@ -43,14 +52,26 @@ class AShape(PerHead):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """``numbers`` [2, n]: global tokens and local window of each head."""
+    """Write one (tile, head)'s list: sink blocks and those of the local window.
+
+    Grid: (tiles, n). Bound by the launch: it writes 4 bytes for each kept block.
+
+    Args:
+        heads: [n] int32 on the device, the query heads that are selected.
+        index: IndexArgs; lists and counts are written.
+        num_tiles: tiles of the step.
+        numbers: [2, n] float32: global tokens and local window of each head.
+        BLOCK_N: keys of a block of the index.
+        CHUNK: blocks of a step.
+    """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
     sink_tokens = tl.load(numbers + tl.program_id(1)).to(tl.int32)
     local_tokens = tl.load(numbers + tl.num_programs(1) + tl.program_id(1)).to(tl.int32)
-    num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)[1]
+    _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
+    _, _, _, position = load_tile(index.tiles, i_tile)
     num_sink = tl.minimum((sink_tokens + BLOCK_N - 1) // BLOCK_N, num_causal)
-    oldest = tl.maximum(load_tile(index.tiles, i_tile)[3] - local_tokens + 1, 0)  # key of the first query's window
+    oldest = tl.maximum(position - local_tokens + 1, 0)  # key of the first query's window
     first_local = tl.maximum(oldest // BLOCK_N, num_sink)
     count = num_sink + num_causal - first_local
     target = list_of(index, i_head, i_tile)

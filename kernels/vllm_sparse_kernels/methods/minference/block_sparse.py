@@ -49,7 +49,16 @@ class BlockSparse(PerHead):
         require(self.top_blocks >= 0, "top_blocks", self.top_blocks, ">= 0")
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        products = pooled_products(q, cache, index.rows, heads, scale, PER_TILE, index.workspace)
+        """Fill the lists of ``heads``: see ``Method.select``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
+        products = pooled_products(q, cache, index, heads, scale, PER_TILE)
         for first_tile, scores, _ in products:
             write_top_blocks(scores, self, index, first_tile, heads)
 
@@ -57,12 +66,20 @@ class BlockSparse(PerHead):
 def write_top_blocks(
     scores: torch.Tensor, method: BlockSparse, index: SparseIndex, first_tile: int, heads: torch.Tensor
 ) -> None:
-    """Lists of the tiles from ``first_tile`` on: the blocks that ``method`` chooses by their scores, and the diagonal.
+    """Write lists of the tiles from ``first_tile`` on: the blocks that ``method`` chooses by their scores, and the
+    diagonal.
 
-    scores: [len(heads), 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
+    Args:
+        scores: [n, 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
+        method: the method and its parameters.
+        index: the SparseIndex that is filled.
+        first_tile: the first tile of the run.
+        heads: [n] int32 on the device, the query heads that are selected.
     """
     num_entries, num_q, width = scores.shape
-    counts = on_device(tuple(min(one.top_blocks, MOST) for one in method.of_heads(num_entries)), scores.device)
+    counts = on_device(
+        tuple(min(head_method.top_blocks, MOST) for head_method in method.of_heads(num_entries)), scores.device
+    )
     _top_blocks_kernel[(num_q // PER_TILE, num_entries)](
         scores, width // ALIGNED.value, counts, heads, first_tile, index.args, index.rows.num_tiles,
         BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS,
@@ -74,7 +91,22 @@ def _top_blocks_kernel(
     scores, width, counts, heads, first_tile, index, num_tiles,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal."""
+    """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal.
+
+    Grid: (tiles of the run, n). Bound by latency: 32 halvings over scores in registers.
+
+    Args:
+        scores: [n, 2 · tiles, width · 64] float32.
+        width: columns of a row of products, in units of 64.
+        counts: [n] float32, k_b.
+        heads: [n] int32 on the device, the query heads that are selected.
+        first_tile: the first tile of the run.
+        index: IndexArgs; lists and counts are written.
+        num_tiles: tiles of the step.
+        BLOCK_N: keys of a block of the index.
+        HELD: scores of a row that stay in registers.
+        CHUNK: blocks of a step.
+    """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     top_blocks = tl.load(counts + i_entry).to(tl.int32)
@@ -153,5 +185,5 @@ def _count_two(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
 @triton.jit
 def _count_held(b_0, b_1, least_0, least_1):
     """Both counts by one reduction; a chunk is shorter than 2 ** 15."""
-    both = tl.sum((b_0 >= least_0).to(tl.int32) + ((b_1 >= least_1).to(tl.int32) << 16), 0)
-    return both & 0xFFFF, both >> 16
+    b_counts = tl.sum((b_0 >= least_0).to(tl.int32) + ((b_1 >= least_1).to(tl.int32) << 16), 0)
+    return b_counts & 0xFFFF, b_counts >> 16

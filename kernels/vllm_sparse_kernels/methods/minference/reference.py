@@ -22,7 +22,15 @@ POOL_TOKENS = 64
 
 
 def top(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Flags of the k largest of each last axis, equal ones by lowest index first."""
+    """Flag the k largest of each last axis, equal ones by lowest index first.
+
+    Args:
+        scores: [..., n].
+        k: how many.
+
+    Returns:
+        bool of the same shape.
+    """
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
@@ -30,16 +38,33 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
 def select_a_shape(
     method: "AShape", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Section 3.2: global tokens and a local window."""
+    """Section 3.2: global tokens and a local window.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     for i_tile, tile in enumerate(index.rows.tile_list):
         keys = torch.arange(tile.last_position + 1, device=q.device)
-        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
-            kept = (keys < own.sink_tokens) | (keys > tile.position - own.local_tokens)
+        for head, head_method in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
+            kept = (keys < head_method.sink_tokens) | (keys > tile.position - head_method.local_tokens)
             index.set_blocks(head, i_tile, any_of(kept, index.block_tokens))
 
 
 def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Whether any of each ``tokens`` consecutive flags is set."""
+    """Return whether any of consecutive flags is set.
+
+    Args:
+        kept: [n] bool.
+        tokens: flags of a group.
+
+    Returns:
+        [n / tokens, rounded up] bool.
+    """
     padding = ceil_div(len(kept), tokens) * tokens - len(kept)
     return torch.nn.functional.pad(kept, (0, padding)).view(-1, tokens).any(1)
 
@@ -47,17 +72,35 @@ def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
 def select_vertical_slash(
     method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Algorithms 2 and 4."""
-    for row, head, own, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
+    """Algorithms 2 and 4.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
+    for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
         vertical, slash = vertical_slash_sums(queries[-method.last_queries :], keys, scale)
-        verticals = keep(vertical, own.vertical_tokens, own.forced_verticals)
-        slashes = keep(slash, own.slash_tokens, own.forced_slashes)
+        verticals = keep(vertical, head_method.vertical_tokens, head_method.forced_verticals)
+        slashes = keep(slash, head_method.slash_tokens, head_method.forced_slashes)
         for i_tile in index.rows.tiles_of(row):
             set_vertical_slash(verticals, slashes, index, head, i_tile)
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Algorithm 2: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â), both [seq_len]."""
+    """Return Algorithm 2's sums: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â).
+
+    Args:
+        last_q: [queries, head_dim].
+        keys: [seq_len, head_dim].
+        scale: takes products of elements to scores, in natural units; > 0.
+
+    Returns:
+        Two [seq_len] float32.
+    """
     num_last, seq_len = len(last_q), len(keys)
     positions = torch.arange(seq_len - num_last, seq_len, device=keys.device)
     offsets = positions[:, None] - torch.arange(seq_len, device=keys.device)
@@ -68,21 +111,45 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
-    """argtopk of Algorithm 2, as flags; the first ``forced`` count as infinite, sums alike in ten bits as equal."""
+    """Flag Algorithm 2's argtopk; the first ``forced`` count as infinite, sums alike in ten bits as equal.
+
+    Args:
+        sums: [seq_len].
+        k: how many.
+        forced: so many of the first count as infinite.
+
+    Returns:
+        [seq_len] bool.
+    """
     sums = sums.clone()
     sums[:forced] = torch.inf
     return top(ten_bits(sums), k)
 
 
 def ten_bits(sums: torch.Tensor) -> torch.Tensor:
-    """Sums >= 0 as integers of their order, those equal whose mantissas are in their first ten bits, or below 2⁻⁵⁷."""
+    """Return sums >= 0 as integers of their order, equal where mantissas agree in their first ten bits, or below 2⁻⁵⁷.
+
+    Args:
+        sums: float32.
+
+    Returns:
+        int32.
+    """
     return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
 
 
 def set_vertical_slash(
     verticals: torch.Tensor, slashes: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """What Algorithm 4 merges for one tile, all at once: blocks that a slash crosses, and verticals outside them."""
+    """Write what Algorithm 4 merges for one tile, all at once: blocks that a slash crosses, and verticals outside them.
+
+    Args:
+        verticals: [seq_len] bool.
+        slashes: [seq_len] bool, by distance.
+        index: the SparseIndex that is filled.
+        head: a query head.
+        i_tile: a tile of the step.
+    """
     tile = index.rows.tile_list[i_tile]
     starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
     upto = torch.nn.functional.pad(slashes.cumsum(0), (1, 0))
@@ -95,15 +162,33 @@ def set_vertical_slash(
 def select_block_sparse(
     method: "BlockSparse", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Algorithm 3."""
-    for row, head, own, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
-        kept = tile_blocks(block_scores(queries, keys, scale), own.top_blocks)
+    """Algorithm 3.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
+    for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
+        kept = tile_blocks(block_scores(queries, keys, scale), head_method.top_blocks)
         for i_tile, of_tile in zip(index.rows.tiles_of(row), kept, strict=True):
             set_block_sparse(of_tile, index, head, i_tile)
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Q̂ K̂ᵀ / √d + m_causal of Algorithm 3: [query blocks, key blocks]. What A^ is the softmax of."""
+    """Return Q̂ K̂ᵀ / √d + m_causal of Algorithm 3, which A^ is the softmax of.
+
+    Args:
+        q: [query_len, head_dim].
+        keys: [seq_len, head_dim].
+        scale: takes products of elements to scores, in natural units; > 0.
+
+    Returns:
+        [query blocks, key blocks].
+    """
     scores = (mean_pool(q) @ mean_pool(keys).T) * scale
     ends = POOL_TOKENS * torch.arange(1, len(scores) + 1, device=q.device)
     last_queries = len(keys) - len(q) + ends.clamp(max=len(q)) - 1
@@ -112,7 +197,14 @@ def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Ten
 
 
 def mean_pool(x: torch.Tensor) -> torch.Tensor:
-    """Means of 64 consecutive rows, of fewer at the end."""
+    """Return means of 64 consecutive rows, of fewer at the end.
+
+    Args:
+        x: [n, ...].
+
+    Returns:
+        [n / 64, rounded up, ...].
+    """
     num_blocks = ceil_div(len(x), POOL_TOKENS)
     counts = x.new_full((num_blocks, 1), POOL_TOKENS)
     counts[-1] = len(x) - (num_blocks - 1) * POOL_TOKENS
@@ -121,16 +213,38 @@ def mean_pool(x: torch.Tensor) -> torch.Tensor:
 
 
 def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Flags [tiles, key blocks] of what tiles of two query blocks keep, from ``block_scores``."""
+    """Flag what tiles of two query blocks keep.
+
+    Args:
+        scores: of ``block_scores``.
+        k: k_b.
+
+    Returns:
+        [tiles, key blocks] bool.
+    """
     return by_tile(top(scores, k) & (scores > -torch.inf))
 
 
 def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
-    """Whether either of a tile's query blocks has a flag; the second one of the last tile may be missing."""
+    """Return whether either of a tile's query blocks has a flag; the second block of the last tile may be missing.
+
+    Args:
+        of_blocks: [query blocks, key blocks] bool.
+
+    Returns:
+        [tiles, key blocks] bool.
+    """
     return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2)).unflatten(0, (-1, 2)).any(1)
 
 
 def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:
-    """One tile's list from its flags [key blocks of 64], in the index's blocks."""
+    """Write one tile's list, in the index's blocks.
+
+    Args:
+        kept: [key blocks of 64] bool.
+        index: the SparseIndex that is filled.
+        head: a query head.
+        i_tile: a tile of the step.
+    """
     causal = kept[: index.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
     index.set_blocks(head, i_tile, any_of(causal, index.block_tokens // POOL_TOKENS))

@@ -40,8 +40,8 @@ from vllm_sparse_kernels.select.parameters import MOST, on_device, require
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
     DIGITS,
+    LAST_PASS,
     MOST_CHUNKS,
-    PASSES,
     UNSPECIALIZED,
     digits_of,
     job_of,
@@ -72,24 +72,60 @@ class VerticalSlash(PerHead):
     @property
     def most_verticals(self) -> int:
         """Of any head, where they differ."""
-        return max(one.vertical_tokens for one in self.settings or (self,))
+        return max(head_method.vertical_tokens for head_method in self.settings or (self,))
 
     @property
     def size_key(self) -> "VerticalSlash":
+        """The same as far as the workspace's size depends on it."""
         return VerticalSlash(self.most_verticals)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Room for any of the heads; each has its own by its own method."""
+        """Return the room for one head's stripes, enough for any of the heads.
+
+        Args:
+            rows: the rows of a step.
+
+        Returns:
+            Where each tile's list begins.
+        """
         return StripeLayout.per_tile(rows, self.most_verticals)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+
+        Args:
+            rows: the rows of a step.
+            shape: the layer's heads and blocks.
+            num_selected: query heads that are selected.
+            stripe_capacity: stripes of one head, of all tiles.
+
+        Returns:
+            Bytes, or a few more.
+        """
         return most_bytes(rows, shape, num_selected, stripe_capacity, self.most_verticals)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        """Fill the lists of ``heads``: see ``Method.select``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
         select_lines(q, cache, index, heads, scale, Estimate(self.last_queries, band=1), self.keep_largest)
 
     def keep_largest(self, sums: Sums, index: SparseIndex) -> Lines:
-        """The k_v largest column sums and the k_s largest diagonal sums of each head and row."""
+        """Keep the k_v largest column sums and the k_s largest diagonal sums of each head and row.
+
+        Args:
+            sums: sums of Â.
+            index: whose rows and workspace are used.
+
+        Returns:
+            What is kept, in the index's workspace.
+        """
         settings, device, room = self.of_heads(sums.num_entries), sums.values.device, index.workspace.empty
         counts, first = (
             on_device(tuple(min(getattr(s, name), MOST) for name in names for s in settings), device)
@@ -104,27 +140,44 @@ class VerticalSlash(PerHead):
         chunks = digits.weights.shape[3]
         _keep_largest_kernel[(chunks, 2 * sums.num_entries, num_rows)](
             *sums.args(rows), counts, first, digits, chunks, columns, columns.shape[2], num_columns, upto,
-            FIELDS=ROW_FIELDS, CHUNK=CHUNK, PASS=PASSES - 1, num_warps=8, maxnreg=128,
+            FIELDS=ROW_FIELDS, CHUNK=CHUNK, num_warps=8, maxnreg=128,
         )  # fmt: skip
         return Lines(columns, num_columns, None, upto)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_largest_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, counts, forced,
-    digits, chunks, columns, max_columns, num_columns, upto,
-    FIELDS: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr,
+    sums, num_entries, first_row, num_rows, capacity, counts, forced,
+    digits, chunks, columns, max_columns, num_columns, upto, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one job: the kept verticals to their places in a list, slashes to running counts."""
+    """One chunk of one job: the kept verticals to their places in a list, slashes to running counts.
+
+    Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
+
+    Args:
+        sums: SumArgs, sums of Â by key and by diagonal.
+        num_entries: heads that are selected, n.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        counts: [2 n] float32, how many of each job are kept.
+        forced: [2 n] float32, so many of the first count as infinite.
+        digits: Digits of both passes.
+        chunks: chunks of the longest array.
+        columns: [num_rows, n, max_columns] int32, kept verticals; written.
+        max_columns: places for columns that one list has.
+        num_columns: [num_rows, n] int32; written.
+        upto: [n, capacity] int32, slashes that are kept up to and with each; written.
+        FIELDS: columns of the rows' table.
+        CHUNK: values of a step.
+    """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     is_slash, i_entry = i_job >= num_entries, i_job % num_entries
-    place, length, first, end, used, i_all = job_of(
-        rows, patterns, num_entries, first_row, num_rows, capacity, 1, FIELDS, CHUNK
-    )
+    place, length, first, end, used, i_all = job_of(sums, num_entries, first_row, num_rows, capacity, 1, FIELDS, CHUNK)
     if first >= end:
         return
     goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
-    threshold, num_ties, digit, b_w = threshold_of(digits, PASS, i_all, chunks, used, goal, False)
+    threshold, num_ties, digit, b_w = threshold_of(digits, LAST_PASS, i_all, chunks, used, goal, False)
     # Those of the chunks before.
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     b_w = tl.where((o_c < i_chunk)[:, None], b_w, 0)
@@ -136,7 +189,7 @@ def _keep_largest_kernel(
     i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
     slashes = upto + (place - num_entries.to(tl.int64) * capacity)  # of a slash: they come after the columns
     for start in range(first, end, CHUNK):
-        b_key = load_count_keys(values + place, start, end, num_forced, CHUNK)
+        b_key = load_count_keys(sums.totals + place, start, end, num_forced, CHUNK)
         b_kept, b_upto, above, ties = kept_in_chunk(b_key, threshold, num_ties, above, ties)
         o_n = start + tl.arange(0, CHUNK)
         if is_slash:

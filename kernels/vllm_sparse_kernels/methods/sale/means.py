@@ -42,7 +42,18 @@ class Means(NamedTuple):
 
 
 def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Means:
-    """``kept_d``: channels that are multiplied."""
+    """Average keys and queries of each row and, for half the channels, choose these.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        rows: the rows of a step.
+        kept_d: channels that are multiplied.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Means, in the workspace.
+    """
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
     moments = 2 if kept_d < block_d else 1  # the second one tells the channels apart
@@ -86,7 +97,19 @@ def _query_sums_kernel(
     queries, tiles, sums,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Sum of one tile's queries of one head, and of their squares."""
+    """Sum of one tile's queries of one head, and of their squares.
+
+    Grid: (tiles, heads). Bound by memory: it reads each query once.
+
+    Args:
+        queries: QueryArgs.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        sums: [MOMENTS, num_tiles, heads, BLOCK_D] float32; written.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        MOMENTS: 2: sums of squares as well.
+        BLOCK_M: queries of a tile.
+    """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
     b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D).to(tl.float32)
@@ -102,7 +125,23 @@ def _key_sums_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum of up to SPLIT keys of one kv head, and of their squares."""
+    """Sum of up to SPLIT keys of one kv head, and of their squares.
+
+    Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key once.
+
+    Args:
+        keys: KeyArgs.
+        starts: [num_rows + 1] int32, a row's first split.
+        row_ends: [num_rows] int32, each row's keys.
+        sums: [MOMENTS, num_splits, kv heads, BLOCK_D] float32; written.
+        num_splits: splits of all rows of the slab.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        MOMENTS: 2: sums of squares as well.
+        SPLIT: keys of a program.
+        BLOCK_N: keys of a step.
+        STAGES: steps that are loaded ahead.
+    """
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
     i_split = tl.load(starts + i_row) + tl.program_id(0)
     if i_split < tl.load(starts + i_row + 1):
@@ -126,7 +165,20 @@ def _key_sums_kernel(
 def _means_kernel(
     sums, num_sums, starts, rows, means, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Mean of one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors."""
+    """Mean of one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
+
+    Grid: (rows, heads, moments). Bound by latency: a few KB a program.
+
+    Args:
+        sums: [moments, num_sums, heads, BLOCK_D] float32.
+        num_sums: sums of a moment and head.
+        starts: [num_rows + 1] int32, a row's first sum.
+        rows: [num_rows + 1, FIELDS] int32, ``Rows.row_table``.
+        means: [moments, num_rows, heads, BLOCK_D] float32; written.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        FIELDS: columns of the rows' table.
+        COUNT: column that says how many vectors there are.
+    """
     i_row, i_head, i_moment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
     o_d = tl.arange(0, BLOCK_D)
@@ -145,7 +197,20 @@ def _channels_kernel(
     keys, queries, channels, left_out,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """The KEPT_D channels of one row and kv head that weigh most."""
+    """The KEPT_D channels of one row and kv head that weigh most.
+
+    Grid: (rows, kv heads). Bound by latency: a few KB a program.
+
+    Args:
+        keys: [2, num_rows, kv heads, BLOCK_D] float32, means and mean squares.
+        queries: [2, num_rows, heads, BLOCK_D] float32.
+        channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
+        left_out: [num_rows, kv heads, BLOCK_D] float32, variance of channels left out; written.
+        GROUP: query heads of a kv head.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        KEPT_D: channels that are multiplied.
+    """
     num_rows, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
     i_kv = tl.program_id(0) * num_kv_heads + tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)

@@ -65,9 +65,9 @@ from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
     SEGMENT,
+    IntegerFormat,
     Regions,
     Selected,
-    Storage,
     room_for_keys,
     round_keys,
     round_queries,
@@ -126,13 +126,24 @@ class Sale(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
+        """Half precision on Hopper, float32 everywhere."""
         return (
             SelectEngine("hopper", half_refusal, select_on_hopper),
             SelectEngine(PORTABLE, never_refuses, select_on_portable),
         )
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """On the first engine that does not refuse. A server tries engines first, and calls the chosen one itself."""
+        """Fill the lists of ``heads`` on the first engine that does not refuse: see ``Method.select``.
+
+        A server tries engines first, and calls the chosen one itself.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
         engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
         engine.select(self, q, cache, index, heads, scale)
 
@@ -140,20 +151,38 @@ class Sale(PerHead):
 def select_on_hopper(
     method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """The selection, comparing in half precision where that is exact."""
+    """Fill the lists of ``heads``, comparing in half precision where that is exact.
+
+    Args:
+        method: of the heads, merged of theirs.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=True)
 
 
 def select_on_portable(
     method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """The selection, comparing in float32."""
+    """Fill the lists of ``heads``, comparing in float32.
+
+    Args:
+        method: of the heads, merged of theirs.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=False)
 
 
 def _select(method: Sale, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor, by_half: bool) -> None:
     index.clear_stripes(heads)
-    taus = [of_head.tau for of_head in method.of_heads(len(heads))]
+    taus = [head.tau for head in method.of_heads(len(heads))]
     if not any(taus):
         compact_blocks(None, index, heads)
         return
@@ -171,19 +200,26 @@ def _flag(
     cache, rows, workspace = inputs.cache, inputs.rows, index.workspace
     regions = Regions(method.sink_tokens, method.local_tokens)
     kept_d = kept_channels(cache.head_dim, method.channels == "half", LEAST_CHANNELS)
-    storage = Storage(kept_d, integer_dtype(inputs.q.device))
+    integers = IntegerFormat(kept_d, integer_dtype(inputs.q.device))
     first_flags(kept, index, selected, regions)
     means = row_means(inputs.q, cache, rows, kept_d, workspace)
-    queries = round_queries(inputs, means, selected, regions, storage, workspace)
+    queries = round_queries(inputs, means, selected, regions, integers, workspace)
     for slab in slabs_of(rows, selected.num_selected, marks_bytes):
         with workspace.frame():
-            keys = room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, storage, workspace)
+            keys = room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, workspace)
             round_keys(inputs, means, selected, slab, keys)
             for run in slab.runs:
                 flag_blocks(queries, keys, kept, index, selected, regions, run, by_half)
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:
-    """What the 4-bit integers are multiplied as."""
+    """Return what the 4-bit integers are multiplied as.
+
+    Args:
+        device: where tensors lie.
+
+    Returns:
+        e4m3 on Hopper and later, int8 elsewhere.
+    """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return torch.float8_e4m3fn if hopper else torch.int8

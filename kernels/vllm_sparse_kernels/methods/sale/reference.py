@@ -29,7 +29,16 @@ TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
 def select_sale(
     method: "Sale", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the index with the union of what the tile's 64-query blocks keep."""
+    """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does by kernels.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     for head, i_tile, kept in paper_blocks(method, q, cache, index.rows, heads, scale):
         num_blocks = index.num_causal_blocks(index.rows.tile_list[i_tile])
@@ -41,7 +50,19 @@ def select_sale(
 def paper_blocks(
     method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """For every (head, tile): M_bs of Algorithm 1, bool [1 or 2 blocks of 64 queries, causal blocks of 32 keys]."""
+    """Return M_bs of Algorithm 1 for every (head, tile).
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        rows: the rows of a step.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+
+    Returns:
+        (head, tile, bool [1 or 2 blocks of 64 queries, causal blocks of 32 keys]).
+    """
     group = q.shape[1] // cache.num_kv_heads
     for row, queries, keys in rows_of(q, cache, rows):
         key_mean = keys.mean(0)  # [num_kv_heads, head_dim]
@@ -68,9 +89,15 @@ def paper_blocks(
 
 
 def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Which channels are multiplied, bool [num_kv_heads, head_dim]: all, or those that move scores most.
+    """Return which channels are multiplied: all, or those that move scores most.
 
-    keys [n, num_kv_heads, head_dim] and queries [m, num_heads, head_dim], each less its mean.
+    Args:
+        method: the method and its parameters.
+        keys: [n, num_kv_heads, head_dim], less their mean.
+        queries: [m, num_heads, head_dim], less their mean.
+
+    Returns:
+        bool [num_kv_heads, head_dim].
     """
     num_kv_heads, head_dim = keys.shape[1:]
     of_queries = queries.square().mean(0).view(num_kv_heads, -1, head_dim).sum(1)
@@ -81,7 +108,17 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
 
 
 def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:
-    """Algorithm 1, lines 9 and 12: sink and local blocks, and each block between them with an element that passed."""
+    """Flag Algorithm 1's blocks, lines 9 and 12: sink and local blocks, and those between with an element that passed.
+
+    Args:
+        method: the method and its parameters.
+        passed: bool [query blocks, key blocks].
+        starts: where each query block's local region begins.
+        tile: a tile of the step.
+
+    Returns:
+        bool, of ``passed``'s shape.
+    """
     num_blocks = tile.last_position // KEY_BLOCK + 1
     kept = torch.zeros(len(starts), num_blocks, dtype=torch.bool, device=passed.device)
     for i, (start, last) in enumerate(zip(starts, last_positions(tile))):
@@ -94,7 +131,14 @@ def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) ->
 
 
 def last_positions(tile: Tile) -> list[int]:
-    """The position of the last query of each 64-query block of a tile."""
+    """Return the position of the last query of each 64-query block of a tile.
+
+    Args:
+        tile: a tile of the step.
+
+    Returns:
+        1 or 2 positions.
+    """
     return [
         tile.position + min(first + QUERY_BLOCK, tile.length_tokens) - 1
         for first in range(0, tile.length_tokens, QUERY_BLOCK)
@@ -102,10 +146,17 @@ def last_positions(tile: Tile) -> list[int]:
 
 
 def local_start(method: "Sale", last_position: int) -> int:
-    """Where the local region of the 64-query block that ends at ``last_position`` begins.
+    """Return where the local region of a 64-query block begins.
 
     Between sink and local region lie whole segments of four 32-key blocks: what is left over at the row's end joins the
     local region (appendix C), which so has 128 to 224 tokens, the last block counted whole.
+
+    Args:
+        method: the method and its parameters.
+        last_position: of the block's last query.
+
+    Returns:
+        A position.
     """
     end = (last_position // KEY_BLOCK + 1) * KEY_BLOCK
     between = end - method.sink_tokens - method.local_tokens
@@ -113,7 +164,18 @@ def local_start(method: "Sale", last_position: int) -> int:
 
 
 def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
-    """(ln τ + ln l̃ + m̃) / scale per query, with m̃ and l̃ over sink and local region (equations 3 and 4, mended)."""
+    """Return (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, mended).
+
+    Args:
+        method: the method and its parameters.
+        b_q: [queries, head_dim].
+        keys: [seq_len, head_dim].
+        tile: a tile of the step.
+        scale: takes products of elements to scores, in natural units; > 0.
+
+    Returns:
+        [queries].
+    """
     starts = [local_start(method, last) for last in last_positions(tile)]
     b_start = torch.tensor(starts, device=b_q.device).repeat_interleave(QUERY_BLOCK)[: len(b_q)]
     o_m = torch.arange(tile.position, tile.last_position + 1, device=b_q.device)
@@ -127,12 +189,26 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
 
 
 def round_queries(x: torch.Tensor) -> torch.Tensor:
-    """[n, head_dim] rounded to 4 bits, each query with a scale of its own; given back as what they stand for."""
+    """Round to 4 bits, each query with a scale of its own.
+
+    Args:
+        x: [n, head_dim].
+
+    Returns:
+        [n, head_dim], what the integers stand for.
+    """
     return _round(x, x.abs().amax(-1, keepdim=True))
 
 
 def round_keys(x: torch.Tensor) -> torch.Tensor:
-    """[n, num_kv_heads, head_dim] rounded to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale."""
+    """Round to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale.
+
+    Args:
+        x: [n, num_kv_heads, head_dim].
+
+    Returns:
+        [n, num_kv_heads, head_dim], what the integers stand for.
+    """
     n, num_kv_heads, head_dim = x.shape
     groups = pad(x, (0, 0, 0, 0, 0, -n % KEY_BLOCK)).view(-1, 4, 4, 2, num_kv_heads, head_dim)
     return _round(groups, groups.abs().amax((1, 3, 5), keepdim=True)).reshape(-1, num_kv_heads, head_dim)[:n]

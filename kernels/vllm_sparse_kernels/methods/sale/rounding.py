@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
@@ -51,11 +52,29 @@ class Regions(NamedTuple):
     local_tokens: int
 
 
-class Storage(NamedTuple):
-    """How 4-bit integers are kept."""
+class IntegerFormat(NamedTuple):
+    """How queries and keys are rounded."""
 
     kept_d: int  # channels that are multiplied
-    dtype: torch.dtype  # int8 or e4m3
+    dtype: torch.dtype  # int8, or e4m3 where its products are exact
+
+
+class RoundShape(NamedTuple):
+    """What the kernels that round are compiled for; every field a ``tl.constexpr``."""
+
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
+    KEPT_D: Any  # channels that are multiplied
+    GROUP: Any  # query heads of a kv head
+
+
+class KeySource(NamedTuple):
+    """Where keys of one row and kv head are read from."""
+
+    keys: Any  # KeyArgs
+    i_row: Any
+    i_kv: Any
+    end: Any  # position where keys end
 
 
 class RoundedQueries(NamedTuple):
@@ -82,61 +101,82 @@ class RoundedKeys(NamedTuple):
 
 
 def room_for_keys(
-    num_selected: int, num_kv_heads: int, num_keys: int, storage: Storage, workspace: Workspace
+    num_selected: int, num_kv_heads: int, num_keys: int, integers: IntegerFormat, workspace: Workspace
 ) -> RoundedKeys:
-    """Uninitialised tensors for ``num_keys`` keys, a multiple of 128."""
+    """Take room for a slab's keys.
+
+    Args:
+        num_selected: query heads that are selected.
+        num_kv_heads: kv heads.
+        num_keys: of the slab, a multiple of 128.
+        integers: channels and dtype.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Undefined keys, in the workspace.
+    """
     return RoundedKeys(
-        workspace.empty(num_kv_heads, num_keys, storage.kept_d, dtype=storage.dtype),
-        workspace.empty(num_kv_heads, num_keys // 8),
-        workspace.empty(num_selected, num_keys), workspace.empty(num_selected, num_keys, dtype=torch.float16),
-        workspace.empty(num_kv_heads, num_keys // 64), workspace.empty(num_selected, num_keys // 64), num_keys,
-    )  # fmt: skip
+        integers=workspace.empty(num_kv_heads, num_keys, integers.kept_d, dtype=integers.dtype),
+        steps=workspace.empty(num_kv_heads, num_keys // 8),
+        biases=workspace.empty(num_selected, num_keys),
+        half_biases=workspace.empty(num_selected, num_keys, dtype=torch.float16),
+        squares=workspace.empty(num_kv_heads, num_keys // 64),
+        largest_biases=workspace.empty(num_selected, num_keys // 64),
+        num_keys=num_keys,
+    )
 
 
 def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: Slab, rounded: RoundedKeys) -> None:
     """Fill ``rounded`` with the keys of a slab's rows, in whole steps: those past a row's end count as zeros.
 
     Args:
-        inputs: Cache and rows of the step.
-        means: Of all rows.
-        selected: The heads whose biases are written.
-        slab: The rows.
-        rounded: From ``room_for_keys`` for ``slab.num_keys`` keys.
+        inputs: cache and rows of the step.
+        means: of all rows.
+        selected: the heads whose biases are written.
+        slab: the rows.
+        rounded: from ``room_for_keys`` for ``slab.num_keys`` keys; written.
     """
     cache, rows, group = inputs.cache, inputs.rows, inputs.group
+    shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
     num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rounded, means, *selected, rows.row_ends, slab.first_row, slab.key_starts,
-        HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=rounded.integers.shape[2], GROUP=group,
+        compile_time(shape),
         GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(selected.num_selected), STEP=STEP_TOKENS,
         **ROUND_KEYS,
     )  # fmt: skip
 
 
 def round_queries(
-    inputs: LayerInputs, means: Means, selected: Selected, regions: Regions, storage: Storage, workspace: Workspace
-) -> RoundedQueries:
-    """Round the queries of all rows, and find every query's threshold.
+    inputs: LayerInputs, means: Means, selected: Selected, regions: Regions, integers: IntegerFormat,
+    workspace: Workspace,
+) -> RoundedQueries:  # fmt: skip
+    """Round the queries of all rows to 4 bits, and find every query's threshold.
 
     Args:
-        inputs: Queries, cache and rows of the step.
-        means: Of the same rows.
-        selected: The heads.
-        regions: What every query block keeps; the threshold is relative to the keys in it.
-        storage: Channels and type of the integers.
-        workspace: The result lies in it.
+        inputs: queries, cache and rows of the step.
+        means: of the same rows.
+        selected: the heads that are selected.
+        regions: what every query block keeps; the threshold is relative to the keys in it.
+        integers: channels and dtype.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Rounded queries, in the workspace.
     """
     q, cache, rows, scale = inputs
     count, num_queries = selected.num_selected, rows.num_tiles * TILE_TOKENS
     rounded = RoundedQueries(
-        workspace.empty(count, num_queries, storage.kept_d, dtype=storage.dtype),
-        workspace.empty(count, num_queries), workspace.empty(count, num_queries), workspace.empty(count, num_queries),
-        num_queries,
-    )  # fmt: skip
+        integers=workspace.empty(count, num_queries, integers.kept_d, dtype=integers.dtype),
+        thresholds=workspace.empty(count, num_queries),
+        inverse_steps=workspace.empty(count, num_queries),
+        squares=workspace.empty(count, num_queries),
+        num_queries=num_queries,
+    )
+    shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, inputs.group)
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
-        query_args(q), key_args(cache, rows.block_table), rounded, means, *selected,
-        rows.tiles, *regions, scale,
-        HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=storage.kept_d, GROUP=inputs.group,
+        query_args(q), key_args(cache, rows.block_table), rounded, means, selected.heads, selected.log_taus,
+        rows.tiles, regions, scale, compile_time(shape),
         KV_HEADS=cache.num_kv_heads, TILE=TILE_TOKENS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
     )  # fmt: skip
@@ -145,11 +185,29 @@ def round_queries(
 
 @triton.jit(do_not_specialize=["num_selected", "first_row"])
 def _round_keys_kernel(
-    keys, rounded, means, heads, log_taus, num_selected, row_ends, first_row, key_starts,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    keys, rounded, means, heads, log_taus, num_selected, row_ends, first_row, key_starts, SHAPE,
+    GROUP_2: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Step 1 for BLOCK_N keys of one kv head, if any head in need of it reads it, and its heads' q̄(k − k̄)ᵀ."""
+    """Step 1 for BLOCK_N keys of one kv head, if any head in need of it reads it, and its heads' q̄(k − k̄)ᵀ.
+
+    Grid: (keys of the longest row / BLOCK_N, kv heads, rows of the slab). Bound by memory: it reads each key once.
+
+    Args:
+        keys: KeyArgs.
+        rounded: RoundedKeys; written.
+        means: Means.
+        heads: [n] int32 on the device, the query heads that are selected.
+        log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
+        num_selected: heads that are selected.
+        row_ends: [num_rows] int32, each row's keys.
+        first_row: the first row of the slab.
+        key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
+        SHAPE: RoundShape.
+        GROUP_2: GROUP rounded up to a power of two.
+        HEADS: n rounded up to a power of two.
+        BLOCK_N: keys of a program.
+        STEP: keys that a row is rounded in whole steps of.
+    """
     i_kv = tl.program_id(1)
     i_row = first_row + tl.program_id(2)
     seq_len = tl.load(row_ends + i_row)
@@ -159,20 +217,20 @@ def _round_keys_kernel(
     o_g = tl.arange(0, GROUP_2)
     b_heads = tl.load(heads + o_h, mask=o_h < num_selected, other=-1)
     b_tests = tl.load(log_taus + o_h, mask=o_h < num_selected, other=float("-inf")) > float("-inf")
-    b_is = (b_heads[None, :] == (i_kv * GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < GROUP)[:, None]
+    b_is = (b_heads[None, :] == (i_kv * SHAPE.GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < SHAPE.GROUP)[:, None]
     b_tested = tl.sum(b_is.to(tl.int32), 1) > 0
     if (first < (seq_len + STEP - 1) // STEP * STEP) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
         o_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(key_starts + tl.program_id(2)) + first
-        o_d = tl.arange(0, BLOCK_D)
-        b_k = widen(load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D))
+        o_d = tl.arange(0, SHAPE.BLOCK_D)
+        b_k = widen(load_keys(keys, i_row, i_kv, o_n, seq_len, SHAPE.HEAD_DIM, SHAPE.BLOCK_D))
         i_mean = i_row * tl.num_programs(1) + i_kv
-        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
-        b_bias = _biases(b_k, b_mean, means.queries, i_mean, GROUP, GROUP_2)
+        b_mean = tl.load(means.keys + i_mean * SHAPE.BLOCK_D + o_d)
+        b_bias = _biases(b_k, b_mean, means.queries, i_mean, SHAPE.GROUP, GROUP_2)
         b_bias = tl.where((o_n < seq_len)[:, None], b_bias, 0.0)
-        channels = means.channels + i_mean * KEPT_D
-        b_mean = load_kept(means.keys + i_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
-        b_k = kept_of(b_k, channels, KEPT_D)
+        channels = means.channels + i_mean * SHAPE.KEPT_D
+        b_mean = load_kept(means.keys + i_mean * SHAPE.BLOCK_D, channels, SHAPE.BLOCK_D, SHAPE.KEPT_D)
+        b_k = kept_of(b_k, channels, SHAPE.KEPT_D)
         b_k = tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
 
         b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
@@ -182,7 +240,7 @@ def _round_keys_kernel(
         b_inverse = tl.broadcast_to((1.0 / b_step)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
         b_inverse = tl.reshape(b_inverse, [BLOCK_N])
         b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
-        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * KEPT_D + tl.arange(0, KEPT_D)[None, :]
+        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         o_64 = tl.arange(0, BLOCK_N // 64)
         b_square = tl.reshape(tl.sum(b_int * b_int, 1), [BLOCK_N // 64, 64])
@@ -213,26 +271,53 @@ def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.con
     b_middle = (b_q - b_high.to(tl.float32)).to(b_k.dtype)
     b_low = (b_q - b_high.to(tl.float32) - b_middle.to(tl.float32)).to(b_k.dtype)
     b_part = (o_c % PARTS)[None, :]
-    b_rest = tl.where(b_part == 2, b_low, tl.zeros_like(b_low))
-    b_parts = tl.where(b_part == 0, b_high, tl.where(b_part == 1, b_middle, b_rest))
+    b_last = tl.where(b_part == 2, b_low, tl.zeros_like(b_low))
+    b_parts = tl.where(b_part == 0, b_high, tl.where(b_part == 1, b_middle, b_last))
     b_s = tl.dot(b_k, b_parts, input_precision="ieee")
     return tl.sum(tl.reshape(b_s, [b_k.shape[0], GROUP_2, PARTS]), 2) - b_base[None, :]
 
 
 @triton.jit
 def local_start(end, sink_tokens, local_tokens):
-    """Where the local region of a 64-query block begins whose last query stands before position ``end``."""
+    """Return where the local region of a 64-query block begins.
+
+    Args:
+        end: behind the position of the block's last query.
+        sink_tokens: keys at the sequence's begin that are always kept.
+        local_tokens: keys before a query block's end that are always kept, at least.
+
+    Returns:
+        A position; everything from there on is kept.
+    """
     between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
     return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)
 
 
-@triton.jit(do_not_specialize=["num_selected"])
+@triton.jit
 def _round_queries_kernel(
-    queries, keys, rounded, means, heads, log_taus, num_selected, tiles, sink_tokens, local_tokens, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    queries, keys, rounded, means, heads, log_taus, tiles, regions, scale, SHAPE,
+    KV_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 and 2 for 64 queries of one head."""
+    """Steps 1 and 2 for 64 queries of one head.
+
+    Grid: (query blocks of 64, n). Bound by the matrix units: queries with the keys of sink and local region.
+
+    Args:
+        queries: QueryArgs.
+        keys: KeyArgs.
+        rounded: RoundedQueries; written.
+        means: Means.
+        heads: [n] int32 on the device, the query heads that are selected.
+        log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        regions: Regions.
+        scale: of products of elements, in natural units.
+        SHAPE: RoundShape.
+        KV_HEADS: kv heads.
+        TILE: queries of a tile.
+        BLOCK_N: keys of a step.
+        PRECISION: of float32 products, as ``tl.dot`` takes it.
+    """
     i_group = tl.program_id(1)
     log_tau = tl.load(log_taus + i_group)
     if log_tau > float("-inf"):
@@ -241,32 +326,32 @@ def _round_queries_kernel(
         first = tl.program_id(0) % (TILE // QUERY_BLOCK) * QUERY_BLOCK
         num_queries, position = length - first, position + first
         o_m = tl.arange(0, QUERY_BLOCK)
-        o_d = tl.arange(0, BLOCK_D)
+        o_d = tl.arange(0, SHAPE.BLOCK_D)
         in_row = o_m < num_queries
-        b_q = load_queries(queries, i_head, token + first, num_queries, QUERY_BLOCK, HEAD_DIM, BLOCK_D)
-        i_kv = i_head // GROUP
+        b_q = load_queries(queries, i_head, token + first, num_queries, QUERY_BLOCK, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+        i_kv = i_head // SHAPE.GROUP
         end = position + tl.minimum(num_queries, QUERY_BLOCK)
-        begin = local_start(end, sink_tokens, local_tokens)
-        where = (keys, i_row, i_kv, position + o_m, end)
-        b_lse = _local_lse(b_q, where, begin, sink_tokens, scale, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION)
+        begin = local_start(end, regions.sink_tokens, regions.local_tokens)
+        source = KeySource(keys, i_row, i_kv, end)
+        b_lse = _local_lse(b_q, position + o_m, source, begin, regions.sink_tokens, scale, BLOCK_N, PRECISION, SHAPE)
         b_q = widen(b_q)
 
         i_mean = i_row * KV_HEADS + i_kv
-        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
+        b_mean = tl.load(means.keys + i_mean * SHAPE.BLOCK_D + o_d)
         b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1)
-        i_query_mean = i_row * KV_HEADS * GROUP + i_head
-        if KEPT_D < BLOCK_D:
-            b_mean = tl.load(means.queries + i_query_mean * BLOCK_D + o_d)
-            b_rest = b_q.to(tl.float32) - b_mean[None, :]
-            b_rest = b_rest * b_rest * tl.load(means.left_out + i_mean * BLOCK_D + o_d)[None, :]
-            b_threshold -= tl.sqrt(tl.sum(b_rest, 1))
-        channels = means.channels + i_mean * KEPT_D
-        b_mean = load_kept(means.queries + i_query_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
-        b_q = tl.where(in_row[:, None], kept_of(b_q, channels, KEPT_D) - b_mean[None, :], 0.0)
+        i_query_mean = i_row * KV_HEADS * SHAPE.GROUP + i_head
+        if SHAPE.KEPT_D < SHAPE.BLOCK_D:
+            b_mean = tl.load(means.queries + i_query_mean * SHAPE.BLOCK_D + o_d)
+            b_apart = b_q.to(tl.float32) - b_mean[None, :]
+            b_apart = b_apart * b_apart * tl.load(means.left_out + i_mean * SHAPE.BLOCK_D + o_d)[None, :]
+            b_threshold -= tl.sqrt(tl.sum(b_apart, 1))
+        channels = means.channels + i_mean * SHAPE.KEPT_D
+        b_mean = load_kept(means.queries + i_query_mean * SHAPE.BLOCK_D, channels, SHAPE.BLOCK_D, SHAPE.KEPT_D)
+        b_q = tl.where(in_row[:, None], kept_of(b_q, channels, SHAPE.KEPT_D) - b_mean[None, :], 0.0)
         b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
         b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
         o_r = i_group.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
-        o_int = o_r[:, None] * KEPT_D + tl.arange(0, KEPT_D)[None, :]
+        o_int = o_r[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
         tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_step, float("inf")))
@@ -274,12 +359,9 @@ def _round_queries_kernel(
 
 
 @triton.jit
-def _local_lse(
-    b_q, where, local, sink_tokens, scale,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _local_lse(b_q, o_m, source, local, sink_tokens, scale, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SHAPE):
     """ln l̃ + m̃ of each query over sink and local region: [64]. What stands for queries past the row's end is finite."""
-    keys, i_row, i_kv, o_m, end = where
+    end = source.end
     begin = local // BLOCK_N * BLOCK_N
     sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N
     local_steps = (end - begin + BLOCK_N - 1) // BLOCK_N
@@ -287,7 +369,7 @@ def _local_lse(
     b_sum = tl.zeros([b_q.shape[0]], tl.float32)
     for i in range(sink_steps + local_steps):
         o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
-        b_k = load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D)
+        b_k = load_keys(source.keys, source.i_row, source.i_kv, o_n, end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
         seen = (o_n < sink_tokens) | (o_n >= local)
         b_s = tl.where(seen[None, :] & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))

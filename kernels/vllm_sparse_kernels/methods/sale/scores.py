@@ -6,10 +6,13 @@ A program takes two tiles of one head and a span of keys. Flags lie as ``compact
 and a program stores a 1 for each block with an element that passes, so that spans may be of any length.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.rounding import (
     QUERY_BLOCK,
@@ -19,7 +22,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     Selected,
     local_start,
 )
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.select import slabs
 from vllm_sparse_kernels.select.engine import HOPPER, SelectSpec
 from vllm_sparse_kernels.select.lists import load_tile, tile_blocks
@@ -45,13 +48,66 @@ else:
 """What this Triton's Gluon lacks of what ``sale_hopper`` is written in."""
 
 
+class ScoreShape(NamedTuple):
+    """What ``_test_kernel`` is compiled for; every field a ``tl.constexpr``."""
+
+    GROUP: Any  # query heads of a kv head
+    BLOCK_D: Any  # channels that are multiplied
+    TILE: Any  # queries of a tile
+    TILES: Any  # tiles of a program
+    INDEX_N: Any  # keys of a block of the index
+    SPAN: Any  # keys of a program
+    WARPS: Any
+
+
+class ScoreArgs(NamedTuple):
+    """What a program of ``_test_kernel`` reads and writes; see there."""
+
+    queries: Any
+    keys: Any
+    heads: Any
+    log_taus: Any
+    kept: Any
+    index: Any
+    pairs: Any
+    sink_tokens: Any
+    local_tokens: Any
+
+
+class Work(NamedTuple):
+    """Some tiles of one head, and some keys that lie between sink and local region of any of them."""
+
+    i_group: Any  # place among the selected heads
+    i_kv: Any
+    i_tile: Any  # the first one
+    num_tiles: Any
+    begin: Any  # position of the first key
+    end: Any
+    shift: Any  # where the row's keys begin in the slab
+
+
 def marks_bytes(num_selected: int, reach: int) -> int:
-    """Of one tile: a mark for each span that is left to ``_test_kernel``."""
+    """Return what one tile takes: a mark for each span that is left to ``_test_kernel``.
+
+    Args:
+        num_selected: query heads that are selected.
+        reach: keys that the furthest of the tiles may see.
+
+    Returns:
+        Bytes.
+    """
     return num_selected * ceil_div(reach, SPAN_TOKENS)
 
 
 def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
-    """1 for sink and local region and for all blocks of heads that keep everything, 0 for blocks to be tested."""
+    """Set flags to 1 for sink and local region and for all blocks of heads that keep everything, else to 0.
+
+    Args:
+        kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
+        index: the lists' layout.
+        selected: the heads that are selected.
+        regions: what every query block keeps.
+    """
     _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
         kept, index.args, selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
     )
@@ -64,38 +120,44 @@ def flag_blocks(
     """Set the flags of the blocks in which an element passes, of a run of a slab's tiles.
 
     Args:
-        queries: Rounded, of all tiles.
-        keys: Rounded, of the slab.
-        kept: [num_selected, block_capacity] uint8, flags laid out as ``index.block_ids``.
-        index: Of all rows.
-        selected: The heads.
-        regions: What every query block keeps.
-        run: The tiles.
-        by_half: Compare in half precision where that is exact, by ``sale_hopper``.
+        queries: of all tiles, rounded.
+        keys: of the slab, rounded.
+        kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
+        index: the lists' layout, of all rows.
+        selected: the heads that are selected.
+        regions: what every query block keeps.
+        run: the tiles.
+        by_half: whether to compare in half precision, by ``sale_hopper``, where that is exact.
     """
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.pairs, *regions)
     group = index.num_heads // keys.integers.shape[0]
-    shape = {"GROUP": group, "BLOCK_D": keys.integers.shape[2], "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
-    shape |= {"num_warps": TEST_WARPS}
+    kept_d = keys.integers.shape[2]
+    test = ScoreShape(group, kept_d, TILE_TOKENS, TEST_TILES, index.block_tokens, SPAN_TOKENS, TEST_WARPS)
     with index.workspace.frame():
         left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
         if by_half:
             sale_hopper.half_kernel[num_pairs, num_spans, num_heads](
                 queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left,
-                **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS, PAIR_FIELDS=PAIR_FIELDS.value,
+                GROUP=group, INDEX_N=index.block_tokens, SPAN=SPAN_TOKENS, num_warps=TEST_WARPS,
             )  # fmt: skip
         _test_kernel[(num_pairs, 1 if by_half else num_spans, num_heads)](
-            queries, keys, *args, left, num_spans, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS,
-            REST=by_half,
+            queries, keys, *args, left, num_spans, compile_time(test), MARKED=by_half, num_warps=TEST_WARPS,
         )  # fmt: skip
 
 
 def half_refusal(spec: SelectSpec) -> str | None:
-    """Why ``sale_hopper`` cannot compare scores of such a layer in half precision."""
+    """Return why ``sale_hopper`` cannot compare scores of such a layer in half precision.
+
+    Args:
+        spec: what is known of the layer at start-up.
+
+    Returns:
+        Words that end a sentence; None on Hopper, where e4m3 products are added up without loss if the sums fit.
+    """
     if MISSING_GLUON:
         return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
-    if spec.capability != HOPPER:  # e4m3 products are known to be added up without loss there, where the sums fit
+    if spec.capability != HOPPER:
         return "it is for GPUs of compute capability 9.0 (H100, H200)"
     return None
 
@@ -116,12 +178,23 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
     """Flags uint8 of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 where step 3 decides.
 
     A head with τ = 0 (ln τ = −∞) keeps every block.
+
+    Grid: (tiles, n). Bound by memory: it writes a byte for each causal block.
+
+    Args:
+        kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
+        index: IndexArgs.
+        log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
+        sink_tokens: keys at the sequence's begin that are always kept.
+        local_tokens: keys before a query that are always kept, at least.
+        INDEX_N: keys of a block of the index.
+        CHUNK: blocks of a step.
     """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
     begin, end = _tested(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
     if tl.load(log_taus + i_group) == float("-inf"):
         end = 0
-    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)[1]
+    _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
     target = kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -130,13 +203,31 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens", "num_spans"])
 def _test_kernel(
-    queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left, num_spans,
-    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
-    SPAN: tl.constexpr, WARPS: tl.constexpr, REST: tl.constexpr,
+    queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left, num_spans, SHAPE,
+    MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for up to TILES tiles of one head and one span; with REST for those spans that are ``left``."""
-    args = (queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens)
-    if REST:
+    """Step 3 for up to TILES tiles of one head and one span; with MARKED for those spans that are ``left``.
+
+    Grid: (pairs of tiles, spans, n), or (pairs, 1, n) where MARKED. Bound by the matrix units, and by the maxima behind
+    them.
+
+    Args:
+        queries: RoundedQueries.
+        keys: RoundedKeys.
+        heads: [n] int32 on the device, the query heads that are selected.
+        log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
+        kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
+        index: IndexArgs.
+        pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
+        sink_tokens: keys at the sequence's begin that are always kept.
+        local_tokens: keys before a query that are always kept, at least.
+        left: [n, pairs, spans] uint8, spans that are left.
+        num_spans: spans of the furthest tile.
+        SHAPE: ScoreShape.
+        MARKED: whether to test only the spans that are left.
+    """
+    args = ScoreArgs(queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens)
+    if MARKED:
         marks = left + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_spans
         num_left = 0
         for i in range(0, num_spans, 64):
@@ -145,59 +236,52 @@ def _test_kernel(
         if num_left > 0:
             for i_span in range(num_spans):
                 if tl.load(marks + i_span) != 0:
-                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS)
+                    _test_pair(args, i_span, SHAPE)
     else:
-        _test_pair(args, tl.program_id(1), GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS)
+        _test_pair(args, tl.program_id(1), SHAPE)
 
 
 @triton.jit
-def _test_pair(
-    args, i_span, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
+def _test_pair(args, i_span, SHAPE):
     """Step 3 for up to TILES tiles of one head and up to SPAN keys."""
-    queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens = args
+    index = args.index
     i_group = tl.program_id(2)
-    pair = pairs + tl.program_id(0) * PAIR_FIELDS
+    pair = args.pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair)
     num_tiles = tl.load(pair + 1)
-    o_t = tl.minimum(tl.arange(0, TILES), num_tiles - 1) + i_tile
-    first_block, b_end_block = _tested(index.tiles, o_t, sink_tokens, local_tokens, INDEX_N)
-    begin = tl.maximum(first_block * INDEX_N, i_span * SPAN)
-    end = tl.minimum(tl.max(b_end_block, 0) * INDEX_N, (i_span + 1) * SPAN)
-    if (begin < end) & (tl.load(log_taus + i_group) > float("-inf")):
+    o_t = tl.minimum(tl.arange(0, SHAPE.TILES), num_tiles - 1) + i_tile
+    first_block, b_end_block = _tested(index.tiles, o_t, args.sink_tokens, args.local_tokens, SHAPE.INDEX_N)
+    begin = tl.maximum(first_block * SHAPE.INDEX_N, i_span * SHAPE.SPAN)
+    end = tl.minimum(tl.max(b_end_block, 0) * SHAPE.INDEX_N, (i_span + 1) * SHAPE.SPAN)
+    if (begin < end) & (tl.load(args.log_taus + i_group) > float("-inf")):
         shift = tl.multiple_of(tl.load(pair + 2), 128)
-        i_kv = tl.load(heads + i_group) // GROUP
-        where = (i_group, i_kv, i_tile, num_tiles, begin, end, shift)
-        b_flags = kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + o_t)
-        _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS)
+        i_kv = tl.load(args.heads + i_group) // SHAPE.GROUP
+        work = Work(i_group, i_kv, i_tile, num_tiles, begin, end, shift)
+        b_flags = args.kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + o_t)
+        _test_span(args.queries, args.keys, work, b_flags, b_end_block, SHAPE)
 
 
 @triton.jit
-def _test_span(
-    queries, keys, where, b_flags, b_end_block, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
+def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     """Store a 1 at ``b_flags`` [TILES] + b for each index block b < ``b_end_block`` of the span that passes."""
-    i_group, i_kv, i_tile, num_tiles, begin, end, shift = where
-    BLOCK_M: tl.constexpr = TILES * TILE
+    BLOCK_M: tl.constexpr = SHAPE.TILES * SHAPE.TILE
     BLOCK_N: tl.constexpr = 64
-    BLOCKS: tl.constexpr = BLOCK_N // INDEX_N if BLOCK_N > INDEX_N else 1  # index blocks of a step
+    BLOCKS: tl.constexpr = BLOCK_N // SHAPE.INDEX_N if BLOCK_N > SHAPE.INDEX_N else 1  # index blocks of a step
     o_m = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
     o_n = tl.arange(0, BLOCK_N)
     o_step = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    in_tiles = o_m < num_tiles * TILE
-    o_q = i_group.to(tl.int64) * queries.num_queries + i_tile * TILE + o_m
-    b_q = tl.load(queries.integers + o_q[:, None] * BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
+    in_tiles = o_m < work.num_tiles * SHAPE.TILE
+    o_q = work.i_group.to(tl.int64) * queries.num_queries + work.i_tile * SHAPE.TILE + o_m
+    b_q = tl.load(queries.integers + o_q[:, None] * SHAPE.BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_tiles, other=float("inf"))
     b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0)
-    integers = keys.integers + (i_kv.to(tl.int64) * keys.num_keys + shift) * BLOCK_D
-    steps = keys.steps + (i_kv.to(tl.int64) * keys.num_keys + shift) // 8
-    biases = keys.biases + i_group.to(tl.int64) * keys.num_keys + shift
+    integers = keys.integers + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) * SHAPE.BLOCK_D
+    steps = keys.steps + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) // 8
+    biases = keys.biases + work.i_group.to(tl.int64) * keys.num_keys + work.shift
     o_block = tl.arange(0, BLOCKS)
-    for i in tl.range(begin // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N, num_stages=4):
-        b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * BLOCK_D + o_d[None, :])
+    for i in tl.range(work.begin // BLOCK_N, (work.end + BLOCK_N - 1) // BLOCK_N, num_stages=4):
+        b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * SHAPE.BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
         b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
         b_s = tl.fma(b_inverse[:, None], b_bias[None, :], tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
@@ -207,9 +291,9 @@ def _test_span(
         b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
         # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
         b_over = b_top - b_threshold[:, None, None]
-        b_over = tl.reshape(b_over, [TILES, TILE // (16 * WARPS), WARPS, 2, 8, BLOCKS, 4])
+        b_over = tl.reshape(b_over, [SHAPE.TILES, SHAPE.TILE // (16 * SHAPE.WARPS), SHAPE.WARPS, 2, 8, BLOCKS, 4])
         b_over = tl.max(tl.max(b_over, 3), 1)
-        o_b = i * BLOCK_N // INDEX_N + o_block
+        o_b = i * BLOCK_N // SHAPE.INDEX_N + o_block
         b_at = b_flags[:, None] + o_b[None, :]
         b_passes = (b_over >= 0) & (o_b[None, :] < b_end_block[:, None])[:, None, None, :, None]
         b_at = tl.broadcast_to(b_at[:, None, None, :, None], b_passes.shape)

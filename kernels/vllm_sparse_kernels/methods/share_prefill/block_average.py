@@ -4,7 +4,7 @@
 A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all
 pairs is (mean q) · (mean k): nothing but means is needed. Blocks on the diagonal, few of each tile, are averaged over
 the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these score
-the last queries of a key head's query heads too. Maps follow in share_kernels.py, once it is known of which heads.
+the last queries of a key head's query heads too. Maps follow in kernels.py, once it is known of which heads.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
@@ -30,6 +31,14 @@ class Spans(NamedTuple):
 
     @staticmethod
     def of(index: SparseIndex) -> "Spans":
+        """Return the spans of an index's rows, copied to the device.
+
+        Args:
+            index: whose rows and blocks are meant.
+
+        Returns:
+            Spans.
+        """
         rows, block_tokens = index.rows, index.block_tokens
         blocks = [ceil_div(seq_len, block_tokens) for seq_len in rows.seq_lens]
         lasts, block_starts = [], [0]
@@ -47,10 +56,25 @@ class Spans(NamedTuple):
 
 
 class QueryArgs(NamedTuple):
+    """Queries by pointer, head_dim contiguous, and the softmax's scale: for kernels."""
+
     q: Any
     stride_token: int
     stride_head: int
     scale: float
+
+
+class TileShape(NamedTuple):
+    """What the kernels that average queries and keys are compiled for; every field a ``tl.constexpr``."""
+
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
+    BLOCK_N: Any  # keys of a block
+    PAGE: Any  # tokens of a page
+    GROUP: Any  # query heads of a kv head
+    BLOCK_M: Any  # queries of a tile
+    CHUNK_KEYS: Any  # keys of a diagonal block that are multiplied at a time
+    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
 
 
 class BlockAverages:
@@ -72,15 +96,19 @@ class BlockAverages:
         self.index, self.heads, self.clusters, self.spans = index, heads, clusters, spans
         num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
         group, is_float32 = num_heads // num_kv_heads, q.dtype == torch.float32
-        options = {
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": triton.next_power_of_2(head_dim),
-            "BLOCK_N": index.block_tokens,
-            "PAGE": cache.page_size,
-            "GROUP": group,
-        }
         chunk_keys, precision = (16, "ieee") if is_float32 else (index.block_tokens, "tf32")
-        self.tile_options = options | {"BLOCK_M": TILE_TOKENS, "CHUNK_KEYS": chunk_keys, "PRECISION": precision}
+        self.shape = compile_time(
+            TileShape(
+                HEAD_DIM=head_dim,
+                BLOCK_D=triton.next_power_of_2(head_dim),
+                BLOCK_N=index.block_tokens,
+                PAGE=cache.page_size,
+                GROUP=group,
+                BLOCK_M=TILE_TOKENS,
+                CHUNK_KEYS=chunk_keys,
+                PRECISION=precision,
+            )
+        )
         room, num_rows = index.workspace.empty, index.rows.num_rows
         self.mean_keys = room(num_kv_heads, spans.num_blocks, head_dim)
         self.scores = room(num_heads, spans.num_blocks)
@@ -88,11 +116,11 @@ class BlockAverages:
         entries = {"ENTRIES": triton.next_power_of_2(len(heads))}
         _last_queries_kernel[(num_heads, num_rows)](
             self.queries, self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts,
-            spans.num_blocks, mean_queries, self.scores, **self.tile_options, **entries, num_warps=8,
+            spans.num_blocks, mean_queries, self.scores, self.shape, **entries, num_warps=8,
         )  # fmt: skip
         _mean_keys_kernel[(num_kv_heads, spans.max_blocks, num_rows)](
             self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts, spans.num_blocks,
-            mean_queries, num_rows, self.mean_keys, self.scores, **options, **entries,
+            mean_queries, num_rows, self.mean_keys, self.scores, self.shape, **entries,
             MEMBERS=triton.next_power_of_2(group),
         )  # fmt: skip
 
@@ -110,7 +138,7 @@ class BlockAverages:
 
 
 @triton.jit
-def _is_asked(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
+def _is_clustered(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
     """Whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
     o_e = tl.arange(0, ENTRIES)
     b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
@@ -120,50 +148,81 @@ def _is_asked(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIE
 
 @triton.jit(do_not_specialize=["num_entries", "num_blocks"])
 def _last_queries_kernel(
-    queries, keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, scores,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    queries, keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, scores, SHAPE,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks."""
+    """The scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks.
+
+    Grid: (heads, rows). Bound by latency: one tile of queries with its diagonal blocks.
+
+    Args:
+        queries: QueryArgs, with the scale.
+        keys: KeyArgs.
+        heads: [n] int32 on the device, the query heads that are selected.
+        clusters: [n] int32, each head's cluster in the layer; below 0: none.
+        num_entries: heads that are selected.
+        last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
+        block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
+        num_blocks: blocks of all rows.
+        mean_queries: [heads, num_rows, HEAD_DIM] float32; written.
+        scores: [heads, num_blocks] float32, of diagonal blocks; written.
+        SHAPE: TileShape.
+        ENTRIES: n rounded up to a power of two.
+    """
     i_head, i_row = tl.program_id(0), tl.program_id(1)
-    if not _is_asked(i_head, heads, clusters, num_entries, 1, ENTRIES):
+    if not _is_clustered(i_head, heads, clusters, num_entries, 1, ENTRIES):
         return
-    b_mean = average_tile(
-        queries, keys, last_tiles, i_row, i_head, scores + i_head * num_blocks + tl.load(block_starts + i_row),
-        HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
-    )  # fmt: skip
-    o_d = tl.arange(0, BLOCK_D)
-    target = mean_queries + (i_head * tl.num_programs(1) + i_row) * HEAD_DIM
-    tl.store(target + o_d, b_mean, mask=o_d < HEAD_DIM)
+    diagonal_scores = scores + i_head * num_blocks + tl.load(block_starts + i_row)
+    b_mean = average_tile(queries, keys, last_tiles, i_row, i_head, diagonal_scores, SHAPE)
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
+    target = mean_queries + (i_head * tl.num_programs(1) + i_row) * SHAPE.HEAD_DIM
+    tl.store(target + o_d, b_mean, mask=o_d < SHAPE.HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_blocks", "num_rows"])
 def _mean_keys_kernel(
-    keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows,
-    mean_keys, scores,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
+    keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows, mean_keys,
+    scores, SHAPE, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The mean key of one (kv head, block, row), and its products with mean queries if it is before the diagonal. A
-    row's last block may be short."""
+    row's last block may be short.
+
+    Grid: (kv heads, blocks of the longest row, rows). Bound by memory: it reads each key once.
+
+    Args:
+        keys: KeyArgs.
+        heads: [n] int32 on the device, the query heads that are selected.
+        clusters: [n] int32, each head's cluster in the layer; below 0: none.
+        num_entries: heads that are selected, n.
+        last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
+        block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
+        num_blocks: blocks of all rows.
+        mean_queries: [heads, num_rows, HEAD_DIM] float32.
+        num_rows: rows of the step.
+        mean_keys: [kv heads, num_blocks, HEAD_DIM] float32; written.
+        scores: [heads, num_blocks] float32, of blocks before the diagonal; written.
+        SHAPE: TileShape.
+        MEMBERS: GROUP rounded up to a power of two.
+        ENTRIES: n rounded up to a power of two.
+    """
     # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    is_asked = _is_asked(i_kv, heads, clusters, num_entries, GROUP, ENTRIES)
+    is_clustered = _is_clustered(i_kv, heads, clusters, num_entries, SHAPE.GROUP, ENTRIES)
     _, _, length, first = load_tile(last_tiles, i_row)
-    start, seq_len = tl.program_id(1) * BLOCK_N, first + length
-    o_d, o_g = tl.arange(0, BLOCK_D), tl.arange(0, MEMBERS)
-    o_head, i_out = i_kv * GROUP + o_g, tl.load(block_starts + i_row) + tl.program_id(1)
-    o_q = (o_head * num_rows + i_row)[:, None] * HEAD_DIM + o_d[None, :]
+    start, seq_len = tl.program_id(1) * SHAPE.BLOCK_N, first + length
+    o_d, o_g = tl.arange(0, SHAPE.BLOCK_D), tl.arange(0, MEMBERS)
+    o_head, i_out = i_kv * SHAPE.GROUP + o_g, tl.load(block_starts + i_row) + tl.program_id(1)
+    o_q = (o_head * num_rows + i_row)[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
     # Loaded first, as it takes shared memory that keys take over: so all of these are under way before one is awaited.
-    b_q = tl.load(mean_queries + o_q, mask=(o_g < GROUP)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-    if (start >= seq_len) | (not is_asked):
+    b_q = tl.load(mean_queries + o_q, mask=(o_g < SHAPE.GROUP)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
+    if (start >= seq_len) | (not is_clustered):
         return
-    b_k = load_block(keys, i_row, i_kv, start, seq_len, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
-    b_mean = _sum_of(b_k) / tl.minimum(seq_len - start, BLOCK_N)
-    tl.store(mean_keys + (i_kv * num_blocks + i_out) * HEAD_DIM + o_d, b_mean, mask=o_d < HEAD_DIM)
+    b_k = load_block(keys, i_row, i_kv, start, seq_len, SHAPE.PAGE, SHAPE.BLOCK_N, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+    b_mean = _sum_of(b_k) / tl.minimum(seq_len - start, SHAPE.BLOCK_N)
+    tl.store(mean_keys + (i_kv * num_blocks + i_out) * SHAPE.HEAD_DIM + o_d, b_mean, mask=o_d < SHAPE.HEAD_DIM)
     b_s = tl.sum(b_q * b_mean[None, :], 1)
-    tl.store(scores + o_head * num_blocks + i_out, b_s, mask=o_g < tl.where(start + BLOCK_N <= first, GROUP, 0))
+    num_scored = tl.where(start + SHAPE.BLOCK_N <= first, SHAPE.GROUP, 0)
+    tl.store(scores + o_head * num_blocks + i_out, b_s, mask=o_g < num_scored)
 
 
 @triton.jit
@@ -178,7 +237,20 @@ def _sum_of(b_k):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
-    """Softmax over the blocks of one (head, row)."""
+    """Softmax over the blocks of one (head, row).
+
+    Grid: (n, rows). Bound by latency: 4 bytes a block, three times.
+
+    Args:
+        heads: [n] int32 on the device, the query heads that are selected.
+        clusters: [n] int32, each head's cluster in the layer; below 0: none.
+        scores: [heads, num_blocks] float32.
+        block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
+        num_blocks: blocks of all rows.
+        out: [n, num_blocks] float32, â; written.
+        sparsity: [n, num_rows] float32, sqrt(JSD) to the uniform distribution; written.
+        CHUNK: blocks of a step.
+    """
     i, i_row, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if tl.load(clusters + i) < 0:
         return
@@ -198,7 +270,16 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
 
 @triton.jit
 def softmax_sums(scores, count, CHUNK: tl.constexpr):
-    """The largest of ``count`` scores, and the sum of exp(score - largest)."""
+    """Return what a softmax needs.
+
+    Args:
+        scores: pointer to [count] float32.
+        count: scores.
+        CHUNK: scores of a step.
+
+    Returns:
+        (the largest score, the sum of exp(score − largest)).
+    """
     peak, total = float("-inf"), 0.0
     for first in range(0, count, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -211,7 +292,15 @@ def softmax_sums(scores, count, CHUNK: tl.constexpr):
 
 @triton.jit
 def divergence(b_a, b_b):
-    """Terms of JSD(a‖b), elementwise, natural logarithm; 0 · log 0 is 0."""
+    """Return terms of JSD(a‖b), natural logarithm; 0 · log 0 is 0.
+
+    Args:
+        b_a: shares.
+        b_b: shares.
+
+    Returns:
+        float32 of the same shape.
+    """
     b_m = (b_a + b_b) * 0.5
     b_from_a = tl.where(b_a > 0, b_a * tl.log(b_a / b_m), 0.0)
     b_from_b = tl.where(b_b > 0, b_b * tl.log(b_b / b_m), 0.0)
@@ -219,28 +308,43 @@ def divergence(b_a, b_b):
 
 
 @triton.jit
-def average_tile(
-    queries, keys, tiles, i_tile, i_head, out,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The scaled mean query [BLOCK_D] of a tile; its scores with its diagonal blocks go to ``out``, by block."""
+def _load_chunk(keys, i_row, i_kv, start, end, SHAPE):
+    """CHUNK_KEYS keys from ``start`` on: [CHUNK_KEYS, BLOCK_D], 0 from ``end`` on."""
+    return load_block(keys, i_row, i_kv, start, end, SHAPE.PAGE, SHAPE.CHUNK_KEYS, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+
+
+@triton.jit
+def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
+    """Average a tile's queries, and its scores with its diagonal blocks.
+
+    Args:
+        queries: QueryArgs, with the scale.
+        keys: KeyArgs.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        i_tile: a tile of the step.
+        i_head: the query head.
+        out: pointer to scores by block; those of diagonal blocks are written.
+        SHAPE: TileShape.
+
+    Returns:
+        The scaled mean query [BLOCK_D] float32.
+    """
     i_row, token, length, first = load_tile(tiles, i_tile)
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N)
-    i_kv, o_m = i_head // GROUP, tl.arange(0, BLOCK_M)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, SHAPE.BLOCK_N)
+    i_kv, o_m = i_head // SHAPE.GROUP, tl.arange(0, SHAPE.BLOCK_M)
     # Keys are under way before queries are waited for, and the next ones before products of these.
-    b_k = load_block(keys, i_row, i_kv, diagonal * BLOCK_N, first + length, PAGE, CHUNK_KEYS, HEAD_DIM, BLOCK_D)
-    b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-    b_sum = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.range(diagonal * BLOCK_N, num_causal * BLOCK_N, CHUNK_KEYS, num_stages=1):
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        end = start + CHUNK_KEYS
-        b_k = load_block(keys, i_row, i_kv, end, first + length, PAGE, CHUNK_KEYS, HEAD_DIM, BLOCK_D)
-        seen = (start + tl.arange(0, CHUNK_KEYS)[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
+    b_k = _load_chunk(keys, i_row, i_kv, diagonal * SHAPE.BLOCK_N, first + length, SHAPE)
+    b_q = load_queries(queries, i_head, token, length, SHAPE.BLOCK_M, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+    b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)
+    for start in tl.range(diagonal * SHAPE.BLOCK_N, num_causal * SHAPE.BLOCK_N, SHAPE.CHUNK_KEYS, num_stages=1):
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
+        end = start + SHAPE.CHUNK_KEYS
+        b_k = _load_chunk(keys, i_row, i_kv, end, first + length, SHAPE)
+        seen = (start + tl.arange(0, SHAPE.CHUNK_KEYS)[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
         b_sum += tl.sum(tl.where(seen, b_s, 0.0), 1)
-        if end % BLOCK_N == 0:
-            b_pairs = tl.minimum(tl.maximum(first + 1 + BLOCK_N - end + o_m, 0), BLOCK_N)
+        if end % SHAPE.BLOCK_N == 0:
+            b_pairs = tl.minimum(tl.maximum(first + 1 + SHAPE.BLOCK_N - end + o_m, 0), SHAPE.BLOCK_N)
             num_pairs = tl.sum(tl.where(o_m < length, b_pairs, 0), 0)
-            tl.store(out + end // BLOCK_N - 1, tl.sum(b_sum, 0) / num_pairs * queries.scale)
-            b_sum = tl.zeros([BLOCK_M], tl.float32)
+            tl.store(out + end // SHAPE.BLOCK_N - 1, tl.sum(b_sum, 0) / num_pairs * queries.scale)
+            b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)
     return tl.sum(b_q.to(tl.float32), 0) * (queries.scale / length)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of SharePrefill (share_prefill.py): who shares, the maps of new pivots, what of them is kept, and the lists.
+"""Kernels of SharePrefill (method.py): who shares, the maps of new pivots, what of them is kept, and the lists.
 
 Few heads are new pivots: their maps are made by few programs, and what counts is how soon these are done. Hence they
 are in the launch of the decisions, and what does not depend on who shares, the first pass of radix.py, is done there.
@@ -11,14 +11,27 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.methods.share_prefill.block_average import average_tile, divergence, softmax_sums
-from vllm_sparse_kernels.select.lists import append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
+
+VERTICAL_SLASH, SHARED, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
+
+CHUNK = tl.constexpr(CHUNK_BLOCKS)
+"""Blocks of a step."""
 
 TILES_AT_ONCE = tl.constexpr(32)
 """Tiles whose weights are under way at a time where those of a row are added up."""
 
 MEANS_AT_ONCE = tl.constexpr(128)
 """Mean keys that meet a mean query at a time, with as many or twice as many under way."""
+
+
+class Thresholds(NamedTuple):
+    """δ and τ, for kernels."""
+
+    max_sparsity: float
+    max_distance: float
 
 
 class ShareArgs(NamedTuple):
@@ -67,45 +80,59 @@ def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.
     ]
 )  # fmt: skip
 def decide_kernel(
-    args, stride, stride_last, num_heads, num_rows, max_sparsity, max_distance,
-    queries, keys, index, num_map_programs, num_blocks, stride_map, num_tiles,
-    HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    args, stride, stride_last, num_heads, num_rows, thresholds, queries, keys, index,
+    num_map_programs, num_blocks, stride_map, num_tiles, HEADS: tl.constexpr, SHAPE,
 ):  # fmt: skip
     """Who shares, one (head, row) a program; before these the maps of new pivots, one (cluster, tile) a
-    program. These do not wait for the decisions: they find the pivot themselves."""
+    program. These do not wait for the decisions: they find the pivot themselves.
+
+    Grid: (clusters · tiles + n · rows). Bound by how soon the few maps are done: mean keys are read once for each.
+
+    Args:
+        args: ShareArgs.
+        stride: of ``args.estimates``, elements.
+        stride_last: of ``args.last_rows``, elements.
+        num_heads: heads that are selected, n.
+        num_rows: rows of the step.
+        thresholds: Thresholds.
+        queries: QueryArgs, with the scale.
+        keys: KeyArgs.
+        index: IndexArgs.
+        num_map_programs: programs that make maps.
+        num_blocks: blocks of all rows.
+        stride_map: of ``args.maps``, elements.
+        num_tiles: tiles of the step.
+        HEADS: n rounded up to a power of two.
+        SHAPE: TileShape.
+    """
     i = tl.program_id(0)
     if i >= num_map_programs:
         i_entry = i - num_map_programs
         _decide(
-            args, stride, stride_last, i_entry % num_heads, i_entry // num_heads, num_heads, num_rows, max_sparsity,
-            max_distance, HEADS, CHUNK, SHARED, DENSE,
+            args, stride, stride_last, i_entry % num_heads, i_entry // num_heads, num_heads, num_rows,
+            thresholds, HEADS,
         )  # fmt: skip
     else:
         place, i_tile = i // num_tiles, i % num_tiles
-        i_row = load_tile(index.tiles, i_tile)[0]
-        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
+        i_row, _, _, _ = load_tile(index.tiles, i_tile)
+        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, thresholds.max_sparsity, HEADS)
         if (not known) & (pivot < HEADS):
             _make_map(
                 args, index, queries, keys,
                 tl.load(args.slots + place).to(tl.int64), tl.load(args.heads + pivot).to(tl.int64),
                 tl.load(args.block_starts + i_row), i_tile, num_blocks, stride_map, num_tiles,
-                CHUNK, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+                SHAPE,
             )  # fmt: skip
 
 
 @triton.jit
-def _decide(
-    args, stride, stride_last, i, i_row, num_heads, num_rows, max_sparsity, max_distance,
-    HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
+def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds, HEADS: tl.constexpr):
     """Where a cluster has no pivot yet, its first head that is not too sparse becomes it."""
     place = tl.load(args.places + i)
     pattern = 0
     if place >= 0:
-        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
-        if tl.load(args.sparsity + i * num_rows + i_row) < max_sparsity:
+        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, thresholds.max_sparsity, HEADS)
+        if tl.load(args.sparsity + i * num_rows + i_row) < thresholds.max_sparsity:
             if (pivot == i) & (not known):
                 pattern = DENSE
             else:
@@ -122,34 +149,27 @@ def _decide(
                     b_pivot = tl.load(fresh + o_n, mask=o_n < num_fresh, other=0.0)
                     b_pivot += tl.load(stored + o_n, mask=o_n < num_stored, other=0.0)
                     b_sum += divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
-                if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < max_distance:
+                if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < thresholds.max_distance:
                     pattern = SHARED
     tl.store(args.patterns + i * num_rows + i_row, pattern)
 
 
 @triton.jit
-def _make_map(
-    args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles,
-    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles, SHAPE):
     """Softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
 
     Scores stand in its place until their sum is known.
     """
     row = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
-    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    b_q = average_tile(
-        queries, keys, index.tiles, i_tile, i_head, row,
-        HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
-    )  # fmt: skip
-    means = args.mean_keys + ((i_head // GROUP) * num_blocks + start_block) * HEAD_DIM
-    o_d = tl.arange(0, BLOCK_D)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, SHAPE.BLOCK_N)
+    b_q = average_tile(queries, keys, index.tiles, i_tile, i_head, row, SHAPE)
+    means = args.mean_keys + ((i_head // SHAPE.GROUP) * num_blocks + start_block) * SHAPE.HEAD_DIM
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
     # Of one query: tensor cores, which take 8, need more instructions for a product that comes to float32.
-    for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=3 if BLOCK_D <= 128 else 2):
+    for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=3 if SHAPE.BLOCK_D <= 128 else 2):
         o_n = start + tl.arange(0, MEANS_AT_ONCE)
-        in_keys = (o_n < diagonal)[:, None] & (o_d < HEAD_DIM)[None, :]
-        b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
+        in_keys = (o_n < diagonal)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+        b_k = tl.load(means + o_n[:, None] * SHAPE.HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
         tl.store(row + o_n, tl.sum(b_k * b_q[None, :], 1), mask=o_n < diagonal)
 
     tl.debug_barrier()
@@ -165,12 +185,12 @@ def _make_map(
 
 
 @triton.jit
-def _ranked_head(args, i_row, num_rows, BOTH: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr):
-    """The place of the program's head, −1 for none: its number on axis 1 is that among those which share, or with BOTH
-    among those and pivots. So they begin at once, and programs that have nothing to do end behind them."""
+def _ranked_head(args, i_row, num_rows, PIVOTS: tl.constexpr, HEADS: tl.constexpr):
+    """The place of the program's head, −1 for none: its number on axis 1 is that among those which share, or with
+    PIVOTS among those and pivots. So they begin at once, and programs that have nothing to do end behind them."""
     o_h = tl.arange(0, HEADS)
     b_pattern = tl.load(args.patterns + o_h * num_rows + i_row, mask=o_h < tl.num_programs(1), other=0)
-    b_in = (b_pattern != 0) if BOTH else (b_pattern == SHARED)
+    b_in = (b_pattern != 0) if PIVOTS else (b_pattern == SHARED)
     b_in = b_in.to(tl.int32)
     return tl.max(tl.where((b_in > 0) & (tl.cumsum(b_in, 0) == tl.program_id(1) + 1), o_h, -1), 0)
 
@@ -188,15 +208,22 @@ def _joined(weights, tile_starts, i_row):
 
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
-def low_weights_kernel(
-    args, stride_map, num_rows, index,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-):  # fmt: skip
-    """The second pass of radix.py over one tile's part of the map that one head takes its pattern from."""
+def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
+    """The second pass of radix.py over one tile's part of the map that one head takes its pattern from.
+
+    Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
+
+    Args:
+        args: ShareArgs.
+        stride_map: of ``args.maps``, elements.
+        num_rows: rows of the step.
+        index: IndexArgs.
+        BLOCK_N: keys of a block of the index.
+        HEADS: n rounded up to a power of two.
+    """
     i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
-    i_row = load_tile(index.tiles, i_tile)[0]
-    i = _ranked_head(args, i_row, num_rows, False, HEADS, SHARED)
+    i_row, _, _, _ = load_tile(index.tiles, i_tile)
+    i = _ranked_head(args, i_row, num_rows, False, HEADS)
     if i < 0:
         return
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
@@ -213,14 +240,29 @@ def low_weights_kernel(
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "num_tiles"])
 def apply_patterns_kernel(
-    args, stride_map, num_rows, stride_estimate, stride_last, rows, index, num_tiles,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
+    args, stride_map, num_rows, stride_estimate, stride_last, rows, index, num_tiles, BLOCK_N: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The list of one (tile, head) that shares or is the pivot."""
+    """The list of one (tile, head) that shares or is the pivot.
+
+    Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
+
+    Args:
+        args: ShareArgs.
+        stride_map: of ``args.maps``, elements.
+        num_rows: rows of the step.
+        stride_estimate: of ``args.estimates``, elements.
+        stride_last: of ``args.last_rows``, elements.
+        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
+        index: IndexArgs; lists and counts are written.
+        num_tiles: tiles of the step.
+        BLOCK_N: keys of a block of the index.
+        ROW_FIELDS: columns of the rows' table.
+        HEADS: n rounded up to a power of two.
+    """
     i_tile = tl.program_id(0)
     i_row, _, length, first_query = load_tile(index.tiles, i_tile)
-    i = _ranked_head(args, i_row, num_rows, True, HEADS, SHARED)
+    i = _ranked_head(args, i_row, num_rows, True, HEADS)
     if i < 0:
         return
     pattern = tl.load(args.patterns + i * num_rows + i_row)
@@ -235,7 +277,8 @@ def apply_patterns_kernel(
         i_entry = i.to(tl.int64) * num_tiles
         high, left = tl.load(args.high + i_entry + i_tile), tl.load(args.left + i_entry + i_tile)
         b_weight = _joined(args.low_weights + i_entry * DIGITS, args.tile_starts, i_row)
-        threshold = high * DIGITS + next_digit(b_weight, left)[0]
+        low, _left = next_digit(b_weight, left)
+        threshold = high * DIGITS + low
     count = 0
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)

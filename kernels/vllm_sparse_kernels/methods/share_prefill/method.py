@@ -38,7 +38,7 @@ model (the 64 heads of a small one, 8,192 tokens, each with the pattern of its o
 Averages reach a recall of 0.916 with γ = 0.95, at 0.201.
 
 Beyond the paper, and off by default, vertical-slash's lines may come from queries spread over the chunk
-(``estimating``, as in flex_vertical_slash.py). Who shares is decided by its last queries all the same.
+(``estimating``, as of ``FlexVerticalSlash``). Who shares is decided by its last queries all the same.
 
 Left out: that code compares heads by sums of true mass over columns and diagonals, has no δ, makes heads whose estimate
 from pooled keys is good query-aware (FlexPrefill), shares only where vertical-slash would hold less than 0.9 of the
@@ -63,6 +63,7 @@ from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.kernels import (
     ShareArgs,
+    Thresholds,
     apply_patterns_kernel,
     decide_kernel,
     low_weights_kernel,
@@ -70,12 +71,8 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.select.footprint import averaged_bytes
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.select.parameters import on_device, require
 from vllm_sparse_kernels.select.radix import DIGITS
-
-VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
-"""What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
 
 NOISE = -1
 """Cluster id of heads that are like no other."""
@@ -109,11 +106,19 @@ class SharePrefill(PerHead):
 
     @property
     def sharing(self) -> "SharePrefill":
+        """The same with the class's γ: what heads that may share have in common."""
         return replace(self, gamma=type(self).gamma)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Self:
-        """Heads that are the same are still several, which share."""
+        """Return one method for several heads. Heads that are the same are still several, which share.
+
+        Args:
+            methods: each head's own method.
+
+        Returns:
+            A method whose settings are the heads'.
+        """
         merged = replace(super().merged(methods))
         object.__setattr__(merged, "settings", tuple(methods))
         return merged
@@ -125,6 +130,14 @@ class SharePrefill(PerHead):
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
+        """Return why heads with these methods could share nothing: see ``Method.objection``.
+
+        Args:
+            methods: each head's own method.
+
+        Returns:
+            A reason, or None.
+        """
         members = Counter(m.sharing for m in methods if m.shares([m]))
         if any(count > 1 for count in members.values()):
             return None
@@ -135,44 +148,96 @@ class SharePrefill(PerHead):
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
+        """Return what a log shows: see ``Method.summary``.
+
+        Args:
+            methods: each head's own method.
+
+        Returns:
+            Fields by name.
+        """
         fields = {name: value for name, value in methods[0].group_key.shown_fields.items() if name != "cluster"}
-        heads = [one for m in methods for one in m.settings or (m,)]
-        gammas = {one.gamma for one in heads}
+        heads = [head for m in methods for head in m.settings or (m,)]
+        gammas = {head.gamma for head in heads}
         fields["gamma"] = gammas.pop() if len(gammas) == 1 else f"{min(gammas):g} to {max(gammas):g}"
-        members = Counter(one.cluster for one in heads if one.cluster != NOISE)
+        members = Counter(head.cluster for head in heads if head.cluster != NOISE)
         return fields | {"clusters": len(members), "clustered_heads": members.total()}
 
     @cached_property
     def fallback(self) -> FlexVerticalSlash:
         """Vertical-slash of the same heads."""
         lines = FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)
-        return FlexVerticalSlash.merged([replace(lines, gamma=one.gamma) for one in self.settings or (self,)])
+        return FlexVerticalSlash.merged([replace(lines, gamma=head.gamma) for head in self.settings or (self,)])
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
+        """Return the room for one head's stripes: see ``Method.stripe_layout``.
+
+        Args:
+            rows: the rows of a step.
+
+        Returns:
+            Where each tile's list begins.
+        """
         return self.fallback.stripe_layout(rows)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+
+        Args:
+            rows: the rows of a step.
+            shape: the layer's heads and blocks.
+            num_selected: query heads that are selected.
+            stripe_capacity: stripes of one head, of all tiles.
+
+        Returns:
+            Bytes, or a few more.
+        """
         lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
         return max(lines, averaged_bytes(rows, shape, num_selected))
 
     def shares(self, heads: Sequence["SharePrefill"]) -> bool:
-        """Whether any of these heads could take a pattern. If none could, no pivot is worth its dense attention."""
-        return self.max_sparsity > 0 and self.max_distance > 0 and any(one.cluster != NOISE for one in heads)
+        """Return whether any of these heads could take a pattern. If none could, no pivot is worth its dense attention.
+
+        Args:
+            heads: each head's own method.
+
+        Returns:
+            True if thresholds are above 0 and a head is in a cluster.
+        """
+        return self.max_sparsity > 0 and self.max_distance > 0 and any(head.cluster != NOISE for head in heads)
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
-        """What layers keep for later ones, made by the first of them. Heads with other thresholds share nothing."""
+        """Return what layers keep for later ones, made by the first of them. Heads with other thresholds share nothing.
+
+        Args:
+            rows: the rows of a step.
+            kind: what is kept.
+            make: makes it.
+
+        Returns:
+            The state.
+        """
         key = (kind, self.group_key)
         if key not in rows.state:
             rows.state[key] = make()
         return rows.state[key]
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        """Fill the lists of ``heads``: see ``Method.select``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
         settings = self.of_heads(len(heads))
         if not self.shares(settings):
             self.fallback.select(q, cache, index, heads, scale)
             return
         pivots = self.state_of_step(index.rows, "pivots", lambda: Pivots(index))
-        clusters = [one.cluster for one in settings]
+        clusters = [head.cluster for head in settings]
         in_layer = sorted(set(clusters) - {NOISE})
         device = index.rows.device
         places = on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), device, torch.int32)
@@ -202,9 +267,20 @@ class Pivots:
         self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
 
     def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
-        """The slots of ``clusters``, making room for the new ones. Host and device both know without asking."""
-        given, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
-        require(given == expected, "index", given, f"the capacity and block size of the layers before: {expected}")
+        """Return the slots of clusters, making room for the new ones. Host and device both know without asking.
+
+        Args:
+            clusters: the layer's, ascending.
+            index: the layer's.
+
+        Returns:
+            A slot for each cluster.
+
+        Raises:
+            ValueError: the index is of another size than those of the layers before.
+        """
+        actual, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
+        require(actual == expected, "index", actual, f"the capacity and block size of the layers before: {expected}")
         for cluster in clusters:
             self.slots.setdefault(cluster, len(self.slots))
         if len(self.slots) > len(self.exists):
@@ -234,7 +310,7 @@ def _share(
     rows, room = index.rows, index.workspace.empty
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape
-    shares = on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device)
+    shares = on_device(tuple(head.kernel_share for head in method.fallback.of_heads(num_heads)), rows.device)
     args = ShareArgs(
         averages.heads, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
         pivots.exists, pivots.last_rows, pivots.maps, pivots.weights,
@@ -243,16 +319,17 @@ def _share(
     )  # fmt: skip
     stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
     num_map_programs = len(slots) * rows.num_tiles
-    heads = {"HEADS": triton.next_power_of_2(num_heads), "CHUNK": CHUNK_BLOCKS, "SHARED": SHARED}
+    thresholds = Thresholds(method.max_sparsity, method.max_distance)
+    heads = {"HEADS": triton.next_power_of_2(num_heads)}
     decide_kernel[(num_map_programs + num_heads * num_rows,)](
-        args, estimates.stride(0), stride_last, num_heads, num_rows, method.max_sparsity, method.max_distance,
+        args, estimates.stride(0), stride_last, num_heads, num_rows, thresholds,
         averages.queries, averages.keys, index.args, num_map_programs, pivots.spans.num_blocks, stride_map,
-        rows.num_tiles, **heads, DENSE=DENSE, **averages.tile_options, num_warps=8,
+        rows.num_tiles, **heads, SHAPE=averages.shape, num_warps=8,
     )  # fmt: skip
     low_weights_kernel[(rows.num_tiles, num_heads)](
         args, stride_map, num_rows, index.args, BLOCK_N=index.block_tokens, **heads
     )
     apply_patterns_kernel[(rows.num_tiles, num_heads)](
         args, stride_map, num_rows, estimates.stride(0), stride_last, rows.row_table, index.args, rows.num_tiles,
-        BLOCK_N=index.block_tokens, **heads, DENSE=DENSE, ROW_FIELDS=ROW_FIELDS,
+        BLOCK_N=index.block_tokens, **heads, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip

@@ -27,31 +27,58 @@ class Pivot(NamedTuple):
 def select_share_prefill(
     method: "SharePrefill", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
+    """Fill the lists of ``heads`` in plain torch, as ``SharePrefill.select`` does by kernels.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
     if not method.shares(method.of_heads(len(heads))):
         return
     pivots = method.state_of_step(index.rows, "reference", dict[tuple[int, int], Pivot])
-    for row, head, own, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
+    for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
         scaled_keys = keys * scale
         last_row = block_average(queries[-TILE_TOKENS:], scaled_keys, index.block_tokens).softmax(-1)
-        pivot = pivots.get((row, own.cluster))
-        pattern = determine(own, last_row, pivot)
+        pivot = pivots.get((row, head_method.cluster))
+        pattern = determine(head_method, last_row, pivot)
         if pattern == "dense":
             weights = block_average_map(queries, scaled_keys, index, row)
-            pivots[row, own.cluster] = Pivot(last_row, weights)
+            pivots[row, head_method.cluster] = Pivot(last_row, weights)
             set_pattern([torch.ones_like(w, dtype=torch.bool) for w in weights], index, row, head)
         elif pattern == "shared" and pivot is not None:
-            set_pattern(pivotal_pattern(pivot.weights, own.gamma), index, row, head)
+            set_pattern(pivotal_pattern(pivot.weights, head_method.gamma), index, row, head)
 
 
 def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: int) -> None:
+    """Write the lists of one row and head.
+
+    Args:
+        kept: each tile's flags [blocks].
+        index: the SparseIndex that is filled.
+        row: a row of the step.
+        head: a query head.
+    """
     for i_tile, tile_kept in enumerate(kept, index.rows.tile_starts[row]):
         index.set_blocks(head, i_tile, tile_kept)
         index.stripe_counts[head, i_tile] = 0
 
 
 def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | None) -> str:
-    """Algorithm 3, and the first lines of Algorithm 4: "dense" (no pivot yet), "shared" or "vertical_slash"."""
+    """Decide what a head attends to: Algorithm 3, and the first lines of Algorithm 4.
+
+    Args:
+        method: the method and its parameters.
+        last_row: the head's estimate â.
+        pivot: its cluster's pivot, or None.
+
+    Returns:
+        "dense" (no pivot yet), "shared" or "vertical_slash".
+    """
     uniform = torch.full_like(last_row, 1 / len(last_row))
     if method.cluster == NOISE or js_distance(last_row, uniform) >= method.max_sparsity:
         return "vertical_slash"
@@ -61,18 +88,44 @@ def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | Non
 
 
 def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """sqrt(JSD(a‖b)), natural logarithm."""
+    """Return sqrt(JSD(a‖b)), natural logarithm.
+
+    Args:
+        a: shares.
+        b: shares.
+
+    Returns:
+        0 to √ln 2.
+    """
     mean = (a + b) / 2
     divergence = (relative_entropy(a, mean) + relative_entropy(b, mean)) / 2
     return float(divergence.clamp(min=0).sqrt())
 
 
 def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the terms of KL(a‖b), natural logarithm; 0 · log 0 is 0.
+
+    Args:
+        a: shares.
+        b: shares.
+
+    Returns:
+        Of the shape of a.
+    """
     return torch.where(a > 0, a * (a / b).log(), 0).sum()
 
 
 def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block of keys."""
+    """Return pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block of keys.
+
+    Args:
+        queries: [n, head_dim].
+        keys: [seq_len, head_dim], scaled.
+        block_tokens: keys of a block of the index.
+
+    Returns:
+        [blocks].
+    """
     num_queries, num_keys = len(queries), len(keys)
     scores = (queries @ keys.T).tril_(num_keys - num_queries)
     seen_by = (num_keys - torch.arange(num_keys, device=keys.device)).clamp(max=num_queries)  # queries of each key
@@ -80,13 +133,31 @@ def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) 
 
 
 def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
-    """Ã, Algorithm 2's softmax of block averages, one row per tile."""
+    """Return Ã, Algorithm 2's softmax of block averages.
+
+    Args:
+        queries: [query_len, head_dim].
+        keys: [seq_len, head_dim], scaled.
+        index: whose tiles and blocks are meant.
+        row: a row of the step.
+
+    Returns:
+        [blocks] for each tile.
+    """
     return [
-        block_average(own, keys[: index.rows.tile_list[i_tile].last_position + 1], index.block_tokens).softmax(-1)
-        for own, i_tile in zip(queries.split(TILE_TOKENS), index.rows.tiles_of(row), strict=True)
+        block_average(b_q, keys[: index.rows.tile_list[i_tile].last_position + 1], index.block_tokens).softmax(-1)
+        for b_q, i_tile in zip(queries.split(TILE_TOKENS), index.rows.tiles_of(row), strict=True)
     ]
 
 
 def pivotal_pattern(weights: list[torch.Tensor], gamma: float) -> list[torch.Tensor]:
-    """Algorithm 2: the fewest blocks that hold γ of the whole map."""
+    """Flag the fewest blocks that hold γ of the whole map (Algorithm 2).
+
+    Args:
+        weights: the map's rows.
+        gamma: γ, in (0, 1].
+
+    Returns:
+        [blocks] bool for each tile.
+    """
     return list(fewest_with_mass(torch.cat(weights), gamma).split([len(w) for w in weights]))

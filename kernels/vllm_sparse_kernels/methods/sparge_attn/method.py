@@ -101,16 +101,23 @@ class SpargeAttn(PerHead):
         require(in_range, "skip_margin", self.skip_margin, "a finite number < 0, or null to skip nothing")
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        """Fill the lists of ``heads``: see ``Method.select``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
         index.clear_stripes(heads)
         settings = self.of_heads(len(heads))
-        if all(one.kept_mass == 1 for one in settings):
+        if all(head.kept_mass == 1 for head in settings):
             compact_blocks(None, index, heads)
             return
-        kept_mass = on_device(tuple(one.kept_mass for one in settings), q.device)
-        min_similarity = on_device(tuple(one.min_similarity for one in settings), q.device)
-        products = pooled_products(
-            q, cache, index.rows, heads, scale * LOG2_E, 1, index.workspace, min_similarity, self.smooth_keys
-        )
+        kept_mass = on_device(tuple(head.kept_mass for head in settings), q.device)
+        min_similarity = on_device(tuple(head.min_similarity for head in settings), q.device)
+        products = pooled_products(q, cache, index, heads, scale * LOG2_E, 1, min_similarity, self.smooth_keys)
         for first_tile, scores, similarity in products:
             keep_top_mass(scores, similarity, index, first_tile, heads, kept_mass, min_similarity, self.keep_sink)
 
@@ -119,9 +126,17 @@ def keep_top_mass(
     scores: torch.Tensor, similarity: torch.Tensor | None, index: SparseIndex, first_tile: int, heads: torch.Tensor,
     kept_mass: torch.Tensor, min_similarity: torch.Tensor, keep_sink: bool,
 ) -> None:  # fmt: skip
-    """Lists of the tiles from ``first_tile`` on from S^ in base 2, [len(heads), tiles, a multiple of 64].
+    """Write lists of the tiles from ``first_tile`` on from S^ in base 2. Overwrites ``scores``.
 
-    similarity: [len(heads), num_tiles], of all tiles. Overwrites ``scores``.
+    Args:
+        scores: [n, tiles, a multiple of 64] float32.
+        similarity: [n, num_tiles] float32, of all tiles.
+        index: the SparseIndex that is filled.
+        first_tile: the first tile of the run.
+        heads: [n] int32 on the device, the query heads that are selected.
+        kept_mass: [n] float32, τ.
+        min_similarity: [n] float32, θ.
+        keep_sink: whether the first block is kept whatever its score.
     """
     num_heads, num_tiles, width = scores.shape
     _keep_top_mass_kernel[(num_tiles, num_heads)](
@@ -141,11 +156,28 @@ def _keep_top_mass_kernel(
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
     keys are not alike, which are kept. A tile whose queries' mean cosine is below ``min_similarity`` keeps every block;
     sink and diagonal are always kept. HALVES neighbouring blocks make one of the index, kept if one of them is.
+
+    Grid: (tiles of the run, n). Bound by latency: 30 halvings over scores in registers.
+
+    Args:
+        scores: see above; overwritten.
+        width: columns of a row of products, in units of 64.
+        similarity: [n, num_tiles] float32.
+        heads: [n] int32 on the device, the query heads that are selected.
+        index: IndexArgs; lists and counts are written.
+        num_tiles: tiles of the step.
+        first_tile: the first tile of the run.
+        kept_mass: [n] float32, τ.
+        min_similarity: [n] float32, θ.
+        num_sink: 1: the first block is kept; 0: it is not.
+        BLOCK: keys of a block.
+        HALVES: blocks that make one of the index.
+        CHUNK: scores that stay in registers.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
-    num_blocks = tile_blocks(index.tiles, i_tile, BLOCK)[1]
+    _, num_blocks = tile_blocks(index.tiles, i_tile, BLOCK)
     share = tl.load(kept_mass + i_entry)
     is_unlike = tl.load(similarity + i_entry * num_tiles + i_tile) < tl.load(min_similarity + i_entry)
     all_kept = tl.where(share >= 1, 1, is_unlike.to(tl.int32)) != 0

@@ -17,9 +17,21 @@ from vllm_sparse_kernels.rows import TILE_TOKENS
 def select_sparge_attn(
     method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
+    """Fill the lists of ``heads`` in plain torch, as ``SpargeAttn.select`` does by kernels.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     settings = method.of_heads(len(heads))
-    for one in dict.fromkeys(settings):
-        _select_alike(one, q, cache, index, heads[[i for i, other in enumerate(settings) if other == one]], scale)
+    for setting in dict.fromkeys(settings):
+        _select_alike(
+            setting, q, cache, index, heads[[i for i, other in enumerate(settings) if other == setting]], scale
+        )
 
 
 def _select_alike(
@@ -38,9 +50,16 @@ def _select_alike(
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """M of one row: bool [heads, tiles, key blocks], in the precision of its input.
+    """Return M of one row, in the precision of its input.
 
-    queries [query_len, heads, head_dim] are the last positions of keys [seq_len, heads, head_dim].
+    Args:
+        method: the method and its parameters.
+        queries: [query_len, heads, head_dim], at the row's last positions.
+        keys: [seq_len, heads, head_dim].
+        scale: takes products of elements to scores, in natural units; > 0.
+
+    Returns:
+        bool [heads, tiles, key blocks].
     """
     probabilities, always, causal = compressed_map(method, queries, keys, scale)
     if method.kept_mass == 1:
@@ -51,7 +70,17 @@ def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale
 def compressed_map(
     method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P^ [heads, tiles, key blocks], what is kept whatever P^ says (bool, same shape), and the causal mask (bool)."""
+    """Return the compressed map of one row.
+
+    Args:
+        method: the method and its parameters.
+        queries: [query_len, heads, head_dim].
+        keys: [seq_len, heads, head_dim].
+        scale: takes products of elements to scores, in natural units; > 0.
+
+    Returns:
+        P^ [heads, tiles, key blocks], what is kept whatever P^ says (bool, same shape), and the causal mask (bool).
+    """
     query_len, seq_len = len(queries), len(keys)
     if method.smooth_keys:
         keys = keys - keys.mean(0)
@@ -70,7 +99,15 @@ def compressed_map(
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean [heads, blocks, head_dim] and CosSim [heads, blocks], by ``size`` tokens, of [length, heads, head_dim]."""
+    """Return blocks of tokens as single tokens.
+
+    Args:
+        tokens: [length, heads, head_dim].
+        size: tokens of a block.
+
+    Returns:
+        Mean [heads, blocks, head_dim] and CosSim [heads, blocks].
+    """
     padded = F.pad(tokens, (0, 0, 0, 0, 0, -len(tokens) % size))
     blocks = padded.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
     counts = (len(tokens) - size * torch.arange(blocks.shape[1], device=tokens.device)).clamp(max=size)
@@ -79,7 +116,15 @@ def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def top_cdf(probabilities: torch.Tensor, kept_mass: float) -> torch.Tensor:
-    """Bool of the same shape: the fewest largest of each row that reach ``kept_mass`` of its sum; ties: the first."""
+    """Flag the fewest largest of each row that reach ``kept_mass`` of its sum; of equals the first.
+
+    Args:
+        probabilities: [..., n].
+        kept_mass: τ.
+
+    Returns:
+        bool of the same shape.
+    """
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     reached = ordered.cumsum(-1)
     before = F.pad(reached[..., :-1], (1, 0))

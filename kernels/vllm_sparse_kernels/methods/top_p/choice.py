@@ -6,6 +6,8 @@ found by halving what bits it may have, and of equal masses the first blocks are
 floats do.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,13 +31,43 @@ TWO_BITS = tl.constexpr(0x40000000)
 """The bits of 2.0. Masses are at most 1, but for rounding."""
 
 
+class Shares(NamedTuple):
+    """What each selected head keeps, for kernels."""
+
+    kept_mass: Any  # [selected heads] float32: p
+    most_share: Any  # [selected heads] float32: share of a tile's blocks that are kept for their mass, at most
+
+
+class BlockLists(NamedTuple):
+    """The lists of blocks of a SparseIndex, for kernels."""
+
+    block_counts: Any  # [heads, num_tiles] int32
+    block_ids: Any  # [heads, block capacity] int32
+    block_offsets: Any  # [num_tiles] int64
+
+
 def mass_width(reach: int) -> int:
-    """Masses of a tile that may see ``reach`` keys: one for each block of 32, in whole steps of 16."""
+    """Return the masses of one tile: one for each block of 32 keys, in whole steps of 16.
+
+    Args:
+        reach: keys that the tile may see.
+
+    Returns:
+        A multiple of 16.
+    """
     return ceil_div(reach, 16 * KEY_BLOCK.value) * 16
 
 
 def mass_bytes(num_selected: int, reach: int) -> int:
-    """Bytes of one tile's masses."""
+    """Return what one tile's masses take.
+
+    Args:
+        num_selected: query heads that are selected.
+        reach: keys that the tile may see.
+
+    Returns:
+        Bytes.
+    """
     return 4 * num_selected * mass_width(reach)
 
 
@@ -47,12 +79,22 @@ def choose(
 
     No more than ``most_share`` [len(heads)] of a tile's blocks are kept for their mass.
     Of heads whose ``kept_mass`` [len(heads)] is 1 or more masses are not read: they keep everything.
+
+    Args:
+        masses: [n, tiles, width] float32, of blocks of 32 keys.
+        index: lists and counts are written.
+        first_tile: the first tile of ``masses``.
+        heads: [n] int32 on the device, the query heads that are selected.
+        kept_mass: [n] float32, share of the mass that a tile keeps; 1 or more: everything.
+        most_share: [n] float32, share of a tile's blocks that are kept for their mass, at most.
+        sink_tokens: keys at the sequence's begin that are always kept.
+        local_tokens: keys before a query that are always kept, at least.
     """
     num_heads, num_tiles, _ = masses.shape
     _choose_kernel[(num_tiles, num_heads)](
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
-        kept_mass, most_share, sink_tokens, local_tokens,
-        index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
+        Shares(kept_mass, most_share), sink_tokens, local_tokens,
+        BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
         PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
         num_warps=8, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -60,9 +102,8 @@ def choose(
 
 @triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "stride_ids"])
 def _choose_kernel(
-    masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, kept_mass, most_share, sink, local,
-    block_counts, block_ids, stride_ids, block_offsets,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, shares, sink, local,
+    lists, stride_ids, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
 
@@ -70,24 +111,43 @@ def _choose_kernel(
     has its peak, which keeps the block. What is always kept (sink, local region, diagonal) counts towards the share; no
     more than ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are tokens. PARTS neighbouring blocks
     make one of the index, kept if one of them is.
+
+    Grid: (tiles of the run, n). Bound by latency: 30 halvings over masses in registers.
+
+    Args:
+        masses: see above.
+        stride_head: of ``masses`` from head to head, elements.
+        stride_tile: of ``masses`` from tile to tile, elements.
+        heads: [n] int32 on the device, the query heads that are selected.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        num_tiles: tiles of the step.
+        first_tile: the first tile of the run.
+        shares: Shares.
+        sink: tokens.
+        local: tokens.
+        lists: BlockLists; written.
+        stride_ids: of ``lists.block_ids`` from head to head, elements.
+        PARTS: blocks of 32 keys that make one of the index.
+        CHUNK: masses that stay in registers.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = masses + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     # The blocks between sink and local region are chosen from.
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
-    end = tl.maximum(load_tile(tiles, i_tile)[3] - local, 0) // KEY_BLOCK
-    num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)[1]
-    share = tl.load(kept_mass + i_entry)
+    _, _, _, position = load_tile(tiles, i_tile)
+    end = tl.maximum(position - local, 0) // KEY_BLOCK
+    _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
+    share = tl.load(shares.kept_mass + i_entry)
     whole = share >= 1
     if whole:
         begin = num_blocks
     b_first = tl.abs(_load(row, 0, begin, end, CHUNK))
-    most = tl.ceil(tl.load(most_share + i_entry) * num_blocks).to(tl.int32)
+    most = tl.ceil(tl.load(shares.most_share + i_entry) * num_blocks).to(tl.int32)
     bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK)
 
     diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
-    ids = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
+    ids = lists.block_ids + i_head * stride_ids + tl.load(lists.block_offsets + i_tile)
     count, seen = 0, 0
     for first in range(0, num_blocks, LISTED_BLOCKS):
         o_n = first + tl.arange(0, LISTED_BLOCKS)
@@ -100,7 +160,7 @@ def _choose_kernel(
         b_kept = tl.max(tl.reshape(b_kept, [LISTED_BLOCKS // PARTS, PARTS]), 1) != 0
         o_p = first // PARTS + tl.arange(0, LISTED_BLOCKS // PARTS)
         count = append(ids, count, o_p, (o_p < num_causal) & (b_kept | (o_p >= diagonal)))
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
 
 
 @triton.jit

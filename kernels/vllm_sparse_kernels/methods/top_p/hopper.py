@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.gluon_names import (
+    Channel,
+    aggregate,
     barrier,
     bulk_load,
     bulk_steps,
@@ -37,12 +39,15 @@ from vllm_sparse_kernels.gluon_names import (
     larger_pairs,
     mbarrier,
     new_barriers,
+    new_counter,
+    tile_of,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
-from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
+from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.select.lists import load_tile
 from vllm_sparse_kernels.select.slabs import Run
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -61,6 +66,7 @@ ROUND = gl.constexpr(512)
 SPAN_TOKENS = 8192
 """Keys of one program: enough that its start does not show, few enough to fill a card."""
 
+SPAN = gl.constexpr(SPAN_TOKENS)
 PAIR_FIELDS = gl.constexpr(3)
 
 PERMUTED = True
@@ -77,18 +83,37 @@ class Scratch(NamedTuple):
     """What the launches leave each other."""
 
     tops: Any  # [num_selected, num_tiles, 128] float32
-    own: Any  # [num_selected, num_tiles, 128] float32, sums over the tile's own keys
+    diagonal: Any  # [num_selected, num_tiles, 128] float32, sums over the tile's own keys
     parts: Any  # [num_selected, num_tiles, num_spans, 128] float32, sums over the keys of spans
     bytes: Any  # [num_selected, num_tiles, num_rounds, 128, 4] int32
 
 
 def tile_bytes(num_selected: int, reach: int) -> int:
-    """Bytes of one tile's scratch and masses, for a tile that may see ``reach`` keys."""
+    """Return what one tile's scratch and masses take.
+
+    Args:
+        num_selected: query heads that are selected.
+        reach: keys that the tile may see.
+
+    Returns:
+        Bytes.
+    """
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
     return num_selected * STEP.value * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+    """Take room for what the launches of a run leave each other.
+
+    Args:
+        num_selected: query heads that are selected.
+        num_tiles: tiles of the run.
+        reach: keys that the furthest of them may see.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Undefined tensors, in the workspace.
+    """
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
         workspace.empty(num_selected, num_tiles, 128), workspace.empty(num_selected, num_tiles, 128),
@@ -103,50 +128,60 @@ def masses(
     """Mean over each tile's queries of their share in each block, as ``portable.masses`` has it.
 
     The mass of all the tile's own keys stands at the first of their blocks, 0 at the others.
+
+    Args:
+        rounded: queries of all tiles and keys of the slab.
+        selected: the heads; masses are not written where a head's ``kept_mass`` is 1 or more.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
+        run: the tiles to measure.
+        scratch: from ``room`` for this run.
+        target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
     num_selected, num_pairs, kept_d = len(heads), len(run.pairs), rounded.keys.shape[2]
     num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
     _own_kernel[(num_pairs, 4, num_selected)](
         rounded, heads, kept, tiles, first_tile, run.pairs, scratch, num_tiles,
-        GROUP=group, KEPT_D=kept_d, FIELDS=TILE_FIELDS, PAIR=PAIR_FIELDS.value, num_warps=4,
+        GROUP=group, KEPT_D=kept_d, num_warps=4,
     )  # fmt: skip
     _scores_kernel[(num_pairs, num_spans, num_selected)](
         rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept, tiles, first_tile, run.pairs,
         scratch, num_tiles, num_spans, num_rounds,
-        GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=4, maxnreg=MAX_REGISTERS,
+        GROUP=group, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
         kept, selected.peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
-        SPAN=SPAN_TOKENS, ROUNDS=MASS_ROUNDS, FIELDS=TILE_FIELDS, num_warps=4,
+        ROUNDS=MASS_ROUNDS, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles"])
 def _own_kernel(
-    rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles,
-    GROUP: tl.constexpr, KEPT_D: tl.constexpr, FIELDS: tl.constexpr, PAIR: tl.constexpr,
+    rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, GROUP: tl.constexpr, KEPT_D: tl.constexpr
 ):  # fmt: skip
-    """Half a tile of one head: the keys of the step that the tile's first query stands in, and of those behind."""
+    """Score half a tile of one head with the keys of the step in which its first query stands, and of later steps.
+
+    Grid: (pairs of tiles, 4 halves, selected heads), 4 warps. Arguments as ``_scores_kernel`` has them; writes
+    ``scratch.tops`` and ``scratch.diagonal``. Short beside that kernel: a few steps, with masks.
+    """
     i_entry = tl.program_id(2)
-    pair = pairs + tl.program_id(0) * PAIR
+    pair = pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair) + tl.program_id(1) // 2
     if (tl.program_id(1) // 2 < tl.load(pair + 1)) & (tl.load(kept + i_entry) < 1):
-        length = tl.load(tiles + i_tile * FIELDS + 2)
-        position = tl.load(tiles + i_tile * FIELDS + 3)
+        _, _, length, position = load_tile(tiles, i_tile)
         o_m = tl.program_id(1) % 2 * 64 + tl.arange(0, 64)
         o_d = tl.arange(0, KEPT_D)
         o_q = i_entry.to(tl.int64) * rounded.num_queries + i_tile * 128 + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
         b_factor = tl.load(rounded.factors + o_q)
         first_key = (tl.load(heads + i_entry) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
-        own = position // 128
-        num_own = (position + length - 1) // 128 - own + 1
+        diagonal = position // 128
+        num_diagonal = (position + length - 1) // 128 - diagonal + 1
         b_top = tl.full([64], float("-inf"), tl.float32)
         b_sum = tl.zeros([64], tl.float32)
         # The first step, the one before the tile's own, then those.
-        for i in range(tl.where(own == 0, 2, 0), num_own + 2):
-            i_step = tl.where(i == 0, 0, own + i - 2)
+        for i in range(tl.where(diagonal == 0, 2, 0), num_diagonal + 2):
+            i_step = tl.where(i == 0, 0, diagonal + i - 2)
             b_u = _step_maxima(rounded, first_key + i_step * 128, b_q, b_factor, position + o_m - i_step * 128, KEPT_D)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -156,7 +191,7 @@ def _own_kernel(
             b_top = b_new
         o_t = (i_entry * num_tiles + i_tile - first_tile) * 128 + o_m
         tl.store(scratch.tops + o_t, b_top)
-        tl.store(scratch.own + o_t, b_sum)
+        tl.store(scratch.diagonal + o_t, b_sum)
 
 
 @triton.jit
@@ -191,41 +226,96 @@ def _block_maxima(b_s):
     """[queries, 4] float32: the largest score of each block. One thread has them all: 16 pairs."""
     b_s = b_s.reshape([b_s.shape[0], 2, 2, 2, 2, 4, 2]).permute((0, 5, 6, 1, 2, 3, 4))
     b_a, b_b = b_s.split()
-    b_0, b_1, b_2, b_3 = _quarters(b_a)
-    b_4, b_5, b_6, b_7 = _quarters(b_b)
-    b_0 = _largest(_largest(b_0[0], b_0[1], b_1[0]), b_1[1], b_2[0])
-    b_3 = _largest(_largest(b_2[1], b_3[0], b_3[1]), b_4[0], b_4[1])
-    b_5 = _largest(_largest(b_5[0], b_5[1], b_6[0]), b_6[1], b_7[0])
-    b_even, b_odd = larger_pairs(_largest(b_0, b_3, b_5), b_7[1]).split()
+    b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = _eighths(b_a)
+    b_8, b_9, b_10, b_11, b_12, b_13, b_14, b_15 = _eighths(b_b)
+    b_low = _largest(_largest(b_0, b_1, b_2), b_3, b_4)
+    b_middle = _largest(_largest(b_5, b_6, b_7), b_8, b_9)
+    b_high = _largest(_largest(b_10, b_11, b_12), b_13, b_14)
+    b_even, b_odd = larger_pairs(_largest(b_low, b_middle, b_high), b_15).split()
     return gl.maximum(b_even, b_odd).to(gl.float32)
 
 
 @gluon.jit
-def _quarters(b_x):
-    """The eight of a half, by pairs."""
+def _eighths(b_x):
+    """The eight pairs of a half."""
     b_a, b_b = b_x.split()
-    b_0, b_1 = b_a.split()
-    b_2, b_3 = b_b.split()
-    return b_0.split(), b_1.split(), b_2.split(), b_3.split()
+    b_aa, b_ab = b_a.split()
+    b_ba, b_bb = b_b.split()
+    b_0, b_1 = b_aa.split()
+    b_2, b_3 = b_ab.split()
+    b_4, b_5 = b_ba.split()
+    b_6, b_7 = b_bb.split()
+    return b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7
+
+
+@aggregate
+class Shared:
+    """Shared memory of ``_scores_kernel``."""
+
+    q_tiles: gl.shared_memory_descriptor  # [2, 128, KEPT_D] e4m3
+    q_full: gl.shared_memory_descriptor  # a barrier
+    keys: Channel  # [STAGES, 128, KEPT_D] e4m3
+
+
+@aggregate
+class Pair:
+    """What one program of ``_scores_kernel`` scores: up to two tiles of one head, and one span of keys."""
+
+    query: gl.tensor  # place of the first tile's first query among all heads' queries
+    key: gl.tensor  # place of the span's first key among all heads' keys
+    place: gl.tensor  # of the first tile among all heads' tiles of the launch
+    i_span: gl.tensor
+    num_tiles: gl.tensor  # 1 or 2
+
+
+@aggregate
+class Target:
+    """Where ``_scores_kernel`` reads what belongs to queries and keys, and where its results go."""
+
+    rounded: gl.tuple  # Rounded
+    scratch: gl.tuple  # Scratch
+    num_spans: gl.tensor
+    num_rounds: gl.tensor
 
 
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds"])
 def _scores_kernel(
     rounded, bulk_queries, bulk_keys, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_rounds,
-    GROUP: gl.constexpr, KEPT_D: gl.constexpr, SPAN: gl.constexpr, FIELDS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Two tiles of one head, a consumer group each, and one span of keys that all of their queries may see."""
+    """Score two tiles of one head, a consumer group each, with one span of keys that all of their queries may see.
+
+    Grid: (pairs of tiles, spans, selected heads), 4 warps beside 4 of the other consumer group and the producer's one.
+    Two programs fit a multiprocessor. Bound by the instructions that look at scores: maxima of half-precision pairs.
+
+    Args:
+        rounded: ``Rounded``: queries [num_selected, num_queries, KEPT_D] and keys [num_kv_heads, num_keys, KEPT_D],
+            both e4m3, and what scales their products.
+        bulk_queries: ``bulk_steps`` of the queries.
+        bulk_keys: ``bulk_steps`` of the keys.
+        heads: [num_selected] int32.
+        kept: [num_selected] float32, share of each head's mass to keep; from 1 on nothing is scored.
+        tiles: ``Rows.tiles``.
+        first_tile: The launch's first tile.
+        pairs: [num_pairs, PAIR_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
+        scratch: ``Scratch``: ``tops`` is read, ``parts`` and ``bytes`` are written.
+        num_tiles: Tiles of the launch.
+        num_spans: Spans of ``scratch.parts``.
+        num_rounds: Rounds of ``scratch.bytes``.
+        GROUP: Query heads of a kv head.
+    """
     i_span, i_entry = gl.program_id(1), gl.program_id(2)
     pair = pairs + gl.program_id(0) * PAIR_FIELDS
     i_tile = gl.load(pair)
     num_pair = gl.load(pair + 1)
     first_step = i_span * (SPAN // STEP)
     most = gl.where(gl.load(kept + i_entry) < 1, SPAN // STEP, 0)
-    steps_a = gl.minimum(gl.load(tiles + i_tile * FIELDS + 3) // STEP - first_step, most)
-    steps_b = gl.minimum(gl.load(tiles + (i_tile + num_pair - 1) * FIELDS + 3) // STEP - first_step, most)
+    steps_a = gl.minimum(tile_of(tiles, i_tile).position() // STEP - first_step, most)
+    steps_b = gl.minimum(tile_of(tiles, i_tile + num_pair - 1).position() // STEP - first_step, most)
     key = gl.load(heads + i_entry) // GROUP * rounded.num_keys + gl.load(pair + 2) + first_step * STEP
     query = i_entry * rounded.num_queries + i_tile * STEP
 
+    KEPT_D: gl.constexpr = bulk_keys.block_type.shape[1]
     q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, STEP, KEPT_D], bulk_keys.layout)
     k_steps = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, STEP, KEPT_D], bulk_keys.layout)
     q_full = new_barriers(1, 1)
@@ -234,12 +324,13 @@ def _scores_kernel(
     fence_async_shared()
     barrier()
     place = i_entry * num_tiles + i_tile - first_tile
-    shared = (q_tiles, k_steps, q_full, full, empty)
-    target = (rounded, scratch, num_spans, num_rounds, query, key, place, i_span, num_pair)
+    shared = Shared(q_tiles, q_full, Channel(k_steps, full, empty))
+    target = Target(rounded, scratch, num_spans, num_rounds)
+    work = Pair(query, key, place, i_span, num_pair)
     gl.warp_specialize(
         [
-            (_consume, (shared, target, steps_a, 0, SPAN)),
-            (_consume, (shared, target, steps_b, 1, SPAN)),
+            (_consume, (shared, target, work, steps_a, 0)),
+            (_consume, (shared, target, work, steps_b, 1)),
             (_produce, (shared, bulk_queries, bulk_keys, query, key, steps_b)),
         ],
         [4, 1],
@@ -249,57 +340,59 @@ def _scores_kernel(
 
 @gluon.jit
 def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
-    """Queries of both tiles, then the span's keys. The second tile sees no fewer of them than the first."""
-    q_tiles, k_steps, q_full, full, empty = shared
-    mbarrier.expect(q_full.index(0), 2 * STEP * q_tiles.shape[2])
-    bulk_load(bulk_queries, [query.to(gl.int32), 0], q_full.index(0), q_tiles.index(0))
-    bulk_load(bulk_queries, [(query + STEP).to(gl.int32), 0], q_full.index(0), q_tiles.index(1))
+    """Load the queries of both tiles, then the span's keys. The second tile sees no fewer of them than the first."""
+    q_tiles, keys = shared.q_tiles, shared.keys
+    q_full = shared.q_full.index(0)
+    mbarrier.expect(q_full, 2 * STEP * q_tiles.shape[2])
+    bulk_load(bulk_queries, [query.to(gl.int32), 0], q_full, q_tiles.index(0))
+    bulk_load(bulk_queries, [(query + STEP).to(gl.int32), 0], q_full, q_tiles.index(1))
     for i in range(num_steps):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        mbarrier.expect(full.index(stage), STEP * k_steps.shape[2])
-        bulk_load(bulk_keys, [(key + i * STEP).to(gl.int32), 0], full.index(stage), k_steps.index(stage))
+        step = new_counter(STAGES).plus(i)
+        keys.acquire_empty(step)
+        full = keys.full_barrier(step)
+        mbarrier.expect(full, STEP * keys.buffers.shape[2])
+        bulk_load(bulk_keys, [(key + i * STEP).to(gl.int32), 0], full, keys.buffer(step))
 
 
 @gluon.jit
-def _consume(shared, target, num_steps, W: gl.constexpr, SPAN: gl.constexpr):
-    """Tile W of the pair. Where there is none, the first one's keys are looked at all the same, and nothing is kept."""
-    q_tiles, k_steps, q_full, full, empty = shared
-    rounded, scratch, num_spans, num_rounds, query, key, place, i_span, num_pair = target
+def _consume(shared, target, work, num_steps, W: gl.constexpr):
+    """Score tile W of the pair. Where there is none, keys are scored all the same, and nothing is kept."""
+    keys = shared.keys
+    rounded, scratch = target.rounded, target.scratch
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
     zero = gl.zeros([STEP, STEP], gl.float16, mma)
-    # The layout in which maxima come out, found on a tile of zeros that is never computed.
-    found: gl.constexpr = _block_maxima(zero).type.layout
-    o_m = gl.arange(0, STEP, gl.SliceLayout(1, found))
-    o_t = gl.arange(0, 4, gl.SliceLayout(0, found))
-    there = o_m < gl.where(num_pair > W, STEP, 0)
-    tile = place + W
-    b_factor = gl.load(rounded.factors + query + W * STEP + o_m, there, 0.0)
-    b_top = gl.load(scratch.tops + tile * STEP + o_m, there, 0.0)
-    b_sum = gl.zeros([STEP, 4], gl.float32, found)
-    b_word = gl.zeros([STEP, 4], gl.int32, found)
-    words = scratch.bytes + (tile.to(gl.int64) * num_rounds + i_span * (SPAN // ROUND)) * (STEP * 4)
+    # The layout in which maxima come out, inferred from a tile of zeros that is never computed.
+    layout: gl.constexpr = _block_maxima(zero).type.layout
+    o_m = gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    o_t = gl.arange(0, 4, gl.SliceLayout(0, layout))
+    valid = o_m < gl.where(work.num_tiles > W, STEP, 0)
+    tile = work.place + W
+    b_factor = gl.load(rounded.factors + work.query + W * STEP + o_m, valid, 0.0)
+    b_top = gl.load(scratch.tops + tile * STEP + o_m, valid, 0.0)
+    b_sum = gl.zeros([STEP, 4], gl.float32, layout)
+    b_word = gl.zeros([STEP, 4], gl.int32, layout)
+    words = scratch.bytes + (tile.to(gl.int64) * target.num_rounds + work.i_span * (SPAN // ROUND)) * (STEP * 4)
     words = words + (o_m[:, None] * 4 + o_t[None, :])
-    steps = rounded.steps + key // 32 + o_t
+    steps = rounded.steps + work.key // 32 + o_t
     b_step = gl.load(steps)
-    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(shared.q_full.index(0), 0)
     for i in range(num_steps):
-        stage = i % STAGES
-        mbarrier.wait(full.index(stage), i // STAGES & 1)
-        keys = k_steps.index(stage).permute((1, 0))
-        token = warpgroup_mma(q_tiles.index(W), keys, zero, use_acc=False, is_async=True)
+        step = new_counter(STAGES).plus(i)
+        keys.acquire_full(step)
+        b_k = keys.buffer(step).permute((1, 0))
+        token = warpgroup_mma(shared.q_tiles.index(W), b_k, zero, use_acc=False, is_async=True)
         b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * 4)
         b_s = warpgroup_mma_wait(0, deps=(token,))
-        mbarrier.arrive(empty.index(stage), count=1)
+        keys.release(step)
         b_x = gl.exp2(_block_maxima(b_s) * (b_factor[:, None] * b_step[None, :]) - b_top[:, None])
         b_x = gl.minimum(gl.maximum(b_x, 2.0**-24), 1.75 * 2.0**39)  # numbers, whatever was multiplied
         b_sum += b_x
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
-            gl.store(words + i // 4 * (STEP * 4), b_word >> (24 - i % 4 * 8), mask=there[:, None])
+            gl.store(words + i // 4 * (STEP * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
         b_step = b_next
-    part = scratch.parts + (tile * num_spans + i_span) * STEP + o_m
-    gl.store(part, gl.sum(b_sum, 1), mask=there & (o_m < num_steps * STEP))
+    part = scratch.parts + (tile * target.num_spans + work.i_span) * STEP + o_m
+    gl.store(part, gl.sum(b_sum, 1), mask=valid & (o_m < num_steps * STEP))
 
 
 @gluon.jit
@@ -314,13 +407,30 @@ def _append_byte(b_word, b_x):
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds", "stride_head", "stride_tile"])
 def _masses_kernel(
     kept, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
-    SPAN: gl.constexpr, ROUNDS: gl.constexpr, FIELDS: gl.constexpr,
+    ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Up to ROUNDS rounds of one tile and head. A warp has a round, each of its threads 16 words."""
+    """Turn up to ROUNDS rounds of one tile and head into masses. A warp has a round, each of its threads 16 words.
+
+    Grid: (parts of ROUNDS rounds, tiles, selected heads), 4 warps. Bound by reading ``scratch.bytes``, a byte for each
+    query and block, which the launch before has left in the L2 cache in part.
+
+    Args:
+        kept: [num_selected] float32, share of each head's mass to keep; from 1 on nothing is written.
+        peak: Share of a single query from which its block's mass is stored negative.
+        tiles: ``Rows.tiles``.
+        first_tile: The launch's first tile.
+        scratch: ``Scratch``, all of it written by the launches before.
+        num_tiles: Tiles of the launch.
+        num_spans: Spans of ``scratch.parts``.
+        num_rounds: Rounds of ``scratch.bytes``.
+        target: [num_selected, num_tiles, width] float32.
+        stride_head: Of ``target``.
+        stride_tile: Of ``target``.
+        ROUNDS: Rounds of one program.
+    """
     i_place, i_entry = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
-    tile = tiles + (first_tile + i_place) * FIELDS
-    length = gl.load(tile + 2)
-    position = gl.load(tile + 3)
+    tile = tile_of(tiles, first_tile + i_place)
+    length, position = tile.length(), tile.position()
     num_blocks = position // STEP * 4  # before the tile's own keys
     begin = gl.program_id(0) * ROUNDS
     end = gl.minimum(begin + ROUNDS, (num_blocks + 15) // 16)
@@ -332,13 +442,14 @@ def _masses_kernel(
         place = i_entry * num_tiles + i_place
         line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         o_m = gl.arange(0, STEP, line)
-        b_own = gl.load(scratch.own + place * STEP + o_m)
-        b_weight = _weights(scratch, num_spans, place, b_own, (position // STEP * STEP + SPAN - 1) // SPAN, length, o_m)
+        b_diagonal = gl.load(scratch.diagonal + place * STEP + o_m)
+        spans = (position // STEP * STEP + SPAN - 1) // SPAN
+        b_weight = _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m)
         out = target + i_entry.to(gl.int64) * stride_head + i_place * stride_tile
         if begin == 0:
-            own = gl.sum(gl.where(o_m < length, b_own, 0.0) * b_weight, 0)
-            num_own = (position + length - 1) // 32 + 1 - num_blocks
-            gl.store(out + num_blocks + o_m, gl.where(o_m == 0, own, 0.0), mask=o_m < num_own)
+            mass = gl.sum(gl.where(o_m < length, b_diagonal, 0.0) * b_weight, 0)
+            num_diagonal = (position + length - 1) // 32 + 1 - num_blocks
+            gl.store(out + num_blocks + o_m, gl.where(o_m == 0, mass, 0.0), mask=o_m < num_diagonal)
         b_weight = gl.convert_layout(b_weight * 2.0**103, per_query)
         o_r = gl.arange(0, WARPS, gl.SliceLayout(1, per_block))
         o_t = gl.arange(0, 4, gl.SliceLayout(0, per_block))
@@ -363,9 +474,9 @@ def _masses_kernel(
 
 
 @gluon.jit
-def _weights(scratch, num_spans, place, b_own, spans, length, o_m):
+def _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m):
     """What a query's exponentials count in the mean of the tile: one over its sum and the number of queries."""
-    b_sum = b_own
+    b_sum = b_diagonal
     parts = scratch.parts + place * num_spans * STEP + o_m
     for i in range(0, spans, 8):
         for j in gl.static_range(8):  # eight loads under way

@@ -138,19 +138,37 @@ class TopP(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
+        """The kernels of ``hopper``, then those of ``portable``."""
         return (
             SelectEngine("hopper", hopper_refusal, select_on_hopper),
             SelectEngine(PORTABLE, never_refuses, select_on_portable),
         )
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """On the first engine that does not refuse. A server tries engines first, and calls the chosen one itself."""
+        """Fill the lists of ``heads`` on the first engine that does not refuse: see ``Method.select``.
+
+        A server tries engines first, and calls the chosen one itself.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+            index: the SparseIndex that is filled.
+            heads: [n] int32 on the device, the query heads that are selected.
+            scale: takes products of elements to scores, in natural units; > 0.
+        """
         engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
         engine.select(self, q, cache, index, heads, scale)
 
 
 def hopper_refusal(spec: SelectSpec) -> str | None:
-    """Why the Hopper kernels cannot select for such a layer."""
+    """Return why the Hopper kernels cannot select for such a layer.
+
+    Args:
+        spec: what is known of the layer at start-up.
+
+    Returns:
+        Words that end a sentence; None if they can.
+    """
     if hopper is None:
         return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
     if spec.capability != HOPPER:
@@ -165,7 +183,16 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
 def select_on_hopper(
     method: TopP, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """The selection by the kernels of ``hopper``."""
+    """Fill the lists of ``heads`` by the kernels of ``hopper``.
+
+    Args:
+        method: of the heads, merged of theirs.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     assert hopper is not None
     _select(hopper, method, LayerInputs(q, cache, index.rows, scale), index, heads)
 
@@ -173,7 +200,16 @@ def select_on_hopper(
 def select_on_portable(
     method: TopP, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """The selection by the kernels of ``portable``."""
+    """Fill the lists of ``heads`` by the kernels of ``portable``.
+
+    Args:
+        method: of the heads, merged of theirs.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     _select(portable, method, LayerInputs(q, cache, index.rows, scale), index, heads)
 
 
@@ -181,12 +217,12 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
     """``kernels``: the module that measures the masses."""
     index.clear_stripes(heads)
     methods = method.of_heads(len(heads))
-    kept_mass = tuple(of_head.kept_mass for of_head in methods)
+    kept_mass = tuple(head.kept_mass for head in methods)
     if min(kept_mass) == 1:
         compact_blocks(None, index, heads)
         return
     device, workspace = inputs.q.device, index.workspace
-    most_share = on_device(tuple(of_head.most_share for of_head in methods), device)
+    most_share = on_device(tuple(head.most_share for head in methods), device)
     selected = Selected(heads, on_device(kept_mass, device), most_share, method.least_peak, inputs.group)
     storage = Storage(method.kept_channels(inputs.cache.head_dim), stored_dtype(device))
     with workspace.frame():
@@ -215,6 +251,13 @@ def _select_run(
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:
-    """What the numbers of e4m3 are kept and multiplied as."""
+    """Return what the numbers of e4m3 are kept and multiplied as.
+
+    Args:
+        device: where tensors lie.
+
+    Returns:
+        A dtype.
+    """
     has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return torch.float8_e4m3fn if has_fp8 else torch.float16

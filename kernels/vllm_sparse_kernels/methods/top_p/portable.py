@@ -41,17 +41,43 @@ class Scratch(NamedTuple):
 
 
 def tile_bytes(num_selected: int, reach: int) -> int:
-    """Bytes of one tile's scratch and masses, for a tile that may see ``reach`` keys."""
+    """Return what one tile's scratch and masses take.
+
+    Args:
+        num_selected: query heads that are selected.
+        reach: keys that the tile may see.
+
+    Returns:
+        Bytes.
+    """
     scratch = num_selected * (blocks_of(reach) * 256 + ceil_div(reach, SPAN_TOKENS) * 1024)
     return scratch + mass_bytes(num_selected, reach)
 
 
 def blocks_of(reach: int) -> int:
-    """Whole steps of four."""
+    """Return a tile's blocks of 32 keys, in whole steps of four.
+
+    Args:
+        reach: keys that the tile may see.
+
+    Returns:
+        A multiple of 4.
+    """
     return ceil_div(reach, 128) * 4
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+    """Take room for what the launches of a run leave each other.
+
+    Args:
+        num_selected: query heads that are selected.
+        num_tiles: tiles of the run.
+        reach: keys that the furthest of them may see.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Undefined tensors, in the workspace.
+    """
     blocks, spans = blocks_of(reach), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
         workspace.empty(num_selected, num_tiles, blocks, 128, dtype=torch.float16),
@@ -94,7 +120,27 @@ def _scores_kernel(
     GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr, PAIR: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile, span of keys and head."""
+    """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
+
+    Grid: (pairs · 2, spans, n). Bound by the matrix units, and by the maxima behind them.
+
+    Args:
+        rounded: Rounded.
+        heads: [n] int32 on the device, the query heads that are selected.
+        kept: [n] float32, p; heads with 1 or more are left out.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        first_tile: the first tile of the run.
+        pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
+        scratch: Scratch, what the launches leave each other.
+        num_tiles: tiles of the run.
+        num_spans: spans of keys.
+        num_blocks: blocks of 32 keys of the furthest tile.
+        GROUP: query heads of a kv head.
+        KEPT_D: channels that are multiplied.
+        SPAN: keys of a program.
+        PAIR: columns of ``pairs``.
+        WIDEN: whether to multiply in float32, as the interpreter does.
+    """
     i_span, i_entry = tl.program_id(1), tl.program_id(2)
     pair, i_second = pairs + tl.program_id(0) // 2 * PAIR, tl.program_id(0) % 2
     i_tile = tl.load(pair) + i_second
@@ -140,7 +186,24 @@ def _masses_kernel(
     kept, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
     SPAN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of one tile and head."""
+    """Average the queries' shares in some blocks of one tile and head.
+
+    Grid: (blocks / BLOCKS, tiles of the run, n). Bound by memory: it reads 2 bytes for each query and block.
+
+    Args:
+        kept: [n] float32, p; heads with 1 or more are left out.
+        peak: share of a query's attention from which its block is kept.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        first_tile: the first tile of the run.
+        scratch: Scratch, what the launches leave each other.
+        num_spans: spans of keys.
+        num_blocks: blocks of 32 keys of the furthest tile.
+        target: [n, tiles, width] float32; written.
+        stride_head: of ``target`` from head to head, elements.
+        stride_tile: of ``target`` from tile to tile, elements.
+        SPAN: keys of a span.
+        BLOCKS: blocks of a program.
+    """
     i_tile, i_entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     reach = position + length

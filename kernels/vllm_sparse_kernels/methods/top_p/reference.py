@@ -26,7 +26,16 @@ SAMPLE, EVERY = 64, 8  # of so many groups of keys, the first is the sample
 def select_top_p(
     method: "TopP", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the index, in whose blocks the union of 32-key blocks is taken."""
+    """Fill the index, in whose blocks the union of 32-key blocks is taken.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+    """
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
     parts = index.block_tokens // KEY_BLOCK
@@ -38,7 +47,16 @@ def select_top_p(
 
 
 def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
-    """Sink, local region and diagonal, and of the blocks between them the fewest that make up p of all mass."""
+    """Flag sink, local region and diagonal, and of the blocks between them the fewest that make up p of all mass.
+
+    Args:
+        method: the method and its parameters.
+        masses: [blocks].
+        position: of the tile's first query.
+
+    Returns:
+        [blocks] bool.
+    """
     if method.kept_mass == 1:
         return torch.ones_like(masses, dtype=torch.bool)
     kept = torch.ones_like(masses, dtype=torch.bool)
@@ -53,14 +71,34 @@ def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
-    """Blocks in which some query has a share of at least ``peak_share``."""
+    """Flag blocks in which some query has a share of at least ``peak_share``.
+
+    Args:
+        method: the method and its parameters.
+        shares: [queries, blocks].
+
+    Returns:
+        [blocks] bool.
+    """
     return (shares >= method.least_peak).any(0)
 
 
 def tile_shares(
     method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """For every (head, tile) the share of its queries in each causal block of 32 keys, [queries, blocks]."""
+    """Return the share of each query in each causal block of 32 keys.
+
+    Args:
+        method: the method and its parameters.
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        rows: the rows of a step.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+
+    Returns:
+        (head, tile, [queries, blocks]).
+    """
     group = q.shape[1] // cache.num_kv_heads
     for row, queries, keys in rows_of(q, cache, rows):
         sample = keys[torch.arange(len(keys), device=keys.device) // SAMPLE % EVERY == 0]
@@ -80,7 +118,16 @@ def tile_shares(
 
 
 def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Which channels are multiplied, bool [num_kv_heads, head_dim]: all, or those that move scores most."""
+    """Return which channels are multiplied: all, or those that move scores most.
+
+    Args:
+        method: the method and its parameters.
+        sample: keys [n, num_kv_heads, head_dim].
+        queries: [m, num_heads, head_dim].
+
+    Returns:
+        bool [num_kv_heads, head_dim].
+    """
     num_kv_heads, head_dim = sample.shape[1:]
     count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS) if method.channels == "half" else head_dim
     squares = sum(part[: SAMPLE // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
@@ -90,7 +137,15 @@ def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -
 
 
 def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
-    """[n, heads, head_dim] with a scale for each head and ``count`` vectors; given back as what it stands for."""
+    """Round to e4m3 with a scale for each head and ``count`` vectors.
+
+    Args:
+        x: [n, heads, head_dim].
+        count: vectors that share a scale.
+
+    Returns:
+        What the numbers stand for, of the same shape.
+    """
     groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
     step = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
     return ((groups * (1 / step)).to(torch.float8_e4m3fn).float() * step).flatten(0, 1)[: len(x)]

@@ -83,7 +83,16 @@ class Rounded(NamedTuple):
 
 
 def row_moments(inputs: LayerInputs, kept_d: int, workspace: Workspace) -> Moments:
-    """Mean keys of each row and kv head, and the ``kept_d`` channels that move scores most."""
+    """Find the mean keys of each row and kv head, and the ``kept_d`` channels that move scores most.
+
+    Args:
+        inputs: queries, cache and rows of the step.
+        kept_d: channels that are multiplied.
+        workspace: where temporary tensors come from.
+
+    Returns:
+        Both, in the workspace.
+    """
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
@@ -166,7 +175,18 @@ def round_keys(
 
 @triton.jit
 def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums of the sample's keys and of their squares, of one row, kv head and split."""
+    """Sums of the sample's keys and of their squares, of one row, kv head and split.
+
+    Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key of the sample once.
+
+    Args:
+        keys: KeyArgs.
+        row_ends: [num_rows] int32, each row's keys.
+        sums: [num_rows, kv heads, splits, 2, BLOCK_D] float32; written.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        GROUPS: groups of the sample that one program adds up.
+    """
     i_split, i_kv, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(row_ends + i_row)
     if i_split * (SAMPLE * EVERY * GROUPS) < seq_len:
@@ -185,7 +205,17 @@ def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit
 def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Mean square of the first queries of one tile and head."""
+    """Mean square of the first queries of one tile and head.
+
+    Grid: (tiles, heads). Bound by memory: it reads each query of the sample once.
+
+    Args:
+        queries: QueryArgs.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        squares: [num_tiles, heads, BLOCK_D] float32; written.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+    """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
     length = tl.minimum(length, SAMPLE // 2)
@@ -199,7 +229,24 @@ def _moments_kernel(
     sums, num_splits, squares, bounds, row_ends, means, channels,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Mean key of one row and kv head, and the KEPT_D channels that weigh most; of equals the lower ones."""
+    """Mean key of one row and kv head, and the KEPT_D channels that weigh most; of equals the lower ones.
+
+    Grid: (rows, kv heads). Bound by latency: a few KB a program.
+
+    Args:
+        sums: [num_rows, kv heads, num_splits, 2, BLOCK_D] float32.
+        num_splits: splits of the longest row.
+        squares: [num_tiles, heads, BLOCK_D] float32, or None.
+        bounds: [num_rows + 1] int32, a row's first tile.
+        row_ends: [num_rows] int32, each row's keys.
+        means: [num_rows, kv heads, BLOCK_D] float32; written.
+        channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
+        GROUP: query heads of a kv head.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        KEPT_D: channels that are multiplied.
+        GROUPS: groups of the sample that one program adds up.
+    """
     i_row, num_kv_heads = tl.program_id(0), tl.num_programs(1)
     i_kv = i_row * num_kv_heads + tl.program_id(1)
     seq_len = tl.load(row_ends + i_row)
@@ -238,7 +285,15 @@ def _mean_square(squares, bounds, first_head, num_heads, GROUP: tl.constexpr, BL
 
 @triton.jit
 def in_e4m3(b_x, dtype: tl.constexpr):
-    """Rounded to e4m3, ties to even, and stored as ``dtype``, where that is not e4m3 itself."""
+    """Round to e4m3, ties to even.
+
+    Args:
+        b_x: float32.
+        dtype: of the result.
+
+    Returns:
+        Of ``dtype``; numbers of e4m3 also where that is not e4m3 itself.
+    """
     if dtype == tl.float8e4nv:
         return b_x.to(dtype)
     else:
@@ -252,16 +307,33 @@ def in_e4m3(b_x, dtype: tl.constexpr):
 
 @triton.jit
 def _round_queries_kernel(
-    queries, tiles, found, heads, factor, values, factors,
+    queries, tiles, row_moments, heads, factor, values, factors,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One tile and head."""
+    """Round one tile of one head to e4m3.
+
+    Grid: (tiles, n). Bound by memory: it reads each query once and writes half as much.
+
+    Args:
+        queries: QueryArgs.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        row_moments: Moments.
+        heads: [n] int32 on the device, the query heads that are selected.
+        factor: the softmax's scale, in base 2.
+        values: [n, num_tiles · 128, KEPT_D]; written.
+        factors: [n, num_tiles · 128] float32, 0 past the row's end; written.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        KEPT_D: channels that are multiplied.
+        GROUP: query heads of a kv head.
+        KV_HEADS: kv heads.
+    """
     i_tile, i_entry = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
     i_row, token, length, _ = load_tile(tiles, i_tile)
     o_m, o_c = tl.arange(0, 128), tl.arange(0, KEPT_D)
     b_q = widen(load_queries(queries, i_head, token, length, 128, HEAD_DIM, BLOCK_D))
-    b_q = kept_of(b_q, found.channels + (i_row * KV_HEADS + i_head // GROUP) * KEPT_D, KEPT_D)
+    b_q = kept_of(b_q, row_moments.channels + (i_row * KV_HEADS + i_head // GROUP) * KEPT_D, KEPT_D)
     b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_entry.to(tl.int64) * (tl.num_programs(0) * 128) + i_tile * 128 + o_m
     b_q = b_q * (1.0 / b_step)[:, None]
@@ -271,10 +343,28 @@ def _round_queries_kernel(
 
 @triton.jit(do_not_specialize=["first_row"])
 def _round_keys_kernel(
-    keys, row_ends, first_row, key_starts, found, values, steps, num_keys,
+    keys, row_ends, first_row, key_starts, row_moments, values, steps, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, PERMUTED: tl.constexpr,
 ):  # fmt: skip
-    """128 keys of one row and kv head."""
+    """Round 128 keys of one row and kv head to e4m3.
+
+    Grid: (steps of the longest row, kv heads, rows of the slab). Bound by memory: it reads each key once and writes
+    half as much.
+
+    Args:
+        keys: KeyArgs.
+        row_ends: [num_rows] int32, each row's keys.
+        first_row: the first row of the slab.
+        key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
+        row_moments: Moments.
+        values: [kv heads, num_keys, KEPT_D]; written.
+        steps: [kv heads, num_keys / 32] float32; written.
+        num_keys: keys of the slab.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        KEPT_D: channels that are multiplied.
+        PERMUTED: whether keys lie as Hopper's products want them.
+    """
     i_step, i_kv, i_place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_row = first_row + i_place
     seq_len = tl.load(row_ends + i_row)
@@ -283,8 +373,8 @@ def _round_keys_kernel(
         o_key = i_step * 128 + o_n
         b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
         i_mean = i_row * tl.num_programs(1) + i_kv
-        channels = found.channels + i_mean * KEPT_D
-        b_mean = load_kept(found.means + i_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
+        channels = row_moments.channels + i_mean * KEPT_D
+        b_mean = load_kept(row_moments.means + i_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
         b_k = kept_of(b_k, channels, KEPT_D) - b_mean[None, :]
         b_k = tl.where((o_key < seq_len)[:, None], b_k, 0.0)
         b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [4, 32]), 1)
