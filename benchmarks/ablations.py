@@ -33,14 +33,14 @@ from benchmarks.kept import Asked as AskedPlan, Kept, kept_shares, measure_plans
 from benchmarks.options import Clusters as ClustersOption, Device, Json, Results, device_label
 from benchmarks.recall import length_name
 from benchmarks.tables import markdown_table
+from vllm_sparse_backend.calibration.capture import Capture
+from vllm_sparse_backend.calibration.head_clusters import head_clusters
 from vllm_sparse_backend.cli.common import device_of, failures, split
-from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.clusters import head_clusters
-from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import PagedCache, SparseIndex
-from vllm_sparse_kernels.attend.reference import step_margins, walk
+from vllm_sparse_kernels.attention.reference import step_margins, walk
 from vllm_sparse_kernels.layer import methods_by_head
 from vllm_sparse_kernels.methods.base import Method
 

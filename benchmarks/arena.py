@@ -22,18 +22,18 @@ import torch
 import typer
 
 from benchmarks.figures import FIELDS, merge_figures
-from benchmarks.offline import without_launches
-from vllm_sparse_backend.serving.arena import Arena, ArenaSize, LayerNeed, Room, Row
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
-from vllm_sparse_backend.settings.crossover import UNMEASURED_MIN_QUERY_TOKENS, UNMEASURED_MIN_TOKENS, Thresholds
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan
+from tests.helpers.offline_compiler import without_launches
+from vllm_sparse_backend.config.crossover_table import UNMEASURED_MIN_QUERY_TOKENS, UNMEASURED_MIN_TOKENS, Thresholds
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_backend.serving.worker.arena import Arena, ArenaSize, LayerNeed, Room, Row
 from vllm_sparse_kernels import PagedCache, Rows
-from vllm_sparse_kernels.attend import PORTABLE
+from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods.top_p import hopper, portable
-from vllm_sparse_kernels.select.engine import SelectEngine
-from vllm_sparse_kernels.select.slabs import TileBytes, slabs_of
+from vllm_sparse_kernels.selection.engine import SelectEngine
+from vllm_sparse_kernels.selection.slabs import TileBytes, slabs_of
 
 RESULTS = Path("docs/results/arena.json")
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128)

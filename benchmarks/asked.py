@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from vllm_sparse_backend.measure.crossover import changed_fields, told
-from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
-from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.methods import make_method
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_backend.evaluation.crossover_bench import changed_fields, told
+from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.batches import random_batch, random_index
 from benchmarks.check import BUDGET, Check, check_attention
 from benchmarks.figures import Report
 from benchmarks.options import (
@@ -32,16 +31,17 @@ from benchmarks.options import (
     engines_named,
     is_default,
 )
+from tests.helpers.batches import random_batch, random_index
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures, split, token_counts
-from vllm_sparse_backend.measure.card import Card, Span
-from vllm_sparse_backend.measure.data import Heads, without_nan
-from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.evaluation.attention_prompts import Heads, without_nan
+from vllm_sparse_backend.evaluation.cuda_device import Card, Span
+from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.attend import AttendSpec, Engine
+from vllm_sparse_kernels.attention import AttendSpec, Engine
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.trial import Batch
 
 NUM_INPUTS = 2
 """Inputs that are timed in turn, so that none is found in a cache."""

@@ -12,10 +12,7 @@ import torch
 import typer
 
 from benchmarks.options import Device, Text
-from vllm_sparse_backend.cli.common import device_of, failures
-from vllm_sparse_backend.measure.outputs import require_output_folder
-from vllm_sparse_backend.measure.texts import read_text
-from vllm_sparse_backend.profiling.capture import (
+from vllm_sparse_backend.calibration.capture import (
     Capture,
     begin_ids,
     capture_each,
@@ -23,8 +20,11 @@ from vllm_sparse_backend.profiling.capture import (
     load_tokenizer,
     prompt_tokens,
 )
-from vllm_sparse_backend.profiling.prompts import MOST_CHARS
-from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.calibration.prompts import MOST_CHARS
+from vllm_sparse_backend.cli.common import device_of, failures
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.evaluation.output_files import require_output_folder
+from vllm_sparse_backend.evaluation.prompt_texts import read_text
 
 
 def main(

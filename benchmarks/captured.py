@@ -7,18 +7,18 @@ from dataclasses import replace
 import torch
 
 from benchmarks.asked import plan_of_heads
-from vllm_sparse_backend.measure.data import Prompt, without_nan
-from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.chunks import PAGE_TOKENS, paged
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.profile import load_profile
+from vllm_sparse_backend.calibration.capture import Capture
+from vllm_sparse_backend.calibration.prompt_chunks import PAGE_TOKENS, paged
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import load_profile
+from vllm_sparse_backend.evaluation.attention_prompts import Prompt, without_nan
 from vllm_sparse_kernels import PagedCache, Rows
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.trial import Batch
 
 FURTHEST_CLUSTER = 10_000
 """More than a model has heads."""

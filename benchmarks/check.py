@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.attend.reference import fp8_weights, walk
+from vllm_sparse_kernels.attention.reference import fp8_weights, walk
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.paged import FP8
-from vllm_sparse_kernels.trial import Batch
 
 SAMPLED_TILES = 12
 BUDGET = 2.0

@@ -35,8 +35,8 @@ WAIT_SCORES, WAIT_VALUES = r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", r"WARPGROUP\.DEPB
 
 def figures_of(cases: Sequence[str]) -> dict[str, dict[str, int]]:
     """By case, what the installed Triton makes of hopper. Not in Triton's interpreter."""
-    from benchmarks.offline import Code, Recorder, compiling_for
-    from vllm_sparse_kernels.attend import hopper
+    from tests.helpers.offline_compiler import Code, Recorder, compiling_for
+    from vllm_sparse_kernels.attention.hopper import engine as hopper
 
     figures = {}
     for case in cases:
@@ -59,8 +59,8 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
     import torch
 
     from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, StripeLayout
-    from vllm_sparse_kernels.attend import hopper
-    from vllm_sparse_kernels.attend.portable import matrix_args
+    from vllm_sparse_kernels.attention.hopper import engine as hopper
+    from vllm_sparse_kernels.attention.portable.engine import matrix_args
 
     head_dim, block, lists, name = case.split("-")
     dtype, num_heads = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], 8

@@ -17,16 +17,16 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_sparse_backend.measure.client import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.measure.scrape import Report, parse
-from vllm_sparse_backend.settings.config import KEY, load_config
-from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
-from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD, Choices
+from vllm_sparse_backend.config.crossover_table import Thresholds, load_crossover
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.config.profile import EXACT
+from vllm_sparse_backend.config.request_levels import FIELD, Choices
+from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
+from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import TILE_TOKENS
 from vllm_sparse_kernels.rows import ceil_div
 

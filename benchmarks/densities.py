@@ -20,12 +20,12 @@ import typer
 from benchmarks.figures import Report, read_figures
 from benchmarks.kept import kept_shares
 from benchmarks.options import Device, Results, device_label
+from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.cli.common import device_of
-from vllm_sparse_backend.measure.server import Settings
-from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.settings.config import KEY, load_config
-from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.evaluation.vllm_server import Settings
 
 ANSWERS = Path("docs/results/answers.json")
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from vllm_sparse_backend.measure import report as product
-from vllm_sparse_backend.measure.asking import summaries
-from vllm_sparse_backend.measure.report import BenchError, write_json
+from vllm_sparse_backend.evaluation import report as product
+from vllm_sparse_backend.evaluation.answer_run import summaries
+from vllm_sparse_backend.evaluation.report import BenchError, write_json
 
 FIELDS = ("name", "value", "unit", "bar", "better", "device", "command")
 Named = tuple[str, float | None, str, str]

@@ -21,17 +21,17 @@ from rich.console import Console
 
 from benchmarks.figures import Report
 from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
-from benchmarks.structured import structured_prompts
-from vllm_sparse_backend.measure.card import Card, Run, Span
-from vllm_sparse_backend.measure.data import Heads, Prompt
-from vllm_sparse_backend.measure.layers import Layer, new_step
-from vllm_sparse_backend.measure.report import table_of
-from vllm_sparse_backend.serving.guard import PROBE_TOKENS, Guard
-from vllm_sparse_backend.settings.config import GuardConfig
-from vllm_sparse_backend.settings.plan import Plan
+from tests.helpers.structured import structured_prompts
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.settings import GuardConfig
+from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.cuda_device import Card, Run, Span
+from vllm_sparse_backend.evaluation.layer_timing import Layer, new_step
+from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.serving.worker.guard import PROBE_TOKENS, Guard
 from vllm_sparse_kernels import Rows
-from vllm_sparse_kernels.attend import Engine
-from vllm_sparse_kernels.trial import Batch
+from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.engine_trial import Batch
 
 COLUMNS = {
     "context_len": "after",

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.oracle import Bound, Tally, exact_masses, tally
 from benchmarks.paper_density import paper_density
-from vllm_sparse_backend.profiling.capture import Capture, LayerTensors
-from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
+from vllm_sparse_backend.calibration.prompt_chunks import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head

@@ -72,11 +72,11 @@ def compiled_variants(arch: int, kernels: Sequence[str] = ("",)) -> Iterator[tup
     import torch
     from triton.runtime.jit import JITFunction
 
-    from benchmarks.batches import random_batch
-    from benchmarks.offline import card
-    from vllm_sparse_kernels.inputs import LayerInputs
+    from tests.helpers.batches import random_batch
+    from tests.helpers.offline_compiler import card
     from vllm_sparse_kernels.layer import run
-    from vllm_sparse_kernels.pairs import add_listed_pairs
+    from vllm_sparse_kernels.layer_inputs import LayerInputs
+    from vllm_sparse_kernels.pair_counts import add_listed_pairs
 
     launches: list[tuple[str, Any]] = []
     launch = JITFunction.run
@@ -119,8 +119,8 @@ def _cases(arch: int) -> Iterator[Case]:
     """Each method at each setting of its ladder; at its first ones also by bulk copies, by flash, in heads of 64."""
     import torch
 
-    from benchmarks.offline import SHARED_KIB
-    from vllm_sparse_kernels.attend import FlashAttention, flash_engine, widest_block
+    from tests.helpers.offline_compiler import SHARED_KIB
+    from vllm_sparse_kernels.attention import FlashAttention, flash_engine, widest_block
     from vllm_sparse_kernels.layer import Layer, layer_plan
     from vllm_sparse_kernels.methods import METHODS
 

@@ -23,9 +23,9 @@ from rich.console import Console
 
 from benchmarks.figures import Report
 from benchmarks.options import Json, Results
-from benchmarks.tiny import make_model
-from vllm_sparse_backend.measure.report import table_of
-from vllm_sparse_backend.measure.server import Server, device_name, sparse_args
+from tests.helpers.tiny_models import make_model
+from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.evaluation.vllm_server import Server, device_name, sparse_args
 
 SETTINGS = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}, "min_tokens": 128}
 ARGS = ("--max-model-len", "4096", "--api-key", "key")

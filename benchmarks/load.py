@@ -25,12 +25,12 @@ import typer
 from benchmarks.options import Json
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import Text, failures, levels_of, token_counts, wide_console
-from vllm_sparse_backend.measure.client import Endpoint, Prompts
-from vllm_sparse_backend.measure.contestants import asked_for, opened
-from vllm_sparse_backend.measure.report import BenchError, Report, table_of
-from vllm_sparse_backend.measure.scrape import parse
-from vllm_sparse_backend.measure.server import device_name, environment, vllm_command
-from vllm_sparse_backend.measure.texts import read_text
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
+from vllm_sparse_backend.evaluation.compared_servers import asked_for, opened
+from vllm_sparse_backend.evaluation.metrics_scrape import parse
+from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of
+from vllm_sparse_backend.evaluation.vllm_server import device_name, environment, vllm_command
 
 COLUMNS = {
     "server": "server",

@@ -23,7 +23,6 @@ import torch
 import typer
 
 from benchmarks.asked import Asked, methods_asked
-from benchmarks.batches import in_fp8
 from benchmarks.captured import captured_prompts, plan_of_profile, repeated_clusters
 from benchmarks.check import Check, check_attention
 from benchmarks.figures import Report
@@ -41,23 +40,24 @@ from benchmarks.options import (
     engines_named,
     is_default,
 )
-from benchmarks.structured import structured_clusters, structured_prompts
+from tests.helpers.batches import in_fp8
+from tests.helpers.structured import structured_clusters, structured_prompts
+from vllm_sparse_backend.calibration.capture import Capture
+from vllm_sparse_backend.calibration.head_clusters import head_clusters
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures, split, token_counts
-from vllm_sparse_backend.measure.card import Card, Run
-from vllm_sparse_backend.measure.data import Heads, Prompt
-from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
-from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.clusters import head_clusters
-from vllm_sparse_backend.settings.errors import not_one_of
-from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.profile import name_of_profile
-from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_backend.config.errors import not_one_of
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import name_of_profile
+from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.cuda_device import Card, Run
+from vllm_sparse_backend.evaluation.layer_timing import Layer, layers_of, new_step
+from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE
-from vllm_sparse_kernels.trial import Batch
 
 COLUMNS = {
     "method": "method",

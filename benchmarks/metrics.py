@@ -24,13 +24,13 @@ from rich.console import Console
 from benchmarks.figures import Report
 from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
 from benchmarks.shape import SHAPE
-from benchmarks.structured import structured_prompts
-from vllm_sparse_backend.measure.card import Card, Run
-from vllm_sparse_backend.measure.data import Heads, Prompt
-from vllm_sparse_backend.measure.layers import Layer, new_step
-from vllm_sparse_backend.measure.report import table_of
-from vllm_sparse_backend.serving.stats import DECODE, Recorder
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan
+from tests.helpers.structured import structured_prompts
+from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.cuda_device import Card, Run
+from vllm_sparse_backend.evaluation.layer_timing import Layer, new_step
+from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.serving.worker.counters import DECODE, Recorder
 
 COLUMNS = {
     "what": "step",

@@ -9,16 +9,16 @@ import torch
 import typer
 
 from benchmarks.asked import Asked
-from vllm_sparse_backend.measure.card import Card
-from vllm_sparse_backend.measure.data import Prompt
-from vllm_sparse_backend.measure.layers import Layer, layers_of
-from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
-from vllm_sparse_backend.settings.errors import not_one_of
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.config.errors import not_one_of
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_backend.evaluation.attention_prompts import Prompt
+from vllm_sparse_backend.evaluation.cuda_device import Card
+from vllm_sparse_backend.evaluation.layer_timing import Layer, layers_of
+from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
-from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
+from vllm_sparse_kernels.attention import AttendSpec, Engine, choose
 
 CHUNK_TOKENS = 8192
 Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")]

@@ -31,9 +31,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from vllm_sparse_backend.measure.answers import Templates, build_prompt
-from vllm_sparse_backend.measure.scrape import Report, parse
-from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
+from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
 
 FACTS = 24
 LINE_TOKENS = 40

@@ -19,10 +19,10 @@ from benchmarks.asked import Asked as AskedMethod, Clusters, methods_asked
 from benchmarks.figures import Report
 from benchmarks.kept import Asked, Kept, measure_plans
 from benchmarks.options import Clusters as ClustersOption, Device, Json, Methods, Results, device_label
+from vllm_sparse_backend.calibration.capture import Capture
+from vllm_sparse_backend.calibration.head_clusters import head_clusters
 from vllm_sparse_backend.cli.common import device_of, failures, token_counts, wide_console
-from vllm_sparse_backend.measure.report import BenchError, table_of
-from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.clusters import head_clusters
+from vllm_sparse_backend.evaluation.report import BenchError, table_of
 
 Figures = dict[str, Any]
 """Of one prompt in chunks of one size."""

@@ -22,11 +22,11 @@ from rich.console import Console
 
 from benchmarks.figures import Report
 from benchmarks.options import Json, Results
-from benchmarks.tiny import VOCAB_SIZE, make_model
-from vllm_sparse_backend.measure.report import BenchError, table_of
-from vllm_sparse_backend.measure.server import Server, device_name, sparse_args
-from vllm_sparse_backend.settings.errors import not_one_of
-from vllm_sparse_backend.settings.metrics import PREFIX
+from tests.helpers.tiny_models import VOCAB_SIZE, make_model
+from vllm_sparse_backend.config.errors import not_one_of
+from vllm_sparse_backend.config.metrics import PREFIX
+from vllm_sparse_backend.evaluation.report import BenchError, table_of
+from vllm_sparse_backend.evaluation.vllm_server import Server, device_name, sparse_args
 
 EVERY_S = 0.05
 MAX_LEN = 8192

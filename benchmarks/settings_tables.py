@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_backend.settings.config import GuardConfig, RequestsConfig, SparsePrefillConfig
-from vllm_sparse_backend.settings.errors import Section
-from vllm_sparse_backend.settings.ranges import MOST_COUNT
+from vllm_sparse_backend.config.errors import Section
+from vllm_sparse_backend.config.ranges import MOST_COUNT
+from vllm_sparse_backend.config.settings import GuardConfig, RequestsConfig, SparsePrefillConfig
 from vllm_sparse_kernels.methods import METHODS
 
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.tiny import CONFIG, write_tokenizer
-from vllm_sparse_backend.settings.model_shape import ModelShape
+from tests.helpers.tiny_models import CONFIG, write_tokenizer
+from vllm_sparse_backend.config.model_shape import ModelShape
 
 SHAPE: dict[str, Any] = CONFIG | {
     "hidden_size": 4096,

@@ -38,14 +38,14 @@ from vllm_sparse_backend.cli.common import (
     levels_of,
     split,
 )
-from vllm_sparse_backend.measure.client import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.measure.scrape import Report as Counters, parse
-from vllm_sparse_backend.measure.server import Server, Settings, device_name, sparse_args, split_args
-from vllm_sparse_backend.measure.texts import read_text
-from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.profile import EXACT
+from vllm_sparse_backend.config.request_levels import FIELD
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
+from vllm_sparse_backend.evaluation.metrics_scrape import Report as Counters, parse
+from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.vllm_server import Server, Settings, device_name, sparse_args, split_args
 
 SAMPLE_S = 1.0
 """Between two looks at the server's memory."""

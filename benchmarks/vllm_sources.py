@@ -41,10 +41,12 @@ def _bases(part: str, root: str) -> tuple[tuple[tuple[str, str], ...], ...]:
 
 
 OVERRIDES = (
-    Override("serving/backend.py", "SparsePrefillBackend", _bases("Backend", "AttentionBackend")),
-    Override("serving/impl.py", "SparsePrefillImpl", _bases("Impl", "AttentionImpl")),
+    Override("serving/worker/backend.py", "SparsePrefillBackend", _bases("Backend", "AttentionBackend")),
+    Override("serving/worker/impl.py", "SparsePrefillImpl", _bases("Impl", "AttentionImpl")),
     Override(
-        "serving/metadata.py", "SparsePrefillMetadataBuilder", _bases("MetadataBuilder", "AttentionMetadataBuilder")
+        "serving/worker/metadata_builder.py",
+        "SparsePrefillMetadataBuilder",
+        _bases("MetadataBuilder", "AttentionMetadataBuilder"),
     ),
 )
 

@@ -44,7 +44,7 @@ clean python -c 'import vllm_sparse_backend, vllm_sparse_kernels as k; print(vll
 clean sparse-prefill doctor
 
 echo "3. Entry point and health check"
-(cd "$root" && "$venv/bin/python" -c 'import pathlib, sys; from benchmarks.tiny import make_model
+(cd "$root" && "$venv/bin/python" -c 'import pathlib, sys; from tests.helpers.tiny_models import make_model
 make_model(pathlib.Path(sys.argv[1]))' "$work/model")
 port=$(clean python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 if clean python "$root/deploy/healthcheck.py" "$port" 2>/dev/null; then

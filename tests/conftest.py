@@ -16,7 +16,7 @@ if not HAS_CUDA:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # other workers have the other cores
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.interpreter import save_what_is_thrown_away
+    from tests.helpers.triton_interpreter import save_what_is_thrown_away
 
     save_what_is_thrown_away()
 

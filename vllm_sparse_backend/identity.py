@@ -11,7 +11,7 @@ PACKAGE = "vllm-sparse-backend"
 LOGGER = "vllm.sparse_prefill"
 """Below vLLM's own logger, the only one that its logging shows: other names' lines are lost under WARNING."""
 
-BACKEND = "vllm_sparse_backend.serving.backend.SparsePrefillBackend"
+BACKEND = "vllm_sparse_backend.serving.worker.backend.SparsePrefillBackend"
 NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
 
 OLDEST, TOO_NEW = (0, 26), (0, 34)

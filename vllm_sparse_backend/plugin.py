@@ -12,8 +12,8 @@ import logging
 import re
 from collections.abc import Callable
 
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, OLDEST, RELEASES, TOO_NEW, displaced
-from vllm_sparse_backend.settings.errors import ConfigurationError
 
 logger = logging.getLogger(LOGGER)
 

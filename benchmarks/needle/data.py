@@ -25,7 +25,7 @@ from benchmarks.needle.tokens import (
     Lines,
     encode,
 )
-from vllm_sparse_backend.measure.texts import project_text, prose
+from vllm_sparse_backend.evaluation.prompt_texts import project_text, prose
 
 OTHER_STYLES = 0.25  # share of lines that are not of the tool's style
 OTHER_NAMES = 0.15  # share of texts whose names are of any words

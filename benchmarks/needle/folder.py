@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.needle.net import Needle
 from benchmarks.needle.tokens import CHAT_TEMPLATE, encode
-from benchmarks.tiny import END, START
+from tests.helpers.tiny_models import END, START
 
 README = """\
 # needle

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.needle.tokens import STYLES, encode
-from vllm_sparse_backend.measure.answers import NAMES, Line, Prompt, Share, Templates, build_prompt
-from vllm_sparse_backend.measure.texts import prose
+from vllm_sparse_backend.evaluation.answers import NAMES, Line, Prompt, Share, Templates, build_prompt
+from vllm_sparse_backend.evaluation.prompt_texts import prose
 
 DEPTHS = tuple(i / 10 for i in range(11))
 DISTRACTORS = 7

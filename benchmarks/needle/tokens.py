@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.tiny import END, START
-from vllm_sparse_backend.measure.answers import NAMES, Templates
-from vllm_sparse_backend.measure.texts import project_text, prose
+from tests.helpers.tiny_models import END, START
+from vllm_sparse_backend.evaluation.answers import NAMES, Templates
+from vllm_sparse_backend.evaluation.prompt_texts import project_text, prose
 
 VOCAB_SIZE = 2048
 NAME_WORDS, DIGITS = 3, 7

@@ -5,8 +5,8 @@ The way of the data, which ``layer.run`` goes: ``Rows`` (which queries, which ca
 with a reference in plain float32 torch) → ``SparseIndex`` → ``attend`` (one contract, several engines).
 """
 
-from vllm_sparse_kernels.attend import shared_bytes, widest_block
-from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attention import shared_bytes, widest_block
+from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.index import IndexLayout, LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine is chosen, for attention (``attend/engine.py``) and for selection (``select/engine.py``) alike.
+"""How an engine is chosen, for attention (``attention/engine.py``) and for selection (``selection/engine.py``) alike.
 
 An engine says from what is known at start-up whether it can serve a layer (``refusal``). A trial at start-up then runs
 it. The first engine that passes both is taken once, before the first step, and stays: an exception in a step surfaces.

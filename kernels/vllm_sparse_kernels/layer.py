@@ -14,18 +14,18 @@ from functools import lru_cache
 
 import torch
 
-from vllm_sparse_kernels.attend import PORTABLE
-from vllm_sparse_kernels.attend.engine import Engine
-from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_kernels.attention import PORTABLE
+from vllm_sparse_kernels.attention.engine import Engine
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.reference import attend as reference_attend
+from vllm_sparse_kernels.block_width import index_block_tokens
 from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
-from vllm_sparse_kernels.inputs import LayerInputs
+from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select.engine import SelectEngine, SelectSpec, choose_select_engine
-from vllm_sparse_kernels.width import index_block_tokens
+from vllm_sparse_kernels.selection.engine import SelectEngine, SelectSpec, choose_select_engine
 from vllm_sparse_kernels.workspace import Workspace
 
 

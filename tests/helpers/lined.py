@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.batches import random_batch
-from benchmarks.masks import tile_keys
+from tests.helpers.batches import random_batch
+from tests.helpers.masks import tile_keys
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.trial import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

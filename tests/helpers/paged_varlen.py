@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack
 import torch
 import torch.nn.functional as F
 
-from vllm_sparse_kernels.attend.flash import FlashAttention
+from vllm_sparse_kernels.attention.flash.engine import FlashAttention
 from vllm_sparse_kernels.paged import FP8
 
 STEP_TOKENS = 128

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, random_index
-from benchmarks.masks import density_of, mask_of
+from tests.helpers.batches import random_batch, random_index
+from tests.helpers.masks import density_of, mask_of
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout, causal_pairs
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div

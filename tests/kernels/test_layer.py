@@ -8,19 +8,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.batches import assert_close, random_batch
-from tests.kernels.test_engines import DTYPES, ENGINES
-from tests.methods.cases import all_lists
-from vllm_sparse_backend.measure.data import without_nan
-from vllm_sparse_backend.settings.methods import make_method
+from tests.helpers.batches import assert_close, random_batch
+from tests.helpers.method_cases import all_lists
+from tests.kernels.attention.test_engines import DTYPES, ENGINES
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.evaluation.attention_prompts import without_nan
 from vllm_sparse_kernels import SparseIndex, Workspace
-from vllm_sparse_kernels.attend import PORTABLE, AttendSpec
-from vllm_sparse_kernels.attend.reference import attend
-from vllm_sparse_kernels.inputs import LayerInputs
+from vllm_sparse_kernels.attention import PORTABLE, AttendSpec
+from vllm_sparse_kernels.attention.reference import attend
+from vllm_sparse_kernels.engine_trial import Batch, expected_attention
 from vllm_sparse_kernels.layer import HeadGroup, Layer, run, stripes_of
+from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.trial import Batch, expected_attention
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiny import make_model
-from tests.server import levels, scenario
-from tests.server.scenario import Servers
-from vllm_sparse_backend.measure.server import Server, sparse_args
+from tests.helpers import scenario, server_levels
+from tests.helpers.scenario import Servers
+from tests.helpers.tiny_models import make_model
+from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    settings = levels.write(tmp_path_factory.mktemp("ours"), *levels.ALL)
+    settings = server_levels.write(tmp_path_factory.mktemp("ours"), *server_levels.ALL)
     stock = Server(small_model, scenario.SERVER_ARGS, env={"VLLM_PLUGINS": "none"})
     ours = Server(small_model, (*sparse_args(settings), *scenario.SERVER_ARGS))
     with ExitStack() as stack:

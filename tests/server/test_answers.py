@@ -12,9 +12,9 @@ import torch
 import yaml
 
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
-from vllm_sparse_backend.measure import asking, contestants
-from vllm_sparse_backend.measure.report import Report
-from vllm_sparse_backend.measure.server import Settings
+from vllm_sparse_backend.evaluation import answer_run, compared_servers
+from vllm_sparse_backend.evaluation.report import Report
+from vllm_sparse_backend.evaluation.vllm_server import Settings
 from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = [
@@ -54,14 +54,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     own = {"format": 1, "model": "any", "level": "starved", **STARTS, **STARVED}
     profile.write_text(yaml.safe_dump(own | {"levels": levels}))
     names, settings = ["starved", *levels], [Settings.parse(str(profile))]
-    served = contestants.started(BUNDLED, settings, TOKENS + 1, levels=names)
-    asked = asking.Asking.about(None, [TOKENS], PROMPTS, FACTS)
+    served = compared_servers.started(BUNDLED, settings, TOKENS + 1, levels=names)
+    asked = answer_run.Asking.about(None, [TOKENS], PROMPTS, FACTS)
     report = Report("answers", "CPU")
-    asking.ask_all(served, asked, "", report)
+    answer_run.ask_all(served, asked, "", report)
     of_prompts = [case for case in report.cases if case["part"] == "prompt"]
     assert [case["error"] for case in of_prompts] == [None] * PROMPTS * (1 + len(names))
     assert len({case["sha256"] for case in of_prompts}) == PROMPTS  # the same for all
-    found = asking.summaries(report.cases, [one.label for one in served], [TOKENS])
+    found = answer_run.summaries(report.cases, [one.label for one in served], [TOKENS])
     return dict(zip(["stock", *names], found, strict=True))
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.server import levels, scenario
-from tests.server.scenario import Answer, Servers
-from vllm_sparse_backend.measure.scrape import parse
-from vllm_sparse_backend.measure.server import Server
-from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
+from tests.helpers import scenario, server_levels
+from tests.helpers.scenario import Answer, Servers
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.evaluation.metrics_scrape import parse
+from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = pytest.mark.server
 
@@ -153,7 +153,7 @@ class TestConfiguredByNestedYaml:
     @pytest.fixture(scope="class")
     def server(self, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("yaml")
-        settings = levels.write(folder, *levels.ALL)
+        settings = server_levels.write(folder, *server_levels.ALL)
         config = {
             "attention-backend": "sparse-prefill",
             "additional-config": {"sparse_prefill": {**settings, "profile": str(settings["profile"])}},

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.tiny import VOCAB_SIZE
-from tests.server import scenario
-from vllm_sparse_backend.measure.server import Server
-from vllm_sparse_backend.settings.keys import DEVICE, DOCUMENTS, KEY
-from vllm_sparse_backend.settings.metrics import REPORT_METHOD, SWITCH_PATH, WORKER_METHOD
-from vllm_sparse_backend.settings.requests import FIELD, MARK, REPORT
+from tests.helpers import scenario
+from tests.helpers.tiny_models import VOCAB_SIZE
+from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY
+from vllm_sparse_backend.config.metrics import REPORT_METHOD, SWITCH_PATH, WORKER_METHOD
+from vllm_sparse_backend.config.request_levels import FIELD, MARK, REPORT
+from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = pytest.mark.server
 pytest.importorskip("vllm")

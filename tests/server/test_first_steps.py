@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import ROOT
-from vllm_sparse_backend.measure.server import OFFLINE, has_cuda, reserve_port
+from tests.helpers.external_tools import ROOT
+from vllm_sparse_backend.evaluation.vllm_server import OFFLINE, has_cuda, reserve_port
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 

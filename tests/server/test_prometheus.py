@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import queries, tools
-from tests.server import scenario
-from tests.server.scenario import Servers
-from vllm_sparse_backend.measure.server import Server, reserve_port
+from tests.helpers import external_tools, promql, scenario
+from tests.helpers.scenario import Servers
+from vllm_sparse_backend.evaluation.vllm_server import Server, reserve_port
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
@@ -44,7 +43,7 @@ def query(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     held = reserve_port()
     port = held.getsockname()[1]
     command = [
-        tools.find("prometheus"), "--config.file", folder / "prometheus.yml",
+        external_tools.find("prometheus"), "--config.file", folder / "prometheus.yml",
         "--storage.tsdb.path", folder / "data", "--web.listen-address", f"127.0.0.1:{port}",
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:
@@ -93,7 +92,7 @@ def test_it_holds_what_the_page_says(query: Query, server: Server) -> None:
 def test_what_the_dashboard_asks_has_an_answer(query: Query, server: Server) -> None:
     """And vLLM's own metrics are called so."""
     page = server.get("/metrics")
-    for name, asked in queries.dashboard_queries().items():
+    for name, asked in promql.dashboard_queries().items():
         assert _soon(query, asked), name
-        for metric in queries.METRIC.findall(asked):
+        for metric in promql.METRIC.findall(asked):
             assert metric in page, name

@@ -20,17 +20,17 @@ import pytest
 import torch
 
 from benchmarks.soak import SERVER_ENV, resident_bytes_of
-from benchmarks.tiny import CONFIG
-from tests.server import levels, scenario
+from tests.helpers import scenario, server_levels
+from tests.helpers.tiny_models import CONFIG
 from tests.server.test_soak import under_the_switch
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.measure.answers import Templates, build_prompt
-from vllm_sparse_backend.measure.client import Endpoint
-from vllm_sparse_backend.measure.scrape import parse
-from vllm_sparse_backend.measure.server import Server, sparse_args
-from vllm_sparse_backend.measure.texts import prose
-from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
+from vllm_sparse_backend.evaluation.client import Endpoint
+from vllm_sparse_backend.evaluation.metrics_scrape import parse
+from vllm_sparse_backend.evaluation.prompt_texts import prose
+from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_kernels import TILE_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
@@ -125,7 +125,10 @@ def test_facts_are_found_under_every_option(option: str) -> None:
 
 def test_five_hundred_requests(tmp_path: Path) -> None:
     """Of a trained model, asked for facts, so that its answers are no matter of the last bit."""
-    settings, args = levels.write(tmp_path, "high", "fast"), (*scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS)
+    settings, args = (
+        server_levels.write(tmp_path, "high", "fast"),
+        (*scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS),
+    )
     with (
         Server(BUNDLED, args, env={"VLLM_PLUGINS": "none"}) as stock,
         Server(BUNDLED, (*sparse_args(settings), *args, "--api-server-count", "2"), env=SERVER_ENV) as server,

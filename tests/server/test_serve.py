@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.tiny import CONFIG
-from benchmarks.ways_in import HONOURED, KEPT, NOT_SERVED, Asker
-from tests.server import levels, scenario
-from tests.server.scenario import Servers
+from benchmarks.request_paths import HONOURED, KEPT, NOT_SERVED, Asker
+from tests.helpers import scenario, server_levels
+from tests.helpers.scenario import Servers
+from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import switch
-from vllm_sparse_backend.measure.scrape import Report
-from vllm_sparse_backend.measure.server import Server
-from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.evaluation.metrics_scrape import Report
+from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = pytest.mark.server
 
@@ -121,7 +121,7 @@ def test_a_guard_that_checks_every_step_looks_at_every_level_and_trips_in_none(s
 
 
 def test_short_prompts_are_dense_at_sparse_servers(asked: Asked) -> None:
-    short = {f"concurrent: {length}" for length in scenario.CONCURRENT_LENGTHS if length <= levels.MIN_TOKENS}
+    short = {f"concurrent: {length}" for length in scenario.CONCURRENT_LENGTHS if length <= server_levels.MIN_TOKENS}
     assert len(short) == 2
     assert_same(asked.sparse.answers, {name: asked.stock.answers[name] for name in short})
 
@@ -133,8 +133,8 @@ def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(asked: Asked) -
 
 def test_exact_requests_read_what_is_exact_and_no_more(asked: Asked) -> None:
     """The first ``min_tokens`` of what sparse requests wrote, and all of what exact ones did."""
-    assert asked.sparse.answers["chunks"].cached_tokens == levels.MIN_TOKENS  # of what another level wrote
-    assert asked.exact.answers["chunks"].cached_tokens == levels.MIN_TOKENS
+    assert asked.sparse.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS  # of what another level wrote
+    assert asked.exact.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS
     for name, cached in scenario.CACHED.items():
         assert asked.sparse.answers[name].cached_tokens == asked.exact.answers[name].cached_tokens == cached, name
     # The server's own level reads its own.
@@ -148,7 +148,7 @@ def test_levels_by_name(asked: Asked) -> None:
     """All at once, over one prompt: each reads what its own level wrote, and says what that level says."""
     found = scenario.CACHED["prefix: same prompt"]
     expected, own = asked.stock.answers["chunks"], asked.sparse.answers["prefix: same prompt"]
-    for answers, cached_by_fast in (asked.together, levels.MIN_TOKENS), (asked.again, found):
+    for answers, cached_by_fast in (asked.together, server_levels.MIN_TOKENS), (asked.again, found):
         assert_same(answers, {"exact": expected})
         for name in ("1", "high"):
             assert answers[name].logprobs == pytest.approx(own.logprobs, abs=LOGPROB_TOLERANCE)
@@ -208,11 +208,15 @@ def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, as
     whole, chunks, exact = ask("fast"), list(ask("fast", stream=True)), ask(0)
     report = whole.sparse_prefill_report
     assert 0 < report.pop("share_kept") < 0.7
-    assert report == {"level": "fast", "dense_tokens": levels.MIN_TOKENS, "sparse_tokens": 1000 - levels.MIN_TOKENS}
+    assert report == {
+        "level": "fast",
+        "dense_tokens": server_levels.MIN_TOKENS,
+        "sparse_tokens": 1000 - server_levels.MIN_TOKENS,
+    }
     last, found = chunks[-1].sparse_prefill_report, 1000 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
     assert [last["dense_tokens"], last["sparse_tokens"]] == [0, 1000 - found]  # the rest was cached
     assert not any(hasattr(chunk, "sparse_prefill_report") for chunk in chunks[:-1])
-    dense_tokens = 1000 - levels.MIN_TOKENS
+    dense_tokens = 1000 - server_levels.MIN_TOKENS
     expected = {"level": "exact", "dense_tokens": dense_tokens, "sparse_tokens": 0, "share_kept": None}
     assert exact.sparse_prefill_report == expected
     line = rf"request {whole.id}\S*, level fast: 256 tokens prefilled dense, 744 sparse, 0\.\d+ of their pairs kept"

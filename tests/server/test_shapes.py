@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.shapes import LENGTHS, OURS, SETTINGS, SHAPES, STOCK
-from vllm_sparse_backend.measure.server import CPU_ENV, OFFLINE, has_cuda
+from tests.helpers.server_shapes import LENGTHS, OURS, SETTINGS, SHAPES, STOCK
+from vllm_sparse_backend.evaluation.vllm_server import CPU_ENV, OFFLINE, has_cuda
 
 pytestmark = [pytest.mark.server, pytest.mark.full, *([pytest.mark.gpu] if has_cuda() else ())]
 pytest.importorskip("vllm")
@@ -39,7 +39,7 @@ def run(which: str, names: list[str], folder: Path) -> Lines:
     """By shape, what one process told."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.server.shapes", str(folder), which, *names]
+    command = [sys.executable, "-m", "tests.helpers.server_shapes", str(folder), which, *names]
     env |= OFFLINE | ({} if has_cuda() else CPU_ENV) | {"PYTHONPATH": paths}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server import scenario
-from vllm_sparse_backend.measure.server import Server, sparse_args
+from tests.helpers import scenario
+from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 pytest.importorskip("vllm")

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.soak import SERVER_ENV, Asking, growth, lines, resident_bytes_of, served_by, soak_and_check
-from tests.server import levels, scenario
-from tests.server.scenario import Servers
+from tests.helpers import scenario, server_levels
+from tests.helpers.scenario import Servers
 from vllm_sparse_backend.cli import switch
-from vllm_sparse_backend.measure.client import Endpoint, Prompts
-from vllm_sparse_backend.measure.server import Server, sparse_args
-from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
+from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_kernels.rows import ceil_div
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
@@ -80,7 +80,7 @@ def counters(page: str) -> dict[str, float]:
 
 
 def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_path: Path, servers: Servers) -> None:
-    settings = levels.write(tmp_path, "high", "fast")
+    settings = server_levels.write(tmp_path, "high", "fast")
     # A cache of some 12,000 tokens for eight requests of up to 3,000: not all have room at a time.
     args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(48 << 20), "--api-server-count", "2")
     with Server(small_model, (*sparse_args(settings), *args), env=SERVER_ENV) as server:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiny import CONFIG
-from vllm_sparse_backend.measure.server import Server, ServerError, sparse_args
+from tests.helpers.tiny_models import CONFIG
+from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, sparse_args
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 pytest.importorskip("vllm")

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.modelcheck import layer_reasons
-from vllm_sparse_backend.settings.ranges import MOST_COUNT
-from vllm_sparse_backend.settings.reach import Reach
-from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.config.attention_reach import Reach
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.model_check import layer_reasons
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.ranges import MOST_COUNT
 
 LINEAR_FLOPS = 650e12
 ATTENTION_FLOPS = 600e12

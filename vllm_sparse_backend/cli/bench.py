@@ -12,11 +12,11 @@ from rich.markup import escape
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.measure.report import BenchError, Report, cell, table_of
-from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.evaluation.report import BenchError, Report, cell, table_of
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.measure.serve import Length
+    from vllm_sparse_backend.evaluation.serve_bench import Length
 
 bench = common.group("Measure speed on this machine, beside dense attention and stock vLLM.")
 
@@ -47,17 +47,17 @@ class Serve:
         """Measure, and print tables."""
         common.exit_on_sigterm()
         with common.failures(), bar("connecting") as progress:
-            from vllm_sparse_backend.measure import serve
-            from vllm_sparse_backend.measure.contestants import asked_for
-            from vllm_sparse_backend.measure.server import device_name
-            from vllm_sparse_backend.measure.texts import read_text
+            from vllm_sparse_backend.evaluation import serve_bench
+            from vllm_sparse_backend.evaluation.compared_servers import asked_for
+            from vllm_sparse_backend.evaluation.prompt_texts import read_text
+            from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             levels = common.levels_of(self.level)
             lengths = self.lengths
             if lengths is None:
-                lengths = ",".join(map(str, serve.fitting(self.model, self.output_tokens)))
+                lengths = ",".join(map(str, serve_bench.fitting(self.model, self.output_tokens)))
             text = read_text(self.text) if self.text else None
-            asking = serve.Asking(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
+            asking = serve_bench.Asking(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
             if len(self.url or ()) == 1 and len(levels) < 2:
                 raise BenchError(
                     "--url: given one server, expected two or more: the first is compared to; or two levels of it, "
@@ -70,7 +70,7 @@ class Serve:
             report = Report("serve", ", ".join(self.url or ()) or device_name(), self.json_path)
             report.on_case = lambda case: progress.print(_line(case))
             progress.begin("requests", asking.steps * len(servers))
-            serve.compare(servers, asking, report, progress.step)
+            serve_bench.compare(servers, asking, report, progress.step)
         _show_serve(report.cases)
 
 
@@ -86,7 +86,7 @@ def _line(case: Mapping[str, Any]) -> str:
 
 def _lengths(text: str) -> "list[Length]":
     """``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
-    from vllm_sparse_backend.measure.serve import Length
+    from vllm_sparse_backend.evaluation.serve_bench import Length
 
     parts = [part.split("+") for part in common.split(text)]
     if not parts or any(len(part) > 2 or not all(n.isdecimal() and int(n) for n in part) for part in parts):
@@ -97,7 +97,7 @@ def _lengths(text: str) -> "list[Length]":
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
     """Tables, and what failed: a run with failures ends with 1."""
-    from vllm_sparse_backend.measure import serve as part
+    from vllm_sparse_backend.evaluation import serve_bench as part
 
     console = common.wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
@@ -128,10 +128,10 @@ def crossover(
     FlashAttention for. Nothing is timed before its result was held against exact attention.
     """
     with common.failures(f"{out} holds what was measured until now."):
-        from vllm_sparse_backend.measure import crossover as part
-        from vllm_sparse_backend.measure.card import Card
-        from vllm_sparse_backend.measure.data import Heads
-        from vllm_sparse_backend.measure.server import Settings
+        from vllm_sparse_backend.evaluation import crossover_bench as part
+        from vllm_sparse_backend.evaluation.attention_prompts import Heads
+        from vllm_sparse_backend.evaluation.cuda_device import Card
+        from vllm_sparse_backend.evaluation.vllm_server import Settings
 
         card, heads = Card(), Heads.of(model)
         shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)

@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_sparse_backend.measure.outputs import require_output_file, require_output_folder
-from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-from vllm_sparse_backend.settings.strict_yaml import kind_of_file
+from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
+from vllm_sparse_backend.config.strict_yaml import kind_of_file
+from vllm_sparse_backend.evaluation.output_files import require_output_file, require_output_folder
+from vllm_sparse_backend.evaluation.report import BenchError
 
 
 def group(help: str) -> typer.Typer:
@@ -110,7 +110,7 @@ Chunk = Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched
 @contextmanager
 def failures(go_on: str = "") -> Iterator[None]:
     """What an operator can mend is one red line, not a traceback, and exit code 1; Ctrl-C says how to ``go_on``."""
-    from vllm_sparse_backend.measure.server import ServerError
+    from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
     try:
         yield

@@ -17,12 +17,12 @@ from rich.markup import escape
 
 from vllm_sparse_backend.cli import attention_share
 from vllm_sparse_backend.cli.common import Json, MaybeModel, failures
+from vllm_sparse_backend.config import model_check
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.model_shape import ModelShape, config_file
+from vllm_sparse_backend.config.ranges import format_ranges
+from vllm_sparse_backend.evaluation.report import write_json
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.measure.report import write_json
-from vllm_sparse_backend.settings import modelcheck
-from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.model_shape import ModelShape, config_file
-from vllm_sparse_backend.settings.ranges import format_ranges
 
 Level = Literal["ok", "note", "bad"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -192,7 +192,8 @@ def attention(model: Path | None) -> Iterator[Finding]:
         yield note("attention", "no engine looked for, as vLLM is not installed")
         return
     try:
-        from vllm_sparse_backend.serving import compat, engines
+        from vllm_sparse_backend.serving import compat
+        from vllm_sparse_backend.serving.worker import engine_picker
 
         shape = None if model is None else ModelShape.from_folder(model)
     except ConfigurationError:
@@ -203,11 +204,11 @@ def attention(model: Path | None) -> Iterator[Finding]:
     if compat.IS_CPU:
         yield ok("attention", "torch; the engines hopper, flash and portable need a GPU")
         return
-    spec = engines.usual_attention(shape)
+    spec = engine_picker.usual_attention(shape)
     if spec is None:
         yield bad("attention", "no block of keys fits this device's shared memory")
         return
-    taken, refusals = engines.forecast(spec)
+    taken, refusals = engine_picker.forecast(spec)
     for name, why in refusals.items():
         yield note(f"engine {name}", f"not for this: {why}")
     forecast = f"the engine {taken}, if its trial at start-up goes well"
@@ -219,14 +220,15 @@ def selection(model: Path | None) -> Iterator[Finding]:
     if without_vllm():
         return
     try:
-        from vllm_sparse_backend.serving import compat, engines
-        from vllm_sparse_backend.settings.methods import make_method
+        from vllm_sparse_backend.config.method_parameters import make_method
+        from vllm_sparse_backend.serving import compat
+        from vllm_sparse_backend.serving.worker import engine_picker
 
         head_dim = 128 if model is None else ModelShape.from_folder(model).head_dim
         if compat.IS_CPU:
             yield ok("selection", "torch; engines need a GPU")
             return
-        choice = engines.forecast_selection(make_method("default", {}), head_dim)
+        choice = engine_picker.forecast_selection(make_method("default", {}), head_dim)
     except ConfigurationError:
         return  # said of the model's layers
     except Exception as error:  # whatever vLLM raises
@@ -252,7 +254,7 @@ def counters() -> Iterator[Finding]:
 def model_layers(model: Path) -> Iterator[Finding]:
 
     try:
-        reasons = modelcheck.layer_reasons(config_of(model))
+        reasons = model_check.layer_reasons(config_of(model))
     except ConfigurationError as error:
         yield bad("model", str(error))
         return
@@ -291,4 +293,4 @@ def best_speedups(model: Path) -> Iterator[Finding]:
 def config_of(model: Path) -> dict[str, Any]:
     """Of a model folder, or of its config.json."""
 
-    return modelcheck.read_config_file(model) if model.is_file() else modelcheck.read_config(model)
+    return model_check.read_config_file(model) if model.is_file() else model_check.read_config(model)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.measure.report import Report, table_of
+from vllm_sparse_backend.evaluation.report import Report, table_of
 
 evaluate = common.group("Measure what is lost: answers of stock vLLM and this backend to the same prompts.")
 
@@ -47,9 +47,9 @@ class Answers:
         common.exit_on_sigterm()
         go_on = f"The same command goes on with what {self.json_path} holds." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
-            from vllm_sparse_backend.measure import asking as evaluation
-            from vllm_sparse_backend.measure.contestants import asked_for
-            from vllm_sparse_backend.measure.server import device_name
+            from vllm_sparse_backend.evaluation import answer_run as evaluation
+            from vllm_sparse_backend.evaluation.compared_servers import asked_for
+            from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             lengths = common.token_counts("--lengths", self.lengths)
             asking = evaluation.Asking.about(self.text, lengths, self.count, self.facts)
@@ -86,7 +86,7 @@ add_command(
 
 def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
     """A table, and what failed: a run with failures ends with 1."""
-    from vllm_sparse_backend.measure import asking as part
+    from vllm_sparse_backend.evaluation import answer_run as part
 
     console = common.wide_console()
     caption = (

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_sparse_backend.cli import making
+from vllm_sparse_backend.cli import profile_commands
 from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, new_output, say
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.ranges import format_ranges
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.ranges import format_ranges
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.settings.profile import Level, Profile
+    from vllm_sparse_backend.config.profile import Level, Profile
     from vllm_sparse_kernels.methods.base import Method
 
 profile_app = group("Profiles: which method, with which parameters, each layer and head prefills with.")
@@ -39,8 +39,8 @@ def check(profile: ProfileName, model: MaybeModel = None) -> None:
 
     `auto` with a model says which bundled profile a server would take, and what runs where it takes none.
     """
-    from vllm_sparse_backend.settings.config import SparsePrefillConfig
-    from vllm_sparse_backend.settings.plan import Plan
+    from vllm_sparse_backend.config.plan import Plan
+    from vllm_sparse_backend.config.settings import SparsePrefillConfig
 
     with failures():
         loaded, shape = _load(profile, model)
@@ -74,13 +74,13 @@ def import_file(
     out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.", callback=new_output)],
 ) -> None:
     """Turn what another tool saved as JSON into a profile."""
-    from vllm_sparse_backend.profiling.importers import import_profile
+    from vllm_sparse_backend.calibration.profile_import import import_profile
 
     with failures():
         imported = import_profile(file, model)
         if imported.model is not None:
             imported.check_model(imported.model, str(file))
-        making.write_profile(imported, out)
+        profile_commands.write_profile(imported, out)
     _describe(imported, imported.model)
     say(f"{imported.provenance.source}\nWritten to {out}")
 
@@ -88,20 +88,20 @@ def import_file(
 @profile_app.command(epilog="Example: sparse-prefill profile schema > profile.schema.json")
 def schema() -> None:
     """Print the JSON Schema of profiles, for editors and for other tools that write them."""
-    from vllm_sparse_backend.settings.schema import profile_schema
+    from vllm_sparse_backend.config.profile_schema import profile_schema
 
     typer.echo(json.dumps(profile_schema(), indent=2, ensure_ascii=False))
 
 
 def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
     """The profile, and the shape that it is looked at for: the model's, else its own. Raises ConfigurationError."""
-    from vllm_sparse_backend.settings import auto
-    from vllm_sparse_backend.settings.config import SparsePrefillConfig
-    from vllm_sparse_backend.settings.documents import Documents
-    from vllm_sparse_backend.settings.profile import load_profile
+    from vllm_sparse_backend.config import auto_profile
+    from vllm_sparse_backend.config.profile import load_profile
+    from vllm_sparse_backend.config.settings import SparsePrefillConfig
+    from vllm_sparse_backend.config.source_files import Documents
 
     shape = ModelShape.from_folder(model) if model is not None else None
-    if name == auto.AUTO:
+    if name == auto_profile.AUTO:
         if shape is None:
             raise failure("auto: which profile it is goes by the model: expected a MODEL too")
         config = SparsePrefillConfig(profile=name)
@@ -116,7 +116,7 @@ def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
 
 
 def _describe(profile: "Profile", shape: ModelShape | None) -> None:
-    from vllm_sparse_backend.settings.methods import describe
+    from vllm_sparse_backend.config.method_parameters import describe
 
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
     min_query = "the server's" if profile.min_query_tokens is None else profile.min_query_tokens
@@ -130,7 +130,7 @@ def _describe(profile: "Profile", shape: ModelShape | None) -> None:
 
 
 def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
-    from vllm_sparse_backend.settings.methods import summarize
+    from vllm_sparse_backend.config.method_parameters import summarize
 
     sparse_layers = [layer for layer in range(shape.num_layers) if layer not in level.dense_layers]
     heads: dict[Method, list[Method]] = defaultdict(list)
@@ -143,7 +143,7 @@ def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
     if dense := total - len(sparse_layers) * shape.num_heads:
         say(f"{start}{dense} of {total} heads: in dense_layers, always dense")
     if level.crossover is not None:
-        say(f"{start}{making.pays(level.crossover)}")
+        say(f"{start}{profile_commands.pays(level.crossover)}")
 
 
 def _told(value: object) -> str:
@@ -164,7 +164,7 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
 
     A row for neighbours that are alike in all of it.
     """
-    from vllm_sparse_backend.settings.figures import HeadFigures
+    from vllm_sparse_backend.config.head_figures import HeadFigures
 
     figures = level.provenance.figures or HeadFigures()
     densities, errors = (figures.rows(name, shape) for name in ("density", "p99_error"))
@@ -195,11 +195,11 @@ def _setting_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object
 
 def _told_of_heads(level: "Level", shape: ModelShape, layer: int) -> list[str]:
     """Each head's setting; heads of ``dense_layers`` never reach a method."""
-    from vllm_sparse_backend.measure.crossover import told
+    from vllm_sparse_backend.evaluation.crossover_bench import told
 
     if layer in level.dense_layers:
         return [DENSE_LAYER] * shape.num_heads
     return [told(method) for method in level.methods_of(layer, shape.num_heads)]
 
 
-making.add_commands(profile_app)
+profile_commands.add_commands(profile_app)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from vllm_sparse_backend.cli.common import failures, say
-from vllm_sparse_backend.settings.metrics import SWITCH_PATH
+from vllm_sparse_backend.config.metrics import SWITCH_PATH
 
 TIMEOUT_S = 90
 
@@ -29,7 +29,7 @@ def switch(
 
     The server must allow it: "switch": true in its settings.
     """
-    from vllm_sparse_backend.measure.client import server_url
+    from vllm_sparse_backend.evaluation.client import server_url
 
     with failures():
         ask(server_url(url, "URL"), to)
@@ -38,7 +38,7 @@ def switch(
 
 def ask(url: str, to: To) -> None:
     """Raises ServerError where the server did not do it."""
-    from vllm_sparse_backend.measure.server import ServerError
+    from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_sparse_backend.measure.answers import NAMES, Templates
-from vllm_sparse_backend.measure.texts import prose
+from vllm_sparse_backend.evaluation.answers import NAMES, Templates
+from vllm_sparse_backend.evaluation.prompt_texts import prose
 
 NUM_FACTS = 12
 ASKED = (5, 9)

@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
 from vllm_sparse_backend.demo.question import make_questions
-from vllm_sparse_backend.measure.report import BenchError, table_of
-from vllm_sparse_backend.measure.scrape import Report, parse
-from vllm_sparse_backend.measure.server import Server, sparse_args
-from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.settings.modelcheck import read_config
+from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.report import BenchError, table_of
+from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_kernels.methods import METHODS
 
 PROMPT_TOKENS = 4096

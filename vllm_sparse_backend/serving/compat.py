@@ -17,10 +17,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.identity import RELEASES
-from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache
-from vllm_sparse_kernels.attend import FlashAttention
+from vllm_sparse_kernels.attention import FlashAttention
 from vllm_sparse_kernels.paged import FP8
 
 IS_CPU = current_platform.is_cpu()

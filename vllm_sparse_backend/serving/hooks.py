@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.keys import DOCUMENTS
+from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
 from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, RELEASES, displaced, is_ours
-from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.keys import DOCUMENTS
-from vllm_sparse_backend.settings.metrics import AGREEMENT_METHOD, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
 
 logger = logging.getLogger(LOGGER)
 
@@ -175,9 +175,9 @@ def _with_our_endpoints(original: Function) -> Function:
     """
 
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
-        from vllm_sparse_backend.serving.agreement import AgreementEndpoint
-        from vllm_sparse_backend.serving.metrics_page import MetricsEndpoint
-        from vllm_sparse_backend.serving.ways_in import LevelsEndpoint
+        from vllm_sparse_backend.serving.frontend.metrics_endpoint import MetricsEndpoint
+        from vllm_sparse_backend.serving.frontend.middleware import LevelsEndpoint
+        from vllm_sparse_backend.serving.frontend.worker_agreement import AgreementEndpoint
 
         return [*original(*args, **kwargs), MetricsEndpoint(), LevelsEndpoint(), AgreementEndpoint()]
 
@@ -195,15 +195,15 @@ def _counting(original: Function) -> Function:
         if worker is None or not is_ours(worker.vllm_config.attention_config.backend):
             return original(self, attr)
         if attr == WORKER_METHOD:
-            from vllm_sparse_backend.serving.samples import worker_samples
+            from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
 
             return functools.partial(worker_samples, self.worker)
         if attr == REPORT_METHOD:
-            from vllm_sparse_backend.serving.tallies import about
+            from vllm_sparse_backend.serving.worker.request_tallies import about
 
             return about
         if attr == AGREEMENT_METHOD:
-            from vllm_sparse_backend.serving.agreement import worker_numbers
+            from vllm_sparse_backend.serving.frontend.worker_agreement import worker_numbers
 
             return functools.partial(worker_numbers, self.worker)
         method = original(self, attr)
@@ -215,7 +215,7 @@ def _counting(original: Function) -> Function:
 def _uncounted(method: Function) -> Function:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.stats import not_counting
+        from vllm_sparse_backend.serving.worker.counters import not_counting
 
         with not_counting():
             return method(*args, **kwargs)
@@ -233,8 +233,8 @@ def _marked(original: Function) -> Function:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
             return original(self, *args, **kwargs)
-        from vllm_sparse_backend.serving.reports import plain_ticket
-        from vllm_sparse_backend.serving.requests import mark_of
+        from vllm_sparse_backend.serving.frontend.prefill_reports import plain_ticket
+        from vllm_sparse_backend.serving.level_policy import mark_of
 
         mark = mark_of(self, signature.bind(self, *args, **kwargs).arguments["params"])
         request = original(self, *args, **kwargs)
@@ -251,7 +251,7 @@ def _with_http_level(original: Function) -> Function:
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.vllm_config.attention_config.backend):
-            from vllm_sparse_backend.serving.requests import apply_http_request
+            from vllm_sparse_backend.serving.level_policy import apply_http_request
 
             apply_http_request(signature.bind(self, *args, **kwargs).arguments["sampling_params"])
         return original(self, *args, **kwargs)
@@ -268,7 +268,7 @@ def _salted(original: Function) -> Function:
     A request does not say which engine it is of. Where a process has an engine of ours beside others, a mark in a
     request of theirs tells its blocks apart as well, which changes no answer.
     """
-    from vllm_sparse_backend.settings.requests import Mark
+    from vllm_sparse_backend.config.request_levels import Mark
 
     def generate_block_hash_extra_keys(
         request: Any, start_token_idx: int, end_token_idx: int, *rest: Any
@@ -288,9 +288,9 @@ def _switched(original: Function) -> Function:
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
         if is_ours(self.vllm_config.attention_config.backend):
-            from vllm_sparse_backend.serving import switch
+            from vllm_sparse_backend.serving.core import exact_switch
 
-            switch.apply(self, request)
+            exact_switch.apply(self, request)
         return original(self, request)
 
     return preprocess_add_request
@@ -302,13 +302,13 @@ def _switching(original: Function) -> Function:
     def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
             return original(self, method, timeout, args, kwargs)
-        from vllm_sparse_backend.serving import switch
+        from vllm_sparse_backend.serving.core import exact_switch
 
         if method == SWITCH_METHOD:
-            return [switch.turn(self, *args)]
+            return [exact_switch.turn(self, *args)]
         answers = original(self, method, timeout, args, kwargs)
         if method == WORKER_METHOD:
-            answers[0]["samples"].append(("switched_exact", [], float(switch.is_exact(self))))
+            answers[0]["samples"].append(("switched_exact", [], float(exact_switch.is_exact(self))))
             answers[0]["moment"] = time.monotonic_ns()  # orders what several API server processes are told
         return answers
 
@@ -325,7 +325,7 @@ def _known(original: Function) -> Function:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
             return original(self, scheduler_output, *args, **kwargs)
-        from vllm_sparse_backend.serving.row_levels import requests_of
+        from vllm_sparse_backend.serving.worker.step_context import requests_of
 
         requests = requests_of(self)
         if requests is None:  # a runner without a layer of ours
@@ -340,7 +340,7 @@ def _known(original: Function) -> Function:
 
 def _batch_told(original: Function) -> Function:
     def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.row_levels import requests_of
+        from vllm_sparse_backend.serving.worker.step_context import requests_of
 
         requests = requests_of(self)
         if requests is not None:

@@ -13,12 +13,12 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.resolved import Resolved, carried_device, with_carried
+from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
+from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.settings.config import SparsePrefillConfig, load_config
-from vllm_sparse_backend.settings.documents import Documents
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.resolved import Resolved, carried_device, with_carried
 
 logger = logging.getLogger(LOGGER)
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
+from vllm_sparse_backend.config.model_check import layer_reasons
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.engines import refuse_on_cpu
-from vllm_sparse_backend.serving.requests import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
+from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
-from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.modelcheck import layer_reasons
-from vllm_sparse_backend.settings.reasons import Fallback, LayerTraits, layer_fallback
-from vllm_sparse_backend.settings.resolved import Resolved
+from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
 
 
 def check(vllm_config: VllmConfig) -> None:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.settings.keys import KEY, OPTION
 
 VARIABLE = "VLLM_ATTENTION_BACKEND"
 """What older releases of vLLM read in place of the flag."""

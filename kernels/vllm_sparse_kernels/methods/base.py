@@ -16,9 +16,9 @@ import torch
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select.engine import PORTABLE, SelectEngine, never_refuses
-from vllm_sparse_kernels.select.footprint import most_bytes
-from vllm_sparse_kernels.select.parameters import require
+from vllm_sparse_kernels.selection.engine import PORTABLE, SelectEngine, never_refuses
+from vllm_sparse_kernels.selection.footprint import most_bytes
+from vllm_sparse_kernels.selection.parameters import require
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class Method(ABC):
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
         """Return an upper bound of the workspace memory that ``select`` has in use at a time, with any engine.
 
-        The default is the largest bound in ``select/footprint.py``. A method that needs more overrides it. The arena is
-        sized for the longest row: apart from rounding, the bound must not shrink as tiles or keys are added.
+        The default is the largest bound in ``selection/footprint.py``. A method that needs more overrides it. The
+        arena is sized for the longest row: apart from rounding, the bound must not shrink as tiles or keys are added.
 
         Args:
             rows: The rows of a step.
@@ -183,7 +183,7 @@ class Method(ABC):
     def select_engines(self) -> Sequence[SelectEngine]:
         """Engines that can run the selection, fastest first. The last one runs on every device that Triton supports.
 
-        A method with kernels for certain GPUs only overrides this together with ``select`` (``select/engine.py``).
+        A method with kernels for certain GPUs only overrides this together with ``select`` (``selection/engine.py``).
         """
         return (SelectEngine(PORTABLE, never_refuses, type(self).select),)
 

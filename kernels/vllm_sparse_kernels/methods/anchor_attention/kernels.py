@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.paged import load_keys, widen
-from vllm_sparse_kernels.select.lists import append, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.select.pooled import is_read
+from vllm_sparse_kernels.selection.lists import append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.pooled import is_read
 
 WORD = tl.constexpr(32)
 """Keys whose votes make one word."""

@@ -63,7 +63,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.attend.portable import MatrixArgs, descriptors_of, matrix_args, supports_bulk
+from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, descriptors_of, matrix_args, supports_bulk
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
@@ -81,9 +81,9 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache, key_args, query_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.select.footprint import voted_bytes
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
-from vllm_sparse_kernels.select.parameters import on_device, require
+from vllm_sparse_kernels.selection.footprint import voted_bytes
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS
+from vllm_sparse_kernels.selection.parameters import on_device, require
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 INITIAL_TOKENS = TILE_TOKENS

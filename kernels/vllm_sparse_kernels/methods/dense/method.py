@@ -8,7 +8,7 @@ import torch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.select.lists import compact_blocks
+from vllm_sparse_kernels.selection.lists import compact_blocks
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,12 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
-from vllm_sparse_kernels.select.footprint import most_bytes
-from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Estimate, Sums
-from vllm_sparse_kernels.select.lines import Lines, select_lines
-from vllm_sparse_kernels.select.lists import append
-from vllm_sparse_kernels.select.parameters import on_device, require
-from vllm_sparse_kernels.select.radix import (
+from vllm_sparse_kernels.selection.footprint import most_bytes
+from vllm_sparse_kernels.selection.last_queries import MOST_QUERIES, Estimate, Sums
+from vllm_sparse_kernels.selection.lines import Lines, select_lines
+from vllm_sparse_kernels.selection.lists import append
+from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.radix import (
     CHUNK,
     LAST_PASS,
     MOST_CHUNKS,

@@ -14,8 +14,8 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.select.parameters import MOST, on_device, require
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.select.parameters import MOST, on_device, require
-from vllm_sparse_kernels.select.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
-from vllm_sparse_kernels.select.topk import kept_in_chunk, load_bits
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
+from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
+from vllm_sparse_kernels.selection.topk import kept_in_chunk, load_bits
 
 POOL = tl.constexpr(KEY_BLOCK_TOKENS)
 """Tokens of a pooled query or key: the paper's block_size."""

@@ -33,11 +33,11 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
-from vllm_sparse_kernels.select.footprint import most_bytes
-from vllm_sparse_kernels.select.last_queries import Estimate, Sums
-from vllm_sparse_kernels.select.lines import Lines, select_lines
-from vllm_sparse_kernels.select.parameters import MOST, on_device, require
-from vllm_sparse_kernels.select.radix import (
+from vllm_sparse_kernels.selection.footprint import most_bytes
+from vllm_sparse_kernels.selection.last_queries import Estimate, Sums
+from vllm_sparse_kernels.selection.lines import Lines, select_lines
+from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
+from vllm_sparse_kernels.selection.radix import (
     CHUNK,
     DIGITS,
     LAST_PASS,
@@ -48,7 +48,7 @@ from vllm_sparse_kernels.select.radix import (
     load_count_keys,
     threshold_of,
 )
-from vllm_sparse_kernels.select.topk import kept_in_chunk
+from vllm_sparse_kernels.selection.topk import kept_in_chunk
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ score there is one fused multiply-add and one maximum, two scores to an instruct
 Where half precision may not have all sums exactly a program leaves its part, with a mark, to ``sale_scores``.
 """
 
-from vllm_sparse_kernels.gluon_names import (
+from vllm_sparse_kernels.gluon_compat import (
     aggregate,
     barrier,
     bulk_load,
@@ -22,7 +22,7 @@ from vllm_sparse_kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from vllm_sparse_kernels.select import slabs
+from vllm_sparse_kernels.selection import slabs
 
 PAIR_FIELDS = gl.constexpr(slabs.PAIR_FIELDS)
 

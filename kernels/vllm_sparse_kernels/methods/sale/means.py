@@ -15,8 +15,8 @@ import triton.language as tl
 
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, load_queries, query_args
 from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.select.channels import keep_heaviest
-from vllm_sparse_kernels.select.lists import load_tile
+from vllm_sparse_kernels.selection.channels import keep_heaviest
+from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
 SPLIT_TOKENS = 512

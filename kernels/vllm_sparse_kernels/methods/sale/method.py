@@ -59,7 +59,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.inputs import LayerInputs
+from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
@@ -74,17 +74,17 @@ from vllm_sparse_kernels.methods.sale.rounding import (
 )
 from vllm_sparse_kernels.methods.sale.scores import first_flags, flag_blocks, half_refusal, marks_bytes
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.select.channels import kept_channels
-from vllm_sparse_kernels.select.engine import (
+from vllm_sparse_kernels.selection.channels import kept_channels
+from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
     SelectEngine,
     SelectSpec,
     choose_select_engine,
     never_refuses,
 )
-from vllm_sparse_kernels.select.lists import compact_blocks
-from vllm_sparse_kernels.select.parameters import on_device, require
-from vllm_sparse_kernels.select.slabs import slabs_of
+from vllm_sparse_kernels.selection.lists import compact_blocks
+from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.slabs import slabs_of
 
 CHANNELS = Literal["all", "half"]
 

@@ -2,7 +2,7 @@
 """SALE's first two steps: queries and keys in 4 bits, and every query's threshold. method.py has the paper's part.
 
 All rows of a step go through one launch of each kernel, but for keys, which are rounded a slab of rows at a time
-(``select/slabs.py``). What is written about a row depends on that row alone.
+(``selection/slabs.py``). What is written about a row depends on that row alone.
 """
 
 from typing import Any, NamedTuple
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import compile_time
-from vllm_sparse_kernels.inputs import LayerInputs
+from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS
-from vllm_sparse_kernels.select.channels import kept_of, load_kept
-from vllm_sparse_kernels.select.lists import load_tile
-from vllm_sparse_kernels.select.slabs import STEP_TOKENS, Slab, padded
+from vllm_sparse_kernels.selection.channels import kept_of, load_kept
+from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, Slab, padded
 from vllm_sparse_kernels.workspace import Workspace
 
 QUERY_BLOCK = tl.constexpr(64)  # b_q

@@ -23,9 +23,9 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     local_start,
 )
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
-from vllm_sparse_kernels.select import slabs
-from vllm_sparse_kernels.select.engine import HOPPER, SelectSpec
-from vllm_sparse_kernels.select.lists import load_tile, tile_blocks
+from vllm_sparse_kernels.selection import slabs
+from vllm_sparse_kernels.selection.engine import HOPPER, SelectSpec
+from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
 
 TEST_TILES = 2
 """Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
@@ -39,7 +39,7 @@ SPAN_TOKENS = 8192
 PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
 
 try:
-    from vllm_sparse_kernels.gluon_names import bulk_steps
+    from vllm_sparse_kernels.gluon_compat import bulk_steps
     from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
     MISSING_GLUON = str(error)

@@ -17,7 +17,7 @@ from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
 
 class Spans(NamedTuple):

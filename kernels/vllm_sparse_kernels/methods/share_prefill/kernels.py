@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.methods.share_prefill.block_average import average_tile, divergence, softmax_sums
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
 VERTICAL_SLASH, SHARED, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""

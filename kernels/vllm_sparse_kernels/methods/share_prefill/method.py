@@ -70,9 +70,9 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
 )
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
-from vllm_sparse_kernels.select.footprint import averaged_bytes
-from vllm_sparse_kernels.select.parameters import on_device, require
-from vllm_sparse_kernels.select.radix import DIGITS
+from vllm_sparse_kernels.selection.footprint import averaged_bytes
+from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.radix import DIGITS
 
 NOISE = -1
 """Cluster id of heads that are like no other."""

@@ -49,9 +49,9 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.select.lists import append, compact_blocks, list_of, tile_blocks
-from vllm_sparse_kernels.select.parameters import on_device, require
-from vllm_sparse_kernels.select.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
+from vllm_sparse_kernels.selection.lists import append, compact_blocks, list_of, tile_blocks
+from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
 
 HELD_BLOCKS = 2048
 """Blocks of a row of S^ that stay in registers while its threshold is searched, those of 131,072 keys. Longer rows are

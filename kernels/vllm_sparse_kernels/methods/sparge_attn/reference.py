@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpargeAttn's selection in plain torch: arXiv 2502.18137, equations 2 to 5 and lines 4 to 6 of Algorithm 1.
 
-``method.py`` lists what departs from the paper. What its attention adds is in ``attend/reference.py``.
+``method.py`` lists what departs from the paper. What its attention adds is in ``attention/reference.py``.
 """
 
 import torch

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select.lists import append, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import append, load_tile, tile_blocks
 
 KEY_BLOCK = tl.constexpr(32)
 

@@ -8,7 +8,7 @@ from triton import next_power_of_2
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.methods.top_p.rounding import SPLIT_TOKENS
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
-from vllm_sparse_kernels.select.slabs import TileBytes, most_run_bytes, padded, rows_of_slabs
+from vllm_sparse_kernels.selection.slabs import TileBytes, most_run_bytes, padded, rows_of_slabs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.gluon_names import (
+from vllm_sparse_kernels.gluon_compat import (
     Channel,
     aggregate,
     barrier,
@@ -47,8 +47,8 @@ from vllm_sparse_kernels.gluon_names import (
 from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select.lists import load_tile
-from vllm_sparse_kernels.select.slabs import Run
+from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.slabs import Run
 from vllm_sparse_kernels.workspace import Workspace
 
 STAGES = gl.constexpr(4)

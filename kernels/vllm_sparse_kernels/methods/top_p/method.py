@@ -39,7 +39,7 @@ from typing import Literal, get_args
 import torch
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
-from vllm_sparse_kernels.inputs import LayerInputs
+from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, choose, mass_width
@@ -55,8 +55,8 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
 )
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select.channels import kept_channels
-from vllm_sparse_kernels.select.engine import (
+from vllm_sparse_kernels.selection.channels import kept_channels
+from vllm_sparse_kernels.selection.engine import (
     HOPPER,
     PORTABLE,
     SelectEngine,
@@ -64,9 +64,9 @@ from vllm_sparse_kernels.select.engine import (
     choose_select_engine,
     never_refuses,
 )
-from vllm_sparse_kernels.select.lists import compact_blocks
-from vllm_sparse_kernels.select.parameters import on_device, require
-from vllm_sparse_kernels.select.slabs import Run, slabs_of
+from vllm_sparse_kernels.selection.lists import compact_blocks
+from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.slabs import Run, slabs_of
 
 hopper: ModuleType | None
 try:

@@ -16,8 +16,8 @@ import triton.language as tl
 from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select.lists import FIELDS, load_tile
-from vllm_sparse_kernels.select.slabs import PAIR_FIELDS, Run
+from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
+from vllm_sparse_kernels.selection.slabs import PAIR_FIELDS, Run
 from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False

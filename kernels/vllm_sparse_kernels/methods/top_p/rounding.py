@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.inputs import LayerInputs
+from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
-from vllm_sparse_kernels.select.channels import keep_heaviest, kept_of, load_kept
-from vllm_sparse_kernels.select.lists import load_tile
-from vllm_sparse_kernels.select.slabs import Slab
+from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
+from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.slabs import Slab
 from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = tl.constexpr(15.0)

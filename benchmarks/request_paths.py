@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every path that a server takes POST on, asked with no level, exact, a bad one and such as are misspelt.
+
+    python -m benchmarks.request_paths [--results docs/results/operators.json]
+
+Of a server that generates, with all of vLLM's development paths, and of one that pools, which goes sparse. A level is
+honoured where rows are counted as exact for it, refused where the answer is a status 400 that names it, and ignored
+where the request is answered otherwise. What a model cannot do, such as hear, its server has no path for.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.figures import Report
+from benchmarks.options import Json, Results
+from tests.helpers.tiny_models import make_model
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.evaluation.metrics_scrape import parse
+from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, device_name, sparse_args
+
+WORDS = 400
+SETTINGS = {
+    "method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}, "min_tokens": 128, "min_query_tokens": 1,
+    "metrics_interval_s": 0.01,
+}  # fmt: skip
+ARGS = ("--max-model-len", "8192", "--max-num-batched-tokens", "4096")
+HONOURED, REFUSED, IGNORED, NOT_SERVED = "honoured", "refused", "ignored", "not served"
+KEPT = {HONOURED, REFUSED, NOT_SERVED}
+
+
+def text(seed: int) -> str:
+    """No two begin alike, so that nothing is found in a cache."""
+    generator = random.Random(seed)
+    return " ".join(generator.choice(("level", "prompt", "sparse", "exact", "tokens")) for _ in range(WORDS))
+
+
+def chat(seed: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text(seed)}]
+
+
+def bodies(seed: int) -> dict[str, dict[str, Any]]:
+    """By path, and what is said of it, a body that has a prompt prefilled."""
+    prompt, messages, few = {"prompt": text(seed)}, {"messages": chat(seed)}, {"max_tokens": 2}
+    beams = {"use_beam_search": True, "n": 2, **few}
+    score = {"text_1": text(seed), "text_2": [text(seed + 1)]}
+    rank = {"query": text(seed), "documents": [text(seed + 1)]}
+    return {
+        "/v1/completions": prompt | few,
+        "/v1/completions, a stream": prompt | few | {"stream": True},
+        "/v1/completions, beams": prompt | beams,
+        "/v1/completions/render": prompt | few,
+        "/v1/chat/completions": messages | few,
+        "/v1/chat/completions, a stream": messages | few | {"stream": True},
+        "/v1/chat/completions, beams": messages | beams,
+        "/v1/chat/completions/render": messages | few,
+        "/v1/chat/completions/batch": {"messages": [chat(seed), chat(seed + 1)], **few},
+        "/v1/responses": {"input": text(seed), "max_output_tokens": 2},
+        "/v1/responses, a stream": {"input": text(seed), "max_output_tokens": 2, "stream": True},
+        "/v1/messages": messages | few,
+        "/v1/messages/render": messages | few,
+        "/generative_scoring": {"query": text(seed), "items": ["yes", "no"], "label_token_ids": [40, 41]},
+        "/inference/v1/generate": {"token_ids": [seed % 2000 + 2, *range(5, 700)], "sampling_params": few},
+        "/invocations": prompt | {"input": text(seed)} | few,
+        "/v1/systemone": {
+            "state": text(seed), "questions": {"q": {"type": "choice", "text": "?", "options": ["a", "b"]}}
+        },
+        "/v1/embeddings": {"input": text(seed)},
+        "/v2/embed": {"texts": [text(seed)], "embedding_types": ["float"]},
+        "/pooling": {"input": text(seed), "task": "embed"},
+        "/classify": {"input": text(seed)},
+        "/score": score, "/v1/score": score, "/rerank": rank, "/v1/rerank": rank, "/v2/rerank": rank,
+    }  # fmt: skip
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "0": {"vllm_xargs": {"sparse_prefill": 0}},
+    "bad": {"vllm_xargs": {"sparse_prefill": "zzz"}},
+    "sparse-prefill": {"vllm_xargs": {"sparse-prefill": 0}},
+    "sparse_prefil": {"vllm_xargs": {"sparse_prefil": 0}},
+    "at the top": {"sparse_prefill": 0},
+    "extra_args": {"extra_args": {"sparse_prefill": 0}},
+    "extra_body": {"extra_body": {"vllm_xargs": {"sparse_prefill": 0}}},
+    "vllm-xargs": {"vllm-xargs": {"sparse_prefill": 0}},
+    "metadata": {"metadata": {"sparse_prefill": 0}},
+}
+
+
+class Asker:
+    """Asks one server, and tells what became of a level."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.asked = 0
+        self.counted = self.rows()
+
+    def paths(self) -> list[str]:
+        described = json.loads(self.server.get("/openapi.json"))["paths"]
+        return [path for path, methods in described.items() if "post" in methods]
+
+    def rows(self) -> tuple[int, int]:
+        """So many that ran exact because they were asked to, and sparse."""
+        report = parse(self.server.get(FRESH_METRICS_PATH))
+        return report.rows["dense", Fallback.REQUESTED], report.rows_of("sparse")
+
+    def is_exact(self) -> bool:
+        """Whether no layer of the server goes sparse for anybody: it counts no rows then."""
+        return set(parse(self.server.get(FRESH_METRICS_PATH)).attention) == {"dense"}
+
+    def cell(self, way: str, variant: str) -> str:
+        path = way.partition(",")[0]
+        self.asked += 10
+        body = {"model": self.server.model, **bodies(self.asked).get(way, {}), **VARIANTS[variant]}
+        try:
+            said = self.server.post_text(path.replace("{", "").replace("}", ""), body)
+        except ServerError as error:
+            said = str(error)
+            if "answered 400" in said and "sparse_prefill" in said:
+                return REFUSED
+            return NOT_SERVED if "answered 404" in said or "answered 501" in said else f"failed: {said[:300]}"
+        if "sparse_prefill: given" in said:
+            return f"broken off: {said[:200]}"
+        if path.endswith("/render"):  # what it makes of the body is for another path
+            return "passed on" if variant == "none" else HONOURED if '"sparse_prefill":0' in said else IGNORED
+        before, self.counted = self.counted, self.rows()
+        exact, sparse = (now - then for now, then in zip(self.counted, before))
+        if variant == "none":
+            return "sparse" if sparse else "exact" if exact or self.is_exact() else "nothing prefilled"
+        return HONOURED if variant == "0" and not sparse and (exact or self.is_exact()) else IGNORED
+
+    def table(self) -> Iterator[dict[str, str]]:
+        known = list(bodies(0))
+        for path in self.paths():
+            ways = [way for way in known if way.partition(",")[0] == path] or [path]
+            for way in ways:
+                # What is no way in for prompts may be one out: to sleep, to pause.
+                variants = [variant for variant in VARIANTS if variant != "none" or way in known]
+                yield {"way": way, **{variant: self.cell(way, variant) for variant in variants}}
+
+
+def main(json_path: Json = None, results: Results = None) -> None:
+    """Ask both servers by every way in, and print the table."""
+    report = Report("ways in", device_name(), json_path, results, "python -m benchmarks.request_paths")
+    with TemporaryDirectory() as folder:
+        model, env = make_model(Path(folder) / "model"), {"VLLM_SERVER_DEV_MODE": "1"}
+        pooling = ("--runner", "pooling", "--convert", "embed")
+        for name, args, settings in (
+            ("generates", ("--enable-scale-out",), SETTINGS),
+            ("pools", pooling, SETTINGS),
+            ("pools, sparse", pooling, SETTINGS | {"requests": {"default": "on"}}),
+        ):
+            with Server(model, (*sparse_args(settings), *ARGS, *args), env=env) as server:
+                for row in Asker(server).table():
+                    report.add_case({"server": name, **row})
+    columns = {name: name for name in ("server", "way", *VARIANTS)}
+    named = [row for row in report.cases if "none" in row]
+    others = f"and {len(report.cases) - len(named)} paths that prefill nothing"
+    Console(width=160).print(table_of("Ways in", columns, named, others))
+    cells = [(row, variant, row.get(variant, "")) for row in report.cases for variant in VARIANTS if variant != "none"]
+    ignored = [cell for cell in cells if cell[2] not in KEPT]
+    refused = [row for row in report.cases if row["server"] == "generates" and row.get("none") and row["0"] == REFUSED]
+    report.add_figure("ways in: ignored", len(ignored), "cells", "lower", 0)
+    report.add_figure("ways in: generation paths that refuse a valid level", len(refused), "paths", "lower", 0)
+    report.add_figure("ways in: cells", len(cells), "cells", "higher")
+    if ignored or refused:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a SparseIndex by FlashAttention's own kernel, over block tables made from the index.
+
+FlashAttention reads a paged cache through a block table, one row of it for each sequence, and does not ask what the
+pages have to do with each other. So every (query head, tile) becomes a sequence of its own, with one head, whose block
+table lists what the tile keeps:
+
+* The diagonal's blocks are the last ones and are all there, so that the last keys of the list are the tile's own
+  positions. FlashAttention aligns its causal mask to the end: it is right wherever the tile begins, as long as the
+  list ends exactly at the tile's last position.
+* Keys and values are seen as *units* of consecutive tokens of one kv head: [num_units, unit, 1, head_dim] views whose
+  first stride is what the cache's strides have in common. The number of a unit is its offset in the cache over that,
+  so that page, place in the page and kv head are all in it. Units overlap, and are only read.
+* A unit is as wide as blocks and pages allow; units of one token are single keys. Stripes lie before the tile's first
+  query, need no mask, and run as a second call, whose result is merged with the blocks' by log-sum-exp.
+
+Two kernels of ours stand around the calls: one copies the queries so that a sequence's lie together and writes the
+tables, the other merges, scales by what sinks leave, and copies back.
+
+A cache in fp8 is read with queries in fp8, by version 3 on Hopper. It rounds weights to fp8 too and writes bf16. The
+scales of queries and keys are in the softmax's scale, that of values is applied by the last kernel: FlashAttention is
+told of none.
+
+What lies past a row's end on its last page must be finite, NaN and infinities show: FlashAttention-3 multiplies values
+there by zero (Dao-AILab/flash-attention, issue 2374). vLLM's own prefill asks as much of its cache.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attention.flash.kernels import SliceShape, UnitShape, finish_kernel, prepare_kernel
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.index import LayerShape, SparseIndex
+from vllm_sparse_kernels.paged import FP8, PagedCache
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.workspace import SPARE_BYTES
+
+PART_BYTES = 512 << 20
+"""Workspace that sequences which run at once may take; what needs more runs in parts. 8,192 queries of 32 heads of 128
+take 0.2 GB with blocks alone, 0.3 GB with room for 8,192 stripes a tile.
+"""
+
+SMALLEST_UNIT = 16
+"""Tokens of a page of FlashAttention 2, at least; units are not smaller."""
+
+PART_SEQUENCES = 32768
+"""Sequences that run at once: FlashAttention-2 launches them along an axis that ends at 65,535."""
+
+SLICE_TOKENS = 32
+"""Queries that one program of the kernels before and after copies."""
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """FlashAttention's function for paged caches, and what it can read.
+
+    ``varlen`` is called as vLLM's ``flash_attn_varlen_func``, by keyword, with seqused_k and block_table, and returns
+    (out, log-sum-exp [num_heads, num_tokens]). If it reads pages of one token, it has to give −∞ for a sequence that
+    has no keys.
+    """
+
+    varlen: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    page_multiple: int = 1
+    """Tokens of a page must be a multiple of this."""
+
+    max_seqlen_q: int = TILE_TOKENS
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+    @staticmethod
+    def of_version(version: int, varlen: Callable[..., Any]) -> "FlashAttention":
+        """Return what vLLM's function of this version can read.
+
+        Version 3 reads pages of any size, and fp8; 2 pages of 16 tokens and multiples. Version 3 reads pages by bulk
+        copies only where it is told of sequences longer than its tile of 128 queries.
+
+        Args:
+            version: of FlashAttention.
+            varlen: vLLM's ``flash_attn_varlen_func``.
+
+        Raises:
+            ValueError: another version than 2 or 3.
+        """
+        half = (torch.float16, torch.bfloat16)
+        known = {2: (16, TILE_TOKENS, half), 3: (1, 2 * TILE_TOKENS, (*half, FP8))}
+        if version not in known:
+            raise ValueError(f"FlashAttention: given version {version}, expected one of {tuple(known)}")
+        return FlashAttention(partial(varlen, fa_version=version, num_splits=1), *known[version])
+
+
+@dataclass(frozen=True)
+class FlashAttend:
+    """``engine.Attend`` by a FlashAttention.
+
+    Attributes:
+        flash: the function that is called; None: every call raises.
+    """
+
+    flash: FlashAttention | None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        out: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+        options: AttendOptions | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attend as ``engine.Attend`` has it, whose arguments these are.
+
+        Raises:
+            ValueError: shapes do not fit the index, or ``refusal`` would have given a reason.
+        """
+        check_shapes(q, out, cache, index, sinks)
+        reason = refusal(self.flash, AttendSpec.of(cache, index, options))
+        if reason is not None or self.flash is None:
+            raise ValueError(f"attend: the engine flash cannot run this: {reason}")
+        queries = AttendArgs.of(q, out, lse, sinks)
+        for part in _parts(index, cache):
+            with index.workspace.frame():
+                _attend_part(self.flash, queries, cache, index, scale, part)
+
+
+def flash_engine(flash: FlashAttention | None) -> Engine:
+    """Return the engine around a FlashAttention.
+
+    Args:
+        flash: the function that the caller hands in; None makes an engine that always refuses.
+    """
+    return Engine("flash", partial(refusal, flash), FlashAttend(flash))
+
+
+def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
+    """Return why FlashAttention cannot run such a layer, in words that end a sentence; None if it can.
+
+    Args:
+        flash: the function that would be called; None: there is none for this device.
+        spec: the layer.
+    """
+    if flash is None:
+        return "there is no FlashAttention for this device"
+    if spec.skips or spec.int8:
+        return f"{'the skip of products' if spec.skips else '8-bit scores'}: FlashAttention has no such option"
+    if spec.dtype not in flash.dtypes:
+        return f"it reads {', '.join(map(str, flash.dtypes))}, not {spec.dtype}"
+    step = 16 if spec.dtype == FP8 else 8
+    if spec.head_dim % step or spec.head_dim > 256:
+        return f"head_dim {spec.head_dim} is no multiple of {step} up to 256"
+    unit = gcd(spec.block_tokens, spec.page_size)
+    if unit % flash.page_multiple:
+        return f"pages of {unit} tokens would be needed, and it reads multiples of {flash.page_multiple}"
+    if spec.has_stripes and flash.page_multiple > 1:
+        return f"single keys need pages of 1 token, and it reads multiples of {flash.page_multiple}"
+    if gcd(*spec.strides) * spec.dtype.itemsize % 16:
+        return f"the cache's strides {spec.strides} are no multiples of 16 bytes"
+    return None
+
+
+class Places(NamedTuple):
+    """The cache's strides in granules: what makes a page and a place in it the number of a unit."""
+
+    page_size: int
+    page_granules: int
+    token_granules: int
+    head_granules: int
+
+
+class Sequences(NamedTuple):
+    """Some sequences, one after the other: their queries, and what FlashAttention is told of them.
+
+    ``keys`` and ``table`` are of the blocks, ``stripe_keys`` and ``stripe_table`` of the single keys, or None.
+    """
+
+    q: Any  # [num_tokens, 1, head_dim]
+    ends: Any  # [num_sequences + 1] int32, from 0
+    keys: Any  # [num_sequences] int32, keys that a sequence has
+    table: Any  # [num_sequences, width] int32, numbers of units
+    stripe_keys: Any
+    stripe_table: Any
+
+
+class Part(NamedTuple):
+    """Sequences [first, first + num_sequences) and their queries.
+
+    They are numbered kv head by kv head, heaviest tile first, the heads of a group side by side: one kv head's keys
+    stay in the L2 cache while all of its readers run.
+    """
+
+    first: int
+    num_sequences: int
+    first_token: int
+    num_tokens: int
+
+
+def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
+    """Return the bytes that attention of these rows takes from the index's workspace, or a few more.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer.
+        longest_stripes: stripes that any tile may keep at most.
+    """
+    num_sequences = rows.num_tiles * shape.num_heads
+    width = ceil_div(max(rows.seq_lens, default=0), SMALLEST_UNIT) + longest_stripes
+    bytes_each = (3 * TILE_TOKENS * shape.head_dim * shape.element_bytes) + 4 * width
+    return max(min(PART_BYTES, num_sequences * bytes_each), bytes_each) + 16 * num_sequences + SPARE_BYTES
+
+
+def _attend_part(
+    flash: FlashAttention, queries: AttendArgs, cache: PagedCache, index: SparseIndex, scale: float, part: Part
+) -> None:
+    """Queries and tables in, one call for blocks, one for stripes if there are any, the merged result out."""
+    rows, group = index.rows, index.num_heads // cache.num_kv_heads
+    unit = gcd(index.block_tokens, cache.page_size)
+    sequences = _room(index, cache, part)
+    lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
+    varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
+    shape = compile_time(SliceShape(cache.head_dim, triton.next_power_of_2(cache.head_dim), group, SLICE_TOKENS))
+    units = compile_time(UnitShape(index.block_tokens, unit, CHUNK=512))
+    grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
+    stripe_table = sequences.stripe_table
+    prepare_kernel[grid](
+        queries, *lists, _places(cache), sequences, *varying,
+        rows.block_table, rows.block_table.stride(0),
+        sequences.table.stride(0), 0 if stripe_table is None else stripe_table.stride(0),
+        units, shape,
+    )  # fmt: skip
+
+    def call(keys: torch.Tensor, table: torch.Tensor, unit: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash.varlen(
+            q=sequences.q,
+            k=_units(cache.keys, unit, _granule(cache)),
+            v=_units(cache.values, unit, _granule(cache)),
+            out=index.workspace.empty(*sequences.q.shape, dtype=_result_dtype(cache)),
+            cu_seqlens_q=sequences.ends,
+            max_seqlen_q=flash.max_seqlen_q,
+            seqused_k=keys,
+            max_seqlen_k=table.shape[1] * unit,
+            softmax_scale=scale,
+            causal=causal,
+            block_table=table,
+            return_softmax_lse=True,
+        )
+
+    results = call(sequences.keys, sequences.table, unit, causal=True)
+    by_stripes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if stripe_table is not None:
+        by_stripes = call(sequences.stripe_keys, stripe_table, 1, causal=False)
+    finish_kernel[grid](queries, *lists, *results, *by_stripes, cache.value_scale, *varying, shape)
+
+
+def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
+    """All sequences of the index, as few at a time as the workspace asks for."""
+    rows, heads = index.rows, index.num_heads
+    group = heads // cache.num_kv_heads
+    starts, _ = rows.once(_starts, lambda: _starts(rows))
+    total = sum(rows.query_lens)
+    copies = 3 if index.has_stripes else 2
+    bytes_each = copies * TILE_TOKENS * cache.head_dim * _result_dtype(cache).itemsize
+    bytes_each += 4 * sum(_widths(index, cache))
+    num_sequences = rows.num_tiles * heads
+    at_once = max(1, min(PART_SEQUENCES, PART_BYTES // bytes_each))
+    count = ceil_div(num_sequences, ceil_div(num_sequences, at_once))
+
+    def first_token(sequence: int) -> int:
+        i_kv, in_kv_head = divmod(sequence, rows.num_tiles * group)
+        rank, i_head = divmod(in_kv_head, group)
+        length = rows.tile_list[rows.heaviest_order[rank]].length_tokens if i_head else 0
+        return (i_kv * total + starts[rank]) * group + i_head * length
+
+    for first in range(0, num_sequences, count):
+        end = min(first + count, num_sequences)
+        token, end_token = first_token(first), total * heads if end == num_sequences else first_token(end)
+        yield Part(first, end - first, token, end_token - token)
+
+
+def _room(index: SparseIndex, cache: PagedCache, part: Part) -> Sequences:
+    """Tensors for one part. Its queries have the cache's dtype."""
+    room = partial(index.workspace.empty, dtype=torch.int32)
+    width, stripe_width = _widths(index, cache)
+    return Sequences(
+        index.workspace.empty(part.num_tokens, 1, cache.head_dim, dtype=cache.keys.dtype),
+        room(part.num_sequences + 1),
+        room(part.num_sequences),
+        room(part.num_sequences, width),
+        room(part.num_sequences) if stripe_width else None,
+        room(part.num_sequences, stripe_width) if stripe_width else None,
+    )
+
+
+def _result_dtype(cache: PagedCache) -> torch.dtype:
+    """What FlashAttention writes; none of its elements are shorter than the queries'."""
+    return torch.bfloat16 if cache.keys.dtype == FP8 else cache.keys.dtype
+
+
+def _widths(index: SparseIndex, cache: PagedCache) -> tuple[int, int]:
+    """Columns of the table of blocks, and of stripes: the most that any tile may keep, as the host knows it."""
+    unit = gcd(index.block_tokens, cache.page_size)
+    return ceil_div(max(index.rows.seq_lens), unit), index.longest_stripes
+
+
+def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:
+    """Queries of the tiles that come before each one in ``rows.heaviest_order``, on the host and on the device."""
+    lengths = (rows.tile_list[i_tile].length_tokens for i_tile in rows.heaviest_order)
+    starts = [*accumulate(lengths, initial=0)][:-1]
+    return starts, to_device(starts, torch.int32, rows.device)
+
+
+def _granule(cache: PagedCache) -> int:
+    """Elements that all strides of the cache are multiples of."""
+    return gcd(*cache.strides)
+
+
+def _places(cache: PagedCache) -> Places:
+    granule = _granule(cache)
+    num_granules = sum((n - 1) * stride for n, stride in zip(cache.keys.shape, cache.strides)) // granule
+    if num_granules >= 1 << 31:
+        raise ValueError(f"attend: a cache of {num_granules} times {granule} elements has no room in 32-bit numbers")
+    return Places(cache.page_size, *(stride // granule for stride in cache.strides))
+
+
+def _units(x: torch.Tensor, unit: int, granule: int) -> torch.Tensor:
+    """Keys or values [num_pages, page_size, num_kv_heads, head_dim] as overlapping units [num, unit, 1, head_dim]."""
+    head_dim, stride_token = x.shape[3], x.stride(1)
+    reach = sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()))
+    return x.as_strided(
+        ((reach - (unit - 1) * stride_token) // granule + 1, unit, 1, head_dim), (granule, stride_token, head_dim, 1)
+    )

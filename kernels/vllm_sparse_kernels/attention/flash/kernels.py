@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels around FlashAttention's calls: queries and tables before them, the merge after. See ``flash.py``.
+
+A program is a slice of a sequence's queries, ``ROWS`` of the tile's 128.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.selection.lists import load_tile
+
+VARYING = ("first", "first_token", "num_tiles", "num_tokens")
+TABLES = ("block_table", "stride_block_table", "stride_table", "stride_stripe_table")
+"""Arguments that change from step to step, in value or in alignment: they shall not call for new variants of a kernel.
+"""
+
+
+class SliceShape(NamedTuple):
+    """What both kernels are compiled for; every field a ``tl.constexpr``."""
+
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
+    GROUP: Any  # query heads of a kv head
+    ROWS: Any  # queries of a program
+
+
+class UnitShape(NamedTuple):
+    """How ``prepare_kernel`` lists keys; every field a ``tl.constexpr``."""
+
+    BLOCK_TOKENS: Any  # keys of a block of the index
+    UNIT: Any  # keys of a unit
+    CHUNK: Any  # units of a step
+
+
+class Slice(NamedTuple):
+    """What one program works on."""
+
+    i_head: Any
+    i_kv: Any
+    i_tile: Any
+    i_row: Any
+    o_q: Any  # [ROWS] int64, tokens in q
+    o_s: Any  # [ROWS] int64, places among the part's queries
+    in_tile: Any  # [ROWS], which of them the tile has
+    start: Any  # place of the sequence's first query
+    length: Any  # queries of the sequence
+    last: Any  # position of its last query
+
+
+@triton.jit
+def _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE):
+    """The ``Slice`` of this program."""
+    i_sequence = first + tl.program_id(0)
+    i_kv = i_sequence // (num_tiles * SHAPE.GROUP)
+    i_rank = i_sequence % (num_tiles * SHAPE.GROUP) // SHAPE.GROUP
+    i_group = i_sequence % SHAPE.GROUP
+    i_tile = tl.load(lists.order + i_rank)
+    i_row, token, length, position = load_tile(lists.tiles, i_tile)
+    last = position + length - 1
+    start = (i_kv * num_tokens + tl.load(starts + i_rank)) * SHAPE.GROUP + i_group * length - first_token
+    o_m = tl.program_id(1) * SHAPE.ROWS + tl.arange(0, SHAPE.ROWS)
+    o_q = (token + o_m).to(tl.int64)
+    o_s = (start + o_m).to(tl.int64)
+    i_head = i_kv * SHAPE.GROUP + i_group
+    return Slice(i_head, i_kv, i_tile, i_row, o_q, o_s, o_m < length, start, length, last)
+
+
+@triton.jit(do_not_specialize=VARYING + TABLES)
+def prepare_kernel(
+    queries, lists, starts, places, sequences, first, first_token, num_tiles, num_tokens,
+    block_table, stride_block_table, stride_table, stride_stripe_table, UNITS, SHAPE,
+):  # fmt: skip
+    """Copy a slice of one sequence's queries, and list a share of its units and single keys.
+
+    Grid: (sequences of the part, tile's queries / ROWS). Bound by memory: it reads and writes each query once, and 4
+    bytes for each unit and single key.
+
+    Args:
+        queries: AttendArgs; reads q [tokens, query heads, HEAD_DIM].
+        lists: IndexArgs.
+        starts: [num_tiles] int32, queries of the tiles before each, in the order of ``lists.order``.
+        places: Places, the cache's strides in granules.
+        sequences: Sequences; written: q, ends, keys, table, and of single keys where there are any.
+        first, first_token: the part's first sequence, and its first query among all.
+        num_tiles, num_tokens: of the step.
+        block_table: [num_rows, max_pages] int32 of stride ``stride_block_table``.
+        stride_table, stride_stripe_table: of ``sequences.table`` and ``stripe_table``.
+        UNITS: UnitShape.
+        SHAPE: SliceShape.
+    """
+    part = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
+    i_part, i_slice = tl.program_id(0), tl.program_id(1)
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
+    in_head = part.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+    o_q = part.o_q[:, None] * queries.stride_token + part.i_head * queries.stride_head + o_d[None, :]
+    b_q = tl.load(queries.q + o_q, mask=in_head)
+    tl.store(sequences.q + part.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :], b_q, mask=in_head)
+    tl.store(sequences.ends + i_part, part.start)
+    if i_part == tl.num_programs(0) - 1:
+        tl.store(sequences.ends + i_part + 1, part.start + part.length)
+
+    i_list = part.i_head * num_tiles + part.i_tile
+    pages = block_table + part.i_row.to(tl.int64) * stride_block_table
+    ids = lists.block_ids + part.i_head.to(tl.int64) * lists.stride_blocks + tl.load(lists.block_offsets + part.i_tile)
+    # All blocks are whole but the last, which ends with the tile's last query.
+    num_keys = (tl.load(lists.block_counts + i_list) - 1) * UNITS.BLOCK_TOKENS + part.last % UNITS.BLOCK_TOKENS + 1
+    tl.store(sequences.keys + i_part, num_keys)
+    num_units = tl.cdiv(num_keys, UNITS.UNIT)
+    table = sequences.table + i_part.to(tl.int64) * stride_table
+    for i in range(i_slice * UNITS.CHUNK, num_units, tl.num_programs(1) * UNITS.CHUNK):
+        o_n = i + tl.arange(0, UNITS.CHUNK)
+        listed = o_n < num_units
+        b_block = tl.load(ids + o_n * UNITS.UNIT // UNITS.BLOCK_TOKENS, mask=listed, other=0)
+        b_position = b_block * UNITS.BLOCK_TOKENS + o_n * UNITS.UNIT % UNITS.BLOCK_TOKENS
+        tl.store(table + o_n, _unit_number(places, pages, part.i_kv, b_position, listed), mask=listed)
+
+    if sequences.stripe_table is not None:
+        stripes = lists.stripe_positions + tl.load(lists.stripe_offsets + i_list)
+        num_stripes = tl.load(lists.stripe_counts + i_list)
+        tl.store(sequences.stripe_keys + i_part, num_stripes)
+        stripe_table = sequences.stripe_table + i_part.to(tl.int64) * stride_stripe_table
+        for i in range(i_slice * UNITS.CHUNK, num_stripes, tl.num_programs(1) * UNITS.CHUNK):
+            o_n = i + tl.arange(0, UNITS.CHUNK)
+            listed = o_n < num_stripes
+            b_position = tl.load(stripes + o_n, mask=listed, other=0)
+            tl.store(stripe_table + o_n, _unit_number(places, pages, part.i_kv, b_position, listed), mask=listed)
+
+
+@triton.jit
+def _unit_number(places, pages, i_kv, b_position, mask):
+    """Numbers of the units that begin at these positions of a row, in one kv head's keys."""
+    b_page = tl.load(pages + b_position // places.page_size, mask=mask, other=0)
+    b_in_page = b_position % places.page_size
+    return b_page * places.page_granules + b_in_page * places.token_granules + i_kv * places.head_granules
+
+
+@triton.jit(do_not_specialize=VARYING)
+def finish_kernel(
+    queries, lists, starts, block_out, block_lse, stripe_out, stripe_lse, value_scale,
+    first, first_token, num_tiles, num_tokens, SHAPE,
+):  # fmt: skip
+    """Write a slice of one sequence's result where it belongs, merged with that of its single keys.
+
+    A sink leaves exp(lse) / (exp(lse) + exp(sink)) of it. Grid: as ``prepare_kernel``. Bound by memory: it reads each
+    call's output and writes the result once.
+
+    Args:
+        queries: AttendArgs; out [tokens, query heads, HEAD_DIM] and lse [query heads, tokens] are written.
+        lists, starts, first, first_token, num_tiles, num_tokens: as of ``prepare_kernel``.
+        block_out, block_lse: FlashAttention's [queries of the part, 1, HEAD_DIM] and [1, queries] float32, of blocks.
+        stripe_out, stripe_lse: the same of single keys, or None.
+        value_scale: what an element of a value counts.
+        SHAPE: SliceShape.
+    """
+    part = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
+    in_head = part.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+    o_sd = part.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
+    b_out = tl.load(block_out + o_sd, mask=in_head)
+    b_lse = tl.load(block_lse + part.o_s, mask=part.in_tile, other=0.0)
+    if stripe_out is not None:
+        # A tile always has blocks: theirs is finite.
+        b_other_lse = tl.load(stripe_lse + part.o_s, mask=part.in_tile, other=float("-inf"))
+        b_other = tl.load(stripe_out + o_sd, mask=in_head).to(tl.float32)
+        b_max = tl.maximum(b_lse, b_other_lse)
+        b_weight, b_other_weight = tl.exp(b_lse - b_max), tl.exp(b_other_lse - b_max)
+        b_sum = b_weight + b_other_weight
+        b_other = tl.where(b_other_weight[:, None] > 0, b_other * (b_other_weight / b_sum)[:, None], 0.0)
+        b_out = b_out.to(tl.float32) * (b_weight / b_sum)[:, None] + b_other
+        b_lse = b_max + tl.log(b_sum)
+    if queries.sinks is not None:
+        b_left = tl.sigmoid(b_lse - tl.load(queries.sinks + part.i_head).to(tl.float32))
+        b_out = b_out.to(tl.float32) * b_left[:, None]
+    b_out = (b_out.to(tl.float32) * value_scale).to(queries.out.dtype.element_ty)
+    o_out = part.o_q[:, None] * queries.stride_out_token + part.i_head * queries.stride_out_head + o_d[None, :]
+    tl.store(queries.out + o_out, b_out, mask=in_head)
+    if queries.lse is not None:
+        tl.store(queries.lse + part.i_head.to(tl.int64) * queries.stride_lse_head + part.o_q, b_lse, mask=part.in_tile)

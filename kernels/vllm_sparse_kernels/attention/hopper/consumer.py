@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 of its tile's queries."""
+
+from vllm_sparse_kernels.attention.hopper.item import HALF, Channels, Config, Turns
+from vllm_sparse_kernels.gluon_compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    new_counter,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+MINUS_INFINITY = gl.constexpr(float("-inf"))
+LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Whole:
+    """The mask of a step all of whose keys all queries see."""
+
+    @gluon.jit
+    def apply(self, b_s):
+        """Scores as they are."""
+        return b_s
+
+    @gluon.jit
+    def shift(self, b_max):
+        """What is subtracted from scores before they are exponents: their maximum, which is a number by now."""
+        return b_max
+
+
+@aggregate
+class Diagonal:
+    """The mask of a step that begins ``to_end`` blocks before the list's end: no query sees a later key.
+
+    The list ends with the diagonal's blocks, one after the other; what is before them is seen whole. Columns past the
+    list's end come out as keys past the last block.
+    """
+
+    to_end: gl.tensor
+    last_block: gl.tensor  # of the sequence, of those that the tile's queries see
+    num_diagonal: gl.tensor  # blocks in which some query does not see all keys
+    position: gl.tensor  # of the group's first query
+    BLOCK_N: gl.constexpr
+
+    @gluon.jit
+    def apply(self, b_s):
+        """Scores [64, STEP], −∞ where a key is later than the query."""
+        o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_s.type.layout))
+        o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
+        # Key of the first column, were all of the step's blocks the diagonal's.
+        begin = (self.last_block - self.to_end + 1) * self.BLOCK_N
+        b_last = self.position + o_m - begin
+        # [64] last column that a query sees: all before the diagonal's blocks.
+        b_last = gl.maximum(b_last, (self.to_end - self.num_diagonal) * self.BLOCK_N - 1)
+        return gl.where(o_n[None, :] <= b_last[:, None], b_s, MINUS_INFINITY)
+
+    @gluon.jit
+    def shift(self, b_max):
+        """The maximum, or 0 of a query that has seen no key yet: −∞ − (−∞) would be NaN."""
+        return gl.where(b_max == MINUS_INFINITY, 0.0, b_max)
+
+
+@aggregate
+class FirstColumns:
+    """The mask of a step that has only ``num`` keys."""
+
+    num: gl.tensor
+
+    @gluon.jit
+    def apply(self, b_s):
+        """Scores [64, STEP], −∞ from column ``num`` on."""
+        o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
+        return gl.where((o_n < self.num)[None, :], b_s, MINUS_INFINITY)
+
+    @gluon.jit
+    def shift(self, b_max):
+        """The maximum, a number by now, as of ``Whole``."""
+        return b_max
+
+
+@aggregate
+class Walk:
+    """The steps over an item's keys, as one consumer group takes them."""
+
+    first_blocks: gl.tensor  # blocks of step 0
+    num_steps: gl.tensor  # over blocks
+    num_masked: gl.tensor  # steps over blocks that need a mask: step 0, and those that touch the diagonal
+    num_stripes: gl.tensor
+    end: gl.tensor  # count of steps after the item's last one
+    last_block: gl.tensor
+    num_diagonal: gl.tensor
+    position: gl.tensor
+
+    @gluon.jit
+    def diagonal(self, to_end, config):
+        """The mask of the step that begins ``to_end`` blocks before the list's end."""
+        return Diagonal(to_end, self.last_block, self.num_diagonal, self.position, config.BLOCK_N)
+
+
+@aggregate
+class Softmax:
+    """The online softmax of 64 queries, after a step whose product with values is still to come.
+
+    All are float32, but for exponents of the variant with stripes, which are 16-bit operands (see ``Group.step``).
+    """
+
+    b_p: gl.tensor  # [64, STEP] exponents of the step
+    b_acc: gl.tensor  # [64, D] sums of products of the steps before
+    b_max: gl.tensor  # [64] largest score, in powers of two
+    b_sum: gl.tensor  # [64, 8] or [64, 1] sums of exponents, see ``_sums``
+
+
+@aggregate
+class Group:
+    """A consumer group."""
+
+    config: Config
+    channels: Channels
+    turns: Turns
+    scale: gl.tensor | gl.constexpr  # from products to scores, in powers of two
+    W: gl.constexpr  # which of the tile's halves are the group's queries
+
+    @gluon.jit
+    def walk(self, slot, length, step):
+        """The steps of the item in a slot, of ``length`` queries, whose first one is ``step``."""
+        config, items = self.config, self.channels.items
+        position, num_blocks = items.position(slot), items.num_blocks(slot)
+        first_blocks = config.first_blocks(num_blocks)
+        num_steps = (num_blocks - first_blocks) // config.BLOCKS + 1
+        last_block = (position + length - 1) // config.BLOCK_N
+        num_diagonal = last_block - position // config.BLOCK_N + 1
+        num_masked = 1 + (gl.maximum(num_diagonal - first_blocks, 0) + config.BLOCKS - 1) // config.BLOCKS
+        end = step.count + num_steps
+        num_stripes = gl.to_tensor(0)
+        if config.STRIPES:
+            num_stripes = items.num_stripes(slot)
+            end += (num_stripes + config.STEP - 1) // config.STEP
+        position += self.W * HALF
+        return Walk(first_blocks, num_steps, num_masked, num_stripes, end, last_block, num_diagonal, position)
+
+    @gluon.jit
+    def first_step(self, b_q, step, walk):
+        """Step 0: (counter of the next step, Softmax with an empty sum of products)."""
+        config = self.config
+        keys = self.channels.keys()
+        keys.acquire_full(step)
+        zero = gl.zeros([HALF, config.STEP], gl.float32, config.scores_layout)
+        self.turns.acquire(step)
+        b_s = warpgroup_mma(b_q, keys.buffer(step).permute((1, 0)), zero, use_acc=False, is_async=True)
+        self.turns.release()
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        keys.release(step)
+        mask = walk.diagonal(walk.first_blocks, config)
+        b_s = mask.apply(b_s)
+        b_max = gl.max(b_s, 1) * self.scale
+        b_p = gl.exp2(b_s * self.scale - mask.shift(b_max)[:, None])
+        b_sum = self._sums(b_p)
+        b_acc = gl.zeros([HALF, config.D], gl.float32, config.outputs_layout)
+        if config.STRIPES:
+            b_p = self._operand(b_p)
+        following = step.next()
+        keys.acquire_full(following, pred=following.count < walk.end)
+        return following, Softmax(b_p, b_acc, b_max, b_sum)
+
+    @gluon.jit
+    def block_steps(self, b_q, walk, step, state):
+        """The other steps over blocks, masked ones first."""
+        for i in range(1, walk.num_masked):
+            mask = walk.diagonal(walk.first_blocks + i * self.config.BLOCKS, self.config)
+            state = self.step(b_q, step, walk.end, mask, state, False)
+            step = step.next()
+        for _ in range(walk.num_masked, walk.num_steps):
+            state = self.step(b_q, step, walk.end, Whole(), state, False)
+            step = step.next()
+        return step, state
+
+    @gluon.jit
+    def stripe_steps(self, b_q, walk, step, state):
+        """Steps over stripes; the last one, where it is not full, is masked."""
+        STEP: gl.constexpr = self.config.STEP
+        for _ in range(walk.num_stripes // STEP):
+            state = self.step(b_q, step, walk.end, Whole(), state, True)
+            step = step.next()
+        if walk.num_stripes % STEP != 0:
+            state = self.step(b_q, step, walk.end, FirstColumns(walk.num_stripes % STEP), state, True)
+            step = step.next()
+        return step, state
+
+    @gluon.jit
+    def step(self, b_q, step, end, mask, state, GATHERED: gl.constexpr):
+        """Scores of this step beside the product of the step before; this step's keys have arrived.
+
+        Exponents go from step to step in float32, in the registers that their scores had, and become an operand only
+        here: rounded at once, they would take 32 registers beside those that the product before still reads, and 32
+        moves a step. (That made 3 % of the time.) The variant for stripes has too few registers for it, and rounds at
+        once.
+
+        Waiting for the next step's keys between the exponents and the wait for the product keeps ptxas from hoisting
+        the latter above the former, see ``hopper_kernel``.
+        """
+        config = self.config
+        keys, values = self.channels.keys(), self.channels.values()
+        stage = step.slot()
+        before = step.previous()
+        stage_before = before.slot()
+        if GATHERED:
+            fence_async_shared()
+        zero = gl.zeros([HALF, config.STEP], gl.float32, config.scores_layout)
+        b_p = self._operand(state.b_p)
+        self.turns.acquire(step)
+        s_token = warpgroup_mma(b_q, keys.buffers.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        values.acquire_full(before)
+        if GATHERED:
+            fence_async_shared()
+        acc_token = warpgroup_mma(b_p, values.buffers.index(stage_before), state.b_acc, is_async=True)
+        self.turns.release()
+        b_s = warpgroup_mma_wait(1, deps=(s_token,))
+        keys.release(step)
+        b_s = mask.apply(b_s)
+        b_max = gl.maximum(state.b_max, gl.max(b_s, 1) * self.scale)
+        shift = mask.shift(b_max)
+        b_scale = gl.exp2(state.b_max - shift)
+        b_p = gl.exp2(b_s * self.scale - shift[:, None])
+        b_scale_sum = gl.convert_layout(b_scale, gl.SliceLayout(1, state.b_sum.type.layout))
+        b_sum = state.b_sum * b_scale_sum[:, None] + self._sums(b_p)
+        if config.STRIPES:
+            b_p = self._operand(b_p)
+        following = step.next()
+        keys.acquire_full(following, pred=following.count < end)
+        b_acc = warpgroup_mma_wait(0, deps=(acc_token,))
+        values.release(before)
+        b_acc = b_acc * gl.convert_layout(b_scale, gl.SliceLayout(1, b_acc.type.layout))[:, None]
+        return Softmax(b_p, b_acc, b_max, b_sum)
+
+    @gluon.jit
+    def last_product(self, step, state):
+        """[64, D] float32: sums of products with values, with that of an item's last step, ``step``."""
+        values = self.channels.values()
+        values.acquire_full(step)
+        if self.config.STRIPES:
+            fence_async_shared()
+        b_p = self._operand(state.b_p)
+        token = warpgroup_mma(b_p, values.buffer(step), state.b_acc, is_async=True)
+        b_acc = warpgroup_mma_wait(0, deps=(token,))
+        values.release(step)
+        return b_acc
+
+    @gluon.jit
+    def _sums(self, b_p):
+        """Sums of exponents [64, 8] over what one thread holds, which are added up once an item.
+
+        A query's sum over all threads would take four shuffles a step, 2 to 6 % of the time at head_dim 64. The variant
+        for stripes lacks registers: [64, 1].
+        """
+        return gl.sum(b_p, 1)[:, None] if self.config.STRIPES else gl.sum(b_p.reshape([HALF, b_p.shape[1] // 8, 8]), 1)
+
+    @gluon.jit
+    def _operand(self, b_p):
+        """Exponents as the product with values reads them; unchanged where they are so already."""
+        dtype: gl.constexpr = self.channels.v_buffers.dtype
+        return gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, self.config.outputs_layout, 2))
+
+
+@gluon.jit
+def consume(out, scale, channels, config, W: gl.constexpr):
+    """Compute the queries [64 W, 64 W + 64) of every item's tile. Arguments as ``hopper_kernel`` has them."""
+    turns = channels.barriers.turns
+    turns = Turns(turns.index(W), turns.index(1 - W), config.TURNS)
+    group = Group(config, channels, turns, scale, W)
+    queries, items = channels.queries(), channels.items
+    uses, step = new_counter(config.SLOTS), new_counter(config.STAGES)
+    queries.acquire_full(uses)
+    i_head = items.i_head(uses.slot())
+    while i_head >= 0:
+        slot = uses.slot()
+        b_q = queries.buffers.index(slot * 2 + W)
+        token, length = items.token(slot), items.length(slot)
+        walk = group.walk(slot, length, step)
+        step, state = group.first_step(b_q, step, walk)
+        step, state = group.block_steps(b_q, walk, step, state)
+        if config.STRIPES:
+            step, state = group.stripe_steps(b_q, walk, step, state)
+        queries.release(uses)
+        b_acc = group.last_product(step.previous(), state)
+        _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, state.b_max, state.b_sum, config)
+        uses = uses.next()
+        queries.acquire_full(uses)
+        i_head = items.i_head(uses.slot())
+
+
+@gluon.jit
+def _write(out, i_head, token, length, b_acc, b_max, b_sum, config):
+    """Store outputs and, where ``out.lse`` is there, log-sum-exps of a group's queries, as far as the tile has any."""
+    D: gl.constexpr = config.D
+    o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
+    b_max = gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout))
+    b_sum = gl.convert_layout(gl.sum(b_sum, 1), gl.SliceLayout(1, b_acc.type.layout))
+    b_total = b_sum
+    if out.sinks is not None:
+        b_total += gl.exp2(gl.load(out.sinks + i_head).to(gl.float32) * LOG2_E - b_max)
+    b_out = (b_acc * (1.0 / b_total)[:, None]).to(out.out.dtype.element_ty)  # divides once a query, not once an output
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    b_out = gl.convert_layout(b_out, layout)
+    o_r = gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    o_out = (token + o_r).to(gl.int64) * out.stride_out_token + i_head * out.stride_out_head
+    gl.store(out.out + o_out[:, None] + o_d[None, :], b_out, mask=(o_r < length)[:, None])
+    if out.lse is not None:
+        b_lse = (b_max + gl.log2(b_sum)) * LN_2
+        target = out.lse + i_head.to(gl.int64) * out.stride_lse_head + token + o_m
+        gl.store(target, b_lse, mask=o_m < length)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a SparseIndex on Hopper: bulk copies, asynchronous matrix products, one persistent launch.
+
+``hopper_kernel`` says how it works. Two launches: a small one places every listed block and stripe in the cache and
+puts the work in order; then as many programs as there are multiprocessors take it item by item. Which program computes
+an item, and when, changes nothing in its result.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.portable.engine import LOG2_E, MatrixArgs, matrix_args
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
+from vllm_sparse_kernels.paged import PagedCache, key_args
+from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.workspace import padded_bytes
+
+try:
+    from vllm_sparse_kernels.attention.hopper.item import HALF, ROOM
+    from vllm_sparse_kernels.attention.hopper.kernel import hopper_kernel
+    from vllm_sparse_kernels.attention.hopper.prepare import prepare_kernel
+    from vllm_sparse_kernels.gluon_compat import TensorDescriptor, gl
+
+    GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+    LACKS: str | None = None
+except (ImportError, AttributeError) as error:  # Gluon is young: names come and go between Triton's releases
+    LACKS = str(error)
+
+RANKING = {"RANKED": 8, "OTHERS": 1024}
+"""Items that a program puts in order, and how many others it compares them with at a time."""
+
+BLOCKS = (32, 64, 128)
+"""Widths of an index's blocks."""
+
+
+class PlaceArgs(NamedTuple):
+    """Where a head lies in q and in the cache, both seen as matrices whose rows are tokens."""
+
+    columns_per_query_head: int
+    rows_per_head: int
+    columns_per_head: int
+
+
+class WorkArgs(NamedTuple):
+    """What ``prepare_kernel`` writes: rows of the cache for blocks and stripes, and the order of the work."""
+
+    places: Any  # int32, of the shape of the index's block_ids
+    stripe_places: Any  # int32, of the shape of the index's stripe_positions, or None
+    order: Any  # [num_tiles · num_heads] int32: tile · num_heads + head
+    counter: Any  # [1] int32: items taken
+
+
+def refusal(spec: AttendSpec) -> str | None:
+    """Say why the kernel cannot run such a layer.
+
+    Args:
+        spec: The layer and the device.
+
+    Returns:
+        A clause that completes "the engine hopper cannot run this: …", or None where the kernel can run it.
+    """
+    if spec.capability != (9, 0):
+        return "it is for GPUs of compute capability 9.0 (H100, H200)"
+    if LACKS is not None:
+        return f"this Triton's Gluon lacks what it needs ({LACKS}); 3.6 to 3.9 have it"
+    if spec.skips or spec.int8:
+        return "it has no skip of products and no 8-bit scores"
+    if spec.dtype not in GLUON_DTYPES or spec.head_dim not in ROOM:
+        return f"it takes fp16 and bf16 and head_dim 64, 128 and 256, not {spec.dtype} and {spec.head_dim}"
+    if spec.block_tokens > ROOM[spec.head_dim]["STEP"]:
+        return f"blocks of {spec.block_tokens} keys with head_dim {spec.head_dim} do not fit shared memory"
+    if spec.block_tokens not in BLOCKS or spec.page_size % spec.block_tokens:
+        return f"blocks of {spec.block_tokens} keys do not lie within pages of {spec.page_size}"
+    if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
+        return f"the cache's strides {spec.strides} make no matrix of tokens with rows of whole 16 bytes"
+    return None
+
+
+def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
+    """Upper bound on what ``attend`` takes from the index's workspace: places of blocks and stripes, the work's order.
+
+    Args:
+        rows: The rows of the step.
+        shape: Heads and block size of the layer.
+        stripe_capacity: Positions that the index has room for, of all lists of stripes together.
+
+    Returns:
+        Bytes.
+    """
+    num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
+    sizes = (shape.num_heads * num_blocks, stripe_capacity, rows.num_tiles * shape.num_heads, 1)
+    return sum(padded_bytes(size, dtype=torch.int32) for size in sizes)
+
+
+def attend(
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    out: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None = None,
+    options: AttendOptions | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Run attention over the index's keys; see ``engine.Attend``.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] fp16 or bf16, of the cache's dtype.
+        cache: Paged keys and values.
+        index: Blocks and stripes to attend to.
+        out: Like q; tokens outside the index's rows stay untouched.
+        scale: From products to scores, above 0.
+        lse: [num_heads, num_tokens] float32, filled with natural logarithms of sums, or None.
+        options: None, or options without skips and 8-bit scores.
+        sinks: [num_heads] float, or None.
+
+    Raises:
+        ValueError: Shapes do not fit each other, or ``refusal`` has a reason.
+    """
+    check_shapes(q, out, cache, index, sinks)
+    why = refusal(AttendSpec.of(cache, index, options))
+    matrix = matrix_args(cache)
+    if why is not None or matrix is None or q.dtype != cache.keys.dtype:
+        raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is no matrix of tokens'}")
+    run(q, cache, matrix, index, out, scale, lse, sinks)
+
+
+def run(
+    q: torch.Tensor,
+    cache: PagedCache,
+    matrix: MatrixArgs,
+    index: SparseIndex,
+    out: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Launch both kernels, without the checks of ``attend``: compiles for Hopper where a driver stands in for one.
+
+    Args:
+        q: As for ``attend``.
+        cache: As for ``attend``.
+        matrix: The cache as a matrix of tokens, from ``portable.matrix_args``.
+        index: As for ``attend``.
+        out: As for ``attend``.
+        scale: As for ``attend``.
+        lse: As for ``attend``.
+        sinks: As for ``attend``.
+    """
+    if q.stride(1) * index.num_heads > q.stride(0):
+        q = q.contiguous()
+    num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
+    queries = _descriptor(q, q.shape[0], q.stride(1) * (num_heads - 1) + head_dim, q.stride(0), HALF.value)
+    columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
+    keys, values = (
+        _descriptor(x, matrix.num_rows, columns, cache.strides[1], index.block_tokens)
+        for x in (cache.keys, cache.values)
+    )
+    place_args = PlaceArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
+    with index.workspace.frame():
+        cache_args, index_args, work = _prepare(cache, matrix, index)
+        hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
+            queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, place_args, index_args, work,
+            num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes, num_warps=4,
+        )  # fmt: skip
+
+
+def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple[Any, ...]:
+    """Launches ``prepare_kernel``: (cache_args, index_args, work)."""
+    rows, workspace = index.rows, index.workspace
+    num_items = rows.num_tiles * index.num_heads
+    order = workspace.empty(num_items, dtype=torch.int32)
+    counter = workspace.empty(1, dtype=torch.int32)
+    places = workspace.empty(*index.block_ids.shape, dtype=torch.int32)
+    stripe_places = workspace.empty(len(index.stripe_positions), dtype=torch.int32) if index.has_stripes else None
+    work = WorkArgs(places, stripe_places, order, counter)
+    cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
+    prepare_kernel[(ceil_div(num_items, RANKING["RANKED"]) + num_items,)](
+        index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, places, stripe_places, order,
+        **_shape(cache, index), CHUNK=512, FIELDS=TILE_FIELDS, **RANKING,
+    )  # fmt: skip
+    return cache_args, index_args, work
+
+
+def _shape(cache: PagedCache, index: SparseIndex) -> dict[str, int]:
+    return {
+        "NUM_HEADS": index.num_heads,
+        "GROUP": index.num_heads // cache.num_kv_heads,
+        "BLOCK_N": index.block_tokens,
+    }
+
+
+def _descriptor(base: torch.Tensor, num_rows: int, num_columns: int, stride_row: int, box_rows: int) -> Any:
+    """A matrix for bulk copies of [box_rows, 64]."""
+    box = [box_rows, HALF.value]
+    return TensorDescriptor(base, [num_rows, num_columns], [stride_row, 1], box, _box_layout(box_rows, base.dtype))
+
+
+@lru_cache(maxsize=16)
+def _box_layout(box_rows: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([box_rows, HALF.value], GLUON_DTYPES[dtype])
+
+
+@lru_cache(maxsize=8)
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+HOPPER = Engine("hopper", refusal, attend)

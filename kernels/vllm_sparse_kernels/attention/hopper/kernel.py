@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gluon kernel of ``hopper``: one producer and two consumer groups, persistent, heaviest work first.
+
+A work item is one (query head, tile). The producer takes items off a counter, loads a tile's queries and then its keys
+and values step by step, 128 keys a step: one block of 128, two of 64 or four of 32 by bulk copies, or 128 stripes
+gathered. Each consumer group computes 64 of the tile's queries. While one step's scores go through the softmax, the
+product of the step before with its values runs; while the consumers write an item out, the producer loads the next one.
+At head_dim 128 the two groups ask for their products in turn, and one group's softmax runs beside the other's products
+as well.
+
+At head_dim 256 shared memory has room for steps of 64 keys, and for one tile of queries in place of two: the producer
+begins an item once the consumers have computed the last scores of the item before and have read all its words.
+
+An item's steps run from the diagonal backwards, then through the stripes:
+
+    step 0            the list's last blocks, as many as leave whole steps before it; always masked
+    masked steps      further blocks that touch the diagonal (tiles may lie askew)
+    block steps       all queries see all keys
+    stripe steps      the last one, where it is not full, masked
+
+One thread of a group arrives at a barrier for all four warps, and all four wait. So before a group releases a slot, its
+warps must have met since they read it: Triton has consumers meet between their wait for a product and the arrival, and
+a group of producers meets after each wait for a slot. Tests read the former off the SASS, and launch the kernel
+thousands of times on a card, beside other processes too.
+
+Items do not overlap: multiplying an item's first scores while the one before is written out gave NaN on a card beside
+other processes.
+
+ptxas tends to hoist the wait for P·V above all exponents of the step, which undoes the overlap. Waiting for the next
+step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9; a test reads it off the SASS,
+and ``make compile-matrix`` off what each release compiles.
+
+``hopper_item`` has the types that the kernel, its producer and its consumers share: ``Config``, ``Channels``, ``Item``.
+"""
+
+from vllm_sparse_kernels.attention.hopper.consumer import consume
+from vllm_sparse_kernels.attention.hopper.item import HALF, SWEEP, WORDS, Barriers, Channels, Config, ItemSlots
+from vllm_sparse_kernels.attention.hopper.producer import produce
+from vllm_sparse_kernels.gluon_compat import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    new_barriers,
+    reinterpret,
+)
+
+
+@gluon.jit(do_not_specialize=["num_tiles"])
+def hopper_kernel(
+    q_desc, k_desc, v_desc, out, cache, matrix, index, work, num_tiles, scale,
+    NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STRIPES: gl.constexpr,
+):  # fmt: skip
+    """O = softmax(scale · Q Kᵀ) V over the index's keys, for all (query head, tile) items.
+
+    A program takes items until none is left. Products are of 16-bit elements; scores, sums and outputs are float32, and
+    outputs are stored in 16 bits.
+
+    Grid: a program for each multiprocessor, at most one for each item; two consumer groups of 4 warps, and 1 warp of
+    producers, or 4 with stripes. Bound by the matrix units, beside which the softmax runs.
+
+    Args:
+        q_desc: Descriptor of q as the matrix [num_tokens, NUM_HEADS · D] of fp16 or bf16, boxes of [64, 64].
+        k_desc: Descriptor of the cache's keys as a matrix whose rows are tokens, boxes of [BLOCK_N, 64].
+        v_desc: Descriptor of the cache's values, likewise.
+        out: ``AttendArgs``: what is written, [num_tokens, NUM_HEADS, D], and the log-sum-exp; and sinks.
+        cache: ``KeyArgs`` with values, by pointer, for stripes.
+        matrix: ``PlaceArgs``.
+        index: ``IndexArgs``.
+        work: ``WorkArgs``, as ``prepare_kernel`` wrote it.
+        num_tiles: Tiles of the index's rows.
+        scale: From products of elements to logarithms of shares to the base of two.
+        NUM_HEADS: Query heads.
+        GROUP: Query heads of a kv head.
+        BLOCK_N: Keys of an index block: 32, 64 or 128, at most a step.
+        D: head_dim: 64, 128 or 256.
+        STRIPES: Whether the index has stripes.
+    """
+    config = Config(NUM_HEADS, GROUP, BLOCK_N, D, STRIPES)
+    dtype: gl.constexpr = k_desc.dtype
+    SLOTS: gl.constexpr = config.SLOTS
+    STAGES: gl.constexpr = config.STAGES
+    STEP: gl.constexpr = config.STEP
+    PARTS: gl.constexpr = config.PARTS
+    step_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], dtype)
+    piece_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SWEEP, HALF], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
+    word_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * 2 * PARTS, HALF, HALF], half_layout)
+    k_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
+    v_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
+    items = ItemSlots(gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], word_layout))
+    PIECES: gl.constexpr = STAGES * PARTS * config.PIECES
+    k_pieces = reinterpret(k_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
+    v_pieces = reinterpret(v_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
+    q_halves = reinterpret(q_tiles, dtype, [SLOTS * 2, HALF, D], q_layout)
+
+    # In this order, and none that nobody waits for: Triton would let data share such a barrier's memory.
+    q_full = new_barriers(SLOTS, 1)
+    q_empty = new_barriers(SLOTS, 2)
+    k_full = new_barriers(STAGES, 1)
+    k_empty = new_barriers(STAGES, 2)
+    v_full = new_barriers(STAGES, 1)
+    v_empty = new_barriers(STAGES, 2)
+    mended = new_barriers(1, 1)
+    turns = k_full  # stands in where there are no turns
+    if config.TURNS:
+        turns = new_barriers(2, 1)
+        mbarrier.arrive(turns.index(0), count=1)
+    fence_async_shared()
+    barrier()
+    barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, mended, turns)
+    consumed = Channels(q_halves, k_steps, v_steps, items, barriers)
+    produced = Channels(q_tiles, k_pieces, v_pieces, items, barriers)
+    # Gathering takes a warp group of producers. Registers are assigned by groups: 512 a thread for all three groups.
+    WARPS: gl.constexpr = 4 if STRIPES else 1
+    CONSUMER_REGISTERS: gl.constexpr = 232 if STRIPES else 240
+    REGISTERS: gl.constexpr = 40 if STRIPES else 24
+    gl.warp_specialize(
+        [
+            (consume, (out, scale, consumed, config, 0)),
+            (consume, (out, scale, consumed, config, 1)),
+            (produce, (q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, produced, config)),
+        ],
+        [4, WARPS],
+        [CONSUMER_REGISTERS, REGISTERS],
+    )

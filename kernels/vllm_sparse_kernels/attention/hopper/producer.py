@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The producer of ``hopper_kernel``: takes items off a counter and brings what they need into shared memory."""
+
+from vllm_sparse_kernels.attention.hopper.item import HALF, SWEEP, Channels, Config, Item
+from vllm_sparse_kernels.gluon_compat import (
+    aggregate,
+    async_copy,
+    barrier,
+    bulk_descriptor,
+    bulk_load,
+    fence_async_shared,
+    gather_load,
+    gl,
+    gluon,
+    mbarrier,
+    new_counter,
+    reinterpret,
+    tile_of,
+)
+
+
+@aggregate
+class BlockList:
+    """The blocks that an item lists, and where the cache, seen as a matrix, has them."""
+
+    places: gl.tensor  # [num_blocks] int32 by pointer: rows at which the blocks of kv head 0 begin
+    num_blocks: gl.tensor
+    row: gl.tensor  # of the item's kv head, added to each place
+    column: gl.tensor  # of the item's kv head
+
+    @gluon.jit
+    def rows(self, begin, config):
+        """First rows of a step's blocks, from ``begin`` of the list on: always four, however many blocks a step has.
+
+        Past the list's end the last block stands in.
+        """
+        first = gl.load(self.places + begin) + self.row
+        second, third, fourth = first, first, first
+        if config.BLOCKS >= 2:
+            second = self._row(begin + 1)
+        if config.BLOCKS == 4:
+            third = self._row(begin + 2)
+            fourth = self._row(begin + 3)
+        return first, second, third, fourth
+
+    @gluon.jit
+    def _row(self, i_block):
+        return gl.load(self.places + gl.minimum(i_block, self.num_blocks - 1)) + self.row
+
+
+@aggregate
+class StripeList:
+    """The stripes that an item lists, and the keys and values of its kv head."""
+
+    places: gl.tensor  # [num_stripes] int32 by pointer: tokens of the cache
+    num_stripes: gl.tensor
+    keys: gl.tensor  # by pointer, at the item's kv head
+    values: gl.tensor
+    stride_token: gl.tensor | gl.constexpr
+
+
+@aggregate
+class Loader:
+    """Fills the channels of keys and values."""
+
+    config: Config
+    channels: Channels  # keys and values as pieces [SWEEP, 64], a 64-column part of a step after the other
+    key_boxes: bulk_descriptor
+    value_boxes: bulk_descriptor
+
+    @gluon.jit
+    def load_blocks(self, blocks, step, tail, mended_parity):
+        """Load all blocks of an item.
+
+        Args:
+            blocks: a ``BlockList``.
+            step: Counter of the steps, at the item's first one.
+            tail: how many keys of the item's last block the row has; ``BLOCK_N`` and more are all.
+            mended_parity: of the barrier ``mended``.
+
+        Returns:
+            The counter after these steps.
+        """
+        first_blocks = self.config.first_blocks(blocks.num_blocks)
+        # Past the row's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
+        if tail >= self.config.BLOCK_N:
+            self._load_step(blocks, step, blocks.num_blocks - first_blocks)
+        else:
+            self._load_mended_step(blocks, step, first_blocks, tail, mended_parity)
+        num_steps = 1 + (blocks.num_blocks - first_blocks) // self.config.BLOCKS
+        for i in range(1, num_steps):
+            self._load_step(blocks, step.plus(i), blocks.num_blocks - first_blocks - i * self.config.BLOCKS)
+        return step.plus(num_steps)
+
+    @gluon.jit
+    def _load_step(self, blocks, step, begin):
+        """Load the keys and values of the blocks from ``begin`` of the list on.
+
+        Where they lie is looked up before there is room for them, and what to wait for is computed meanwhile.
+        """
+        keys, values = self.channels.keys(), self.channels.values()
+        slot, empty_parity = step.slot(), step.parity() ^ 1
+        rows = blocks.rows(begin, self.config)
+        _acquire_for_bulk_copies(keys.empty.index(slot), empty_parity)
+        self._load_boxes(self.key_boxes, blocks.column, rows, keys.full.index(slot), keys.buffers, slot)
+        _acquire_for_bulk_copies(values.empty.index(slot), empty_parity)
+        self._load_boxes(self.value_boxes, blocks.column, rows, values.full.index(slot), values.buffers, slot)
+
+    @gluon.jit
+    def _load_mended_step(self, blocks, step, first_blocks, tail, mended_parity):
+        """Load step 0, and zero its values past the row's end before the consumers see them."""
+        keys, values = self.channels.keys(), self.channels.values()
+        slot, empty_parity = step.slot(), step.parity() ^ 1
+        rows = blocks.rows(blocks.num_blocks - first_blocks, self.config)
+        _acquire_for_bulk_copies(keys.empty.index(slot), empty_parity)
+        self._load_boxes(self.key_boxes, blocks.column, rows, keys.full.index(slot), keys.buffers, slot)
+        _acquire_for_bulk_copies(values.empty.index(slot), empty_parity)
+        mended = self.channels.barriers.mended.index(0)
+        self._load_boxes(self.value_boxes, blocks.column, rows, mended, values.buffers, slot)
+        mbarrier.wait(mended, mended_parity)
+        self._clear_values(slot, (first_blocks - 1) * self.config.BLOCK_N + tail)
+        values.mark_full(step)
+
+    @gluon.jit
+    def _load_boxes(self, desc, column, rows, full, pieces, slot):
+        """Begin bulk copies of a step's blocks, as boxes of [BLOCK_N, 64]; ``full`` completes when all have landed.
+
+        A 64-column part of a step is [STEP, 64], which its blocks fill one after the other.
+        """
+        BLOCK_N: gl.constexpr = self.config.BLOCK_N
+        PARTS: gl.constexpr = self.config.PARTS
+        BLOCKS: gl.constexpr = self.config.BLOCKS
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], pieces.dtype)
+        boxes = reinterpret(pieces, pieces.dtype, [pieces.shape[0] * SWEEP // BLOCK_N, BLOCK_N, HALF], layout)
+        mbarrier.expect(full, self.config.STEP * self.config.D * 2)
+        for i_block in gl.static_range(BLOCKS):
+            for i_part in gl.static_range(PARTS):
+                target = boxes.index((slot * PARTS + i_part) * BLOCKS + i_block)
+                bulk_load(desc, [rows[i_block], column + i_part * HALF], full, target)
+
+    @gluon.jit
+    def _clear_values(self, slot, num_valid):
+        """Zero a step's values from the ``num_valid``-th on, and hand the step to the matrix units."""
+        PARTS: gl.constexpr = self.config.PARTS
+        PIECES: gl.constexpr = self.config.PIECES
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        o_n = gl.arange(0, SWEEP, gl.SliceLayout(1, layout))
+        for i in range(num_valid // SWEEP, PIECES):
+            for i_part in gl.static_range(PARTS):
+                piece = self.channels.v_buffers.index((slot * PARTS + i_part) * PIECES + i)
+                b_v = piece.load(layout)
+                valid = (i * SWEEP + o_n < num_valid)[:, None]
+                piece.store(gl.where(valid, b_v, gl.zeros_like(b_v)))
+        fence_async_shared()
+        barrier()
+
+    @gluon.jit
+    def gather_stripes(self, stripes, step):
+        """Load all stripes of an item, STEP at a time; returns the counter after these steps.
+
+        Rows are looked up a step ahead, before there is room for them. The last step repeats the last stripe.
+        """
+        STEP: gl.constexpr = self.config.STEP
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        o_n = gl.arange(0, STEP, gl.SliceLayout(1, layout))
+        keys, values = self.channels.keys(), self.channels.values()
+        num_stripes = stripes.num_stripes
+        num_steps = (num_stripes + STEP - 1) // STEP
+        b_row = gl.load(
+            stripes.places + gl.minimum(o_n, gl.maximum(num_stripes - 1, 0)), mask=o_n < num_steps * STEP, other=0
+        )
+        for i in range(num_steps):
+            slot, empty_parity = step.slot(), step.parity() ^ 1
+            mbarrier.wait(keys.empty.index(slot), empty_parity)
+            self._gather(stripes.keys, b_row, stripes.stride_token, keys.buffers, slot)
+            _arrive_gathered(keys.full.index(slot))
+            b_next = gl.load(stripes.places + gl.minimum((i + 1) * STEP + o_n, num_stripes - 1))
+            mbarrier.wait(values.empty.index(slot), empty_parity)
+            self._gather(stripes.values, b_row, stripes.stride_token, values.buffers, slot)
+            _arrive_gathered(values.full.index(slot))
+            b_row = b_next
+            step = step.next()
+        return step
+
+    @gluon.jit
+    def _gather(self, source, b_row, stride_token, pieces, slot):
+        """Begin to copy rows of the cache, as 64-column parts of a step."""
+        STEP: gl.constexpr = self.config.STEP
+        PARTS: gl.constexpr = self.config.PARTS
+        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, HALF], pieces.dtype)
+        parts = reinterpret(pieces, pieces.dtype, [pieces.shape[0] * SWEEP // STEP, STEP, HALF], shared)
+        o_d = gl.arange(0, HALF, gl.SliceLayout(0, b_row.type.layout.parent))
+        o_row = (b_row.to(gl.int64) * stride_token)[:, None] + o_d[None, :]
+        for i_part in gl.static_range(PARTS):
+            gather_load(parts.index(slot * PARTS + i_part), source + i_part * HALF + o_row)
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, channels, config):
+    """Take items off the counter and load what they need, until none is left.
+
+    Looking up an item takes three loads that depend on each other: its rank from the counter, its head and tile from
+    the order, its sizes from the index. Each is issued an item ahead, so that no item waits for them.
+
+    Args are those of ``hopper_kernel``; ``channels`` has queries and steps as tiles of [64, 64] and [SWEEP, 64].
+    """
+    loader = Loader(config, channels, k_desc, v_desc)
+    queries = channels.queries()
+    uses, step, num_mended = new_counter(config.SLOTS), new_counter(config.STAGES), gl.to_tensor(0)
+    rank = gl.program_id(0)
+    following = gl.atomic_add(work.counter, 1, sem="relaxed") + gl.num_programs(0)
+    item = _load_item(index, work.order, rank, num_tiles, config)
+    while rank < num_tiles * config.NUM_HEADS:
+        rank = following
+        following = gl.atomic_add(work.counter, 1, sem="relaxed") + gl.num_programs(0)
+        queries.acquire_empty(uses)
+        channels.items.write(uses.slot(), item)
+        _load_queries(q_desc, queries, uses, item, matrix, config)
+        i_kv = item.i_head // config.GROUP
+        mended_parity = num_mended & 1
+        listed = work.places + item.i_head.to(gl.int64) * index.stride_blocks
+        listed += gl.load(index.block_offsets + item.i_tile)
+        blocks = BlockList(listed, item.num_blocks, i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head)
+        row_end = gl.load(index.row_ends + tile_of(index.tiles, item.i_tile).row())
+        tail = row_end - (item.position + item.length - 1) // config.BLOCK_N * config.BLOCK_N
+        step = loader.load_blocks(blocks, step, tail, mended_parity)
+        num_mended += (tail < config.BLOCK_N).to(gl.int32)
+        if config.STRIPES:
+            gathered = work.stripe_places + gl.load(index.stripe_offsets + item.i_head * num_tiles + item.i_tile)
+            o_head = i_kv.to(gl.int64) * cache.stride_head
+            stripes = StripeList(gathered, item.num_stripes, cache.k + o_head, cache.v + o_head, cache.stride_token)
+            step = loader.gather_stripes(stripes, step)
+        uses = uses.next()
+        item = _load_item(index, work.order, rank, num_tiles, config)
+    queries.acquire_empty(uses)
+    none = gl.to_tensor(0)
+    channels.items.write(uses.slot(), Item(none - 1, none, none, none, none, none, none))
+    queries.mark_full(uses)
+
+
+@gluon.jit
+def _load_item(index, order, rank, num_tiles, config):
+    """The item at a place in the order; past the last place, any item."""
+    entry = gl.load(order + rank, mask=rank < num_tiles * config.NUM_HEADS, other=0)
+    i_head, i_tile = entry % config.NUM_HEADS, entry // config.NUM_HEADS
+    tile = tile_of(index.tiles, i_tile)
+    token, length, position = tile.token(), tile.length(), tile.position()
+    num_blocks = gl.load(index.block_counts + i_head * num_tiles + i_tile)
+    num_stripes = gl.load(index.stripe_counts + i_head * num_tiles + i_tile)
+    return Item(i_head, i_tile, token, length, position, num_blocks, num_stripes)
+
+
+@gluon.jit
+def _load_queries(q_desc, queries, uses, item, matrix, config):
+    """Begin bulk copies of a tile's queries, as parts of 64 queries and 64 columns."""
+    PARTS: gl.constexpr = config.PARTS
+    full = queries.full_barrier(uses)
+    column = item.i_head * matrix.columns_per_query_head
+    mbarrier.expect(full, 2 * HALF * config.D * 2)
+    for i_half in gl.static_range(2):
+        for i_part in gl.static_range(PARTS):
+            target = queries.buffers.index((uses.slot() * 2 + i_half) * PARTS + i_part)
+            bulk_load(q_desc, [item.token + i_half * HALF, column + i_part * HALF], full, target)
+
+
+@gluon.jit
+def _acquire_for_bulk_copies(empty, parity):
+    """Wait until a slot may be written.
+
+    A single warp asks for the copies that follow. Were another of the group still to look at this barrier once they
+    have been used, it would find the next phase, and wait for ever: so all look before any goes on.
+    """
+    mbarrier.wait(empty, parity)
+    if gl.num_warps() > 1:
+        barrier()
+
+
+@gluon.jit
+def _arrive_gathered(full):
+    """Signal a step once every thread's copies have landed: each adds itself to the count, then thread 0 arrives."""
+    async_copy.mbarrier_arrive(full, increment_count=True)
+    barrier()
+    mbarrier.arrive(full, count=1)

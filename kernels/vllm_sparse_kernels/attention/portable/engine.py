@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a SparseIndex by one Triton kernel, wherever Triton runs: the engine that has every option.
+
+A program owns one (query head, tile). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
+masks only where a block touches the diagonal, then gathers the tile's stripes.
+
+Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
+stay in the L2 cache while all of its readers run.
+
+Blocks are loaded in one of two ways. Where a block lies within a page, its *place*, a row of the cache seen as a
+matrix, is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers.
+Smaller pages cost a look-up in the block table for every key.
+
+``AttendOptions`` has approximations that a head may ask for. Without them the kernel is compiled as if they did not
+exist; with them a launch still serves a layer of mixed heads, each program doing as its head asks:
+
+* SpargeAttn's skip of P·V tests all 128 queries of a tile together, where the paper tests the
+  queries of a warp (16 or 32): it skips less. (The authors' kernels, as they are compiled, test a block of 64 or 128.)
+  A branch must be one for all warps of a Triton program. Two products of 64 queries would not do: a warp group's matrix
+  instruction takes 64 rows, so that the two groups would share each half, its probabilities crossing between them
+  through shared memory.
+* 8-bit scores: ``smooth_keys.py``.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.compiler.compiler import max_shared_mem
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
+from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
+from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
+from vllm_sparse_kernels.workspace import padded_bytes
+
+LOG2_E = 1.4426950408889634
+
+STRIPE_STEP = 64
+"""Stripes that are gathered at a time."""
+
+
+class MatrixArgs(NamedTuple):
+    """The cache as a matrix whose rows are tokens: where a kv head and a page lie in it."""
+
+    num_rows: int
+    rows_per_page: int
+    rows_per_head: int
+    columns_per_head: int
+
+
+class SmoothArgs(NamedTuple):
+    """8-bit keys (``SmoothKeys``), and block ids, as these keys are not paged."""
+
+    block_ids: Any
+    integers: Any
+    steps: Any
+    means: Any
+    starts: Any
+    num_keys: int
+    stride_means: int
+
+
+def attend(
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    out: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None = None,
+    options: AttendOptions | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attend as ``engine.Attend`` has it; fp16, bf16 or fp8, fp32 in the interpreter.
+
+    Exact to rounding without ``options``.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: what each tile keeps.
+        out: [num_tokens, num_heads, head_dim]; written for the index's rows.
+        scale: takes products of elements to scores, in natural units; > 0.
+        lse: [num_heads, num_tokens] float32, written too; or None.
+        options: approximations that heads ask for, or None.
+        sinks: [num_heads], logits that join the softmax; or None.
+
+    Raises:
+        ValueError: shapes do not fit the index or each other.
+    """
+    rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
+    check_shapes(q, out, cache, index, sinks)
+    matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
+    bulk = matrix is not None and supports_bulk(cache)
+    cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
+    descriptors: list[TensorDescriptor] | tuple[None, None] = (None, None)
+    if matrix is not None:
+        index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index))
+        if bulk:
+            descriptors = descriptors_of(cache, matrix, index.block_tokens)
+    block_d = triton.next_power_of_2(head_dim)
+    shape = compile_time(
+        AttendShape(
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            NUM_HEADS=num_heads,
+            GROUP=num_heads // cache.num_kv_heads,
+            BLOCK_M=TILE_TOKENS,
+            BLOCK_N=index.block_tokens,
+            STRIPES=STRIPE_STEP if index.has_stripes else 0,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), options is not None and options.skips),
+        )
+    )
+    attend_kernel[(rows.num_tiles * num_heads,)](
+        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E,
+        cache.value_scale, *_option_args(options, cache, index, bulk),
+        shape,
+        num_warps=8 if block_d >= 128 else 4,
+        num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
+    )  # fmt: skip
+
+
+def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
+    """Return the bytes that ``attend`` takes from the index's workspace: places of blocks, and 8-bit keys.
+
+    Args:
+        rows: the rows of a step.
+        shape: the layer's heads and blocks.
+        int8_scores: whether any head has 8-bit scores.
+
+    Returns:
+        Bytes, or a few more.
+    """
+    num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
+    places = padded_bytes(shape.num_heads, num_blocks, dtype=torch.int32)
+    return places + (smooth_bytes(rows, shape.num_kv_heads, shape.head_dim) if int8_scores else 0)
+
+
+def refusal(spec: AttendSpec) -> str | None:
+    """Return why the kernel cannot run such a layer.
+
+    Args:
+        spec: the layer.
+
+    Returns:
+        A reason that ends a sentence, or None if it can.
+    """
+    if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
+        return "Triton runs kernels on a CPU in its interpreter alone (TRITON_INTERPRET=1)"
+    limit_bytes = shared_bytes(spec.device)
+    if _needed_bytes(spec.block_tokens, spec.head_dim, 1) > limit_bytes:
+        return (
+            f"blocks of {spec.block_tokens} keys of {spec.head_dim} do not fit the {limit_bytes} bytes of shared memory"
+        )
+    return None
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a program may have.
+
+    Args:
+        device: the GPU.
+
+    Returns:
+        Bytes; 1 << 62 where there is no such limit (the interpreter).
+    """
+    if device.type != "cuda":
+        return 1 << 62
+    return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))
+
+
+def widest_block(head_dim: int, limit_bytes: int) -> int | None:
+    """Return how wide a block ``attend`` has room for. Blocks of 128 are worth it only with two buffers.
+
+    Args:
+        head_dim: channels of a head.
+        limit_bytes: shared memory of a program.
+
+    Returns:
+        128 or 64 keys, or None where not even 64 fit.
+    """
+    if _needed_bytes(128, head_dim, 2) <= limit_bytes:
+        return 128
+    return 64 if _needed_bytes(64, head_dim, 1) <= limit_bytes else None
+
+
+def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int) -> int:
+    """Shared memory of 16-bit queries and buffered keys and values, as compiled for Hopper; Ampere takes no more."""
+    block_d = triton.next_power_of_2(head_dim)
+    return 2 * block_d * (TILE_TOKENS + 2 * num_buffers * block_tokens) + 1024
+
+
+def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
+    if _needed_bytes(block_tokens, head_dim, 2) > limit_bytes:
+        return 1
+    return 3 if block_tokens * head_dim <= 64 * 128 else 2
+
+
+def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
+    """Buffers for whole steps. Two of keys and values go with a third one of keys, loaded before the step's own.
+
+    Without room for them, 0 leaves it to the compiler to load keys and values apart, which margins do not allow.
+    """
+    extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
+    return 2 if _needed_bytes(block_tokens, head_dim, 2) + extra <= limit_bytes else int(with_margins)
+
+
+def supports_bulk(cache: PagedCache) -> bool:
+    """Return whether this cache, if it is a matrix at all, can be read by bulk tensor copies.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+
+    Returns:
+        True on Hopper and later, for aligned caches whose head_dim is a power of two.
+    """
+    keys = cache.keys
+    return (
+        keys.is_cuda
+        and torch.cuda.get_device_capability(keys.device) >= (9, 0)
+        and cache.head_dim & (cache.head_dim - 1) == 0
+        and keys.data_ptr() % 16 == 0
+        and cache.values.data_ptr() % 16 == 0
+        and all(s * keys.element_size() % 16 == 0 for s in cache.strides)
+    )
+
+
+def matrix_args(cache: PagedCache) -> MatrixArgs | None:
+    """Return the cache as a matrix of tokens.
+
+    In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+
+    Returns:
+        Where a kv head and a page lie, or None where the strides make no matrix.
+    """
+    stride_page, stride_token, stride_head = cache.strides
+    if stride_page % stride_token:
+        return None
+    rows_per_page = stride_page // stride_token
+    num_rows = (cache.keys.shape[0] - 1) * rows_per_page + cache.page_size
+    if stride_head * cache.num_kv_heads <= stride_token:
+        return MatrixArgs(num_rows, rows_per_page, 0, stride_head)
+    if stride_head % stride_token == 0:
+        rows_per_head = stride_head // stride_token
+        return MatrixArgs(num_rows + (cache.num_kv_heads - 1) * rows_per_head, rows_per_page, rows_per_head, 0)
+    return None
+
+
+def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
+    """Return keys and values for bulk copies.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        matrix: the cache as a matrix.
+        block_tokens: rows of a copy.
+
+    Returns:
+        Two descriptors of [block_tokens, head_dim].
+    """
+    shape = [matrix.num_rows, matrix.columns_per_head * (cache.num_kv_heads - 1) + cache.head_dim]
+    strides, block = [cache.strides[1], 1], [block_tokens, cache.head_dim]
+    return [TensorDescriptor(x, shape, strides, block) for x in (cache.keys, cache.values)]
+
+
+def _option_args(
+    options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
+    """Margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and these for bulk copies.
+
+    None as far as unasked.
+
+    (One by one, as Triton 3.6 can't compare a tuple that holds a None with None.)
+    """
+    if options is None:
+        return None, None, None, None
+    options.check(index.num_heads)
+    if options.int8_heads is None:
+        return options.skip_margins, None, None, None
+    int8_heads = None if options.all_int8 else options.int8_heads
+    keys = smooth_keys(cache, index.rows, int8_heads, index.num_heads, index.workspace)
+    _, num_keys, block_d = keys.integers.shape
+    smooth = SmoothArgs(index.block_ids, *keys, num_keys, keys.means.stride(0))
+    matrix = TensorDescriptor.from_tensor(keys.integers.view(-1, block_d), [index.block_tokens, block_d])
+    return options.skip_margins, int8_heads, smooth, matrix if bulk else None
+
+
+def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
+    """int32 like ``index.block_ids``: each block's first row in the matrix, less the kv head's part."""
+    places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
+    place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
+        index.args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
+        BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
+    )  # fmt: skip
+    return places
+
+
+PORTABLE = Engine("portable", refusal, attend)

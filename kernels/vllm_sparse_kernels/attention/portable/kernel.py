@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of the engine ``portable``: where blocks lie in the cache, and attention of one (query head, tile).
+
+Every option is known when the kernel is compiled: an argument that is None leaves nothing behind in it.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.attention.smooth_keys import STEP_TOKENS, quantize
+from vllm_sparse_kernels.paged import key_offsets, widen
+from vllm_sparse_kernels.selection.lists import load_tile
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+KEYS = tl.constexpr(0)
+VALUES = tl.constexpr(1)
+
+UNREACHED = tl.constexpr(1e30)
+"""Running maximum of rows past the tile's last query: no block comes near it, so that they hold up no skip."""
+
+
+class AttendShape(NamedTuple):
+    """What ``attend_kernel`` is compiled for; every field a ``tl.constexpr``."""
+
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
+    NUM_HEADS: Any  # query heads
+    GROUP: Any  # query heads of a kv head
+    BLOCK_M: Any  # queries of a tile
+    BLOCK_N: Any  # keys of a block
+    STRIPES: Any  # stripes of a step; 0: the index has none
+    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
+    AHEAD: Any  # whole steps that are loaded ahead; 0: the compiler loads keys and values apart
+
+
+class TileLists(NamedTuple):
+    """What one tile keeps of one head, and where it lies in the index."""
+
+    blocks: Any  # pointer to the ids of its blocks, or to their places
+    num_full: Any  # blocks before the diagonal, which every query sees whole
+    num_blocks: Any
+    first: Any  # position of the tile's first query
+    index: Any  # IndexArgs
+    i_head: Any
+    i_tile: Any
+    num_tiles: Any
+
+
+class KeySource(NamedTuple):
+    """Where keys and values of one row and kv head are read from."""
+
+    cache: Any  # KeyArgs with values
+    k_matrix: Any  # descriptor of the keys for bulk copies, or None
+    v_matrix: Any
+    matrix: Any  # MatrixArgs, or None where blocks have no place
+    table: Any  # pointer to the row's pages
+    i_kv: Any
+    limit: Any  # positions from here on are past the tile's last query
+    smooth_matrix: Any  # descriptor of the 8-bit keys for bulk copies, or None
+
+
+class Int8Keys(NamedTuple):
+    """8-bit keys of one row and kv head, which 8-bit queries meet."""
+
+    ids: Any  # pointer to the ids of the tile's blocks
+    integers: Any  # as in SmoothKeys
+    steps: Any
+    start: Any  # the row's first key
+    query_step: Any  # what an integer of the queries counts, times the softmax's scale
+
+
+class Softmax(NamedTuple):
+    """The online softmax of a tile, in base 2."""
+
+    b_acc: Any  # [BLOCK_M, BLOCK_D] float32, Σ 2^(S − max) V
+    b_max: Any  # [BLOCK_M] float32, largest scaled score
+    b_sum: Any  # [BLOCK_M] float32, Σ 2^(S − max)
+
+
+@triton.jit
+def place_blocks_kernel(
+    index, block_table, stride_table, places, page_size, rows_per_page,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Write where the blocks of one (query head, tile) lie in the cache's matrix of tokens.
+
+    Block j of a row lies at block_table[row, BLOCK_N j // page_size] · rows_per_page + BLOCK_N j mod page_size, tokens.
+    Grid: (tiles, query heads). Bound by the latency of its dependent loads; it moves a few bytes a block.
+
+    Args:
+        index: IndexArgs; reads the lists of blocks.
+        block_table: [num_rows, max_pages] int32, of stride ``stride_table``.
+        places: laid out as ``index.block_ids``, int32; written.
+        page_size: tokens of a page, a multiple of BLOCK_N.
+        rows_per_page: rows of the matrix from one page to the next.
+        CHUNK: blocks of a step.
+        FIELDS: columns of ``index.tiles``.
+    """
+    i_tile, i_head = tl.program_id(0), tl.program_id(1)
+    i_row = tl.load(index.tiles + i_tile * FIELDS).to(tl.int64)
+    start = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    count = tl.load(index.block_counts + i_head * tl.num_programs(0) + i_tile)
+    for first in range(0, count, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        position = tl.load(index.block_ids + start + o_n, mask=o_n < count, other=0) * BLOCK_N
+        page = tl.load(block_table + i_row * stride_table + position // page_size, mask=o_n < count, other=0)
+        tl.store(places + start + o_n, page * rows_per_page + position % page_size, mask=o_n < count)
+
+
+@triton.jit
+def attend_kernel(
+    queries, cache, k_matrix, v_matrix, matrix, index, scale, value_scale, skip_margins, int8_heads,
+    smooth, smooth_matrix, SHAPE,
+):  # fmt: skip
+    """O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's own position.
+
+    Online softmax in float32 and base 2: of each step S = scale log₂e · Q Kᵀ, m' = max(m, max S),
+    l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l, where a sink adds
+    2^(sink log₂e − m) to l.
+
+    Grid: (tiles · query heads), kv head by kv head, heaviest tile first, the heads of a group side by side. Bound by
+    the matrix units, and by exponentials at head_dim 64; of single keys by the gather.
+
+    Args:
+        queries: AttendArgs; q and out [tokens, NUM_HEADS, HEAD_DIM] in 16 bits, lse [NUM_HEADS, tokens] float32, in
+            natural units.
+        cache: KeyArgs with values, pages of [page_size, kv heads, HEAD_DIM].
+        k_matrix, v_matrix: descriptors [BLOCK_N, HEAD_DIM] of the cache as a matrix of tokens, or None.
+        matrix: MatrixArgs; with it ``index.block_ids`` are places (``place_blocks_kernel``). Or None.
+        index: IndexArgs.
+        scale: takes products of elements to scores in base 2.
+        value_scale: what an element of a value counts.
+        skip_margins: [NUM_HEADS] float32, SpargeAttn's λ, in natural units; None skips nothing.
+        int8_heads: [NUM_HEADS] uint8, heads with 8-bit scores; None with ``smooth``: all of them.
+        smooth: SmoothArgs, or None where no head has 8-bit scores.
+        smooth_matrix: descriptor [BLOCK_N, BLOCK_D] of the 8-bit keys, or None.
+        SHAPE: AttendShape.
+    """
+    # kv head, then tile by falling weight, then head of the group
+    i_program = tl.program_id(0)
+    num_tiles = tl.num_programs(0) // SHAPE.NUM_HEADS
+    i_kv = i_program // (num_tiles * SHAPE.GROUP)
+    i_tile = tl.load(index.order + i_program % (num_tiles * SHAPE.GROUP) // SHAPE.GROUP)
+    i_head = i_kv * SHAPE.GROUP + i_program % SHAPE.GROUP
+
+    i_row, token, length, first = load_tile(index.tiles, i_tile)
+    o_m = tl.arange(0, SHAPE.BLOCK_M)
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
+    o_q = (token + o_m).to(tl.int64)
+    in_tile = o_m < length
+    in_head = in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+    b_q = tl.load(
+        queries.q + o_q[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
+        mask=in_head, other=0.0,
+    )  # fmt: skip
+    table = cache.block_table + i_row.to(tl.int64) * cache.stride_table
+
+    b_max = tl.full([SHAPE.BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)
+    b_acc = tl.zeros([SHAPE.BLOCK_M, SHAPE.BLOCK_D], tl.float32)
+    margin = None
+    if skip_margins is not None:
+        margin = tl.load(skip_margins + i_head) * LOG2_E
+        b_max = tl.where(in_tile, b_max, UNREACHED)
+        b_sum = tl.where(in_tile, b_sum, 1.0)
+
+    # Blocks before the diagonal need no mask; the diagonal ones are always there, and last.
+    blocks = index.block_ids + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    num_blocks = tl.load(index.block_counts + i_head * num_tiles + i_tile)
+    num_full = num_blocks - ((first + length - 1) // SHAPE.BLOCK_N - first // SHAPE.BLOCK_N + 1)
+    lists = TileLists(blocks, num_full, num_blocks, first, index, i_head, i_tile, num_tiles)
+    source = KeySource(cache, k_matrix, v_matrix, matrix, table, i_kv, first + length, smooth_matrix)
+    softmax = Softmax(b_acc, b_max, b_sum)
+    softmax = _walk_by_head(b_q, smooth, int8_heads, i_row, lists, source, scale, margin, softmax, SHAPE)
+
+    b_total = softmax.b_sum
+    if queries.sinks is not None:
+        b_total += tl.exp2(tl.load(queries.sinks + i_head).to(tl.float32) * LOG2_E - softmax.b_max)
+    b_out = (softmax.b_acc / b_total[:, None] * value_scale).to(queries.out.dtype.element_ty)
+    o_out = o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
+    tl.store(queries.out + o_out, b_out, mask=in_head)
+    if queries.lse is not None:
+        b_lse = (softmax.b_max + tl.log2(softmax.b_sum)) * LN_2
+        tl.store(queries.lse + i_head.to(tl.int64) * queries.stride_lse_head + o_q, b_lse, mask=in_tile)
+
+
+@triton.jit
+def _walk_by_head(b_q, smooth, int8_heads, i_row, lists, source, scale, margin, softmax, SHAPE):
+    """``_walk`` with the scores that the head asks for; where all heads ask for the same, with no other compiled."""
+    if smooth is None:
+        softmax = _walk(b_q, None, lists, source, scale, margin, softmax, SHAPE)
+    else:
+        in_8_bits = True
+        if int8_heads is not None:
+            in_8_bits = tl.load(int8_heads + lists.i_head) != 0
+        if in_8_bits:
+            softmax = _walk_int8(b_q, smooth, i_row, lists, source, scale, margin, softmax, SHAPE)
+        else:
+            softmax = _walk(b_q, None, lists, source, scale, margin, softmax, SHAPE)
+    return softmax
+
+
+@triton.jit
+def _walk(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
+    """Fold in all that the tile keeps. ``int8_keys``: what b_q, then 8-bit too, meets in place of keys; or None."""
+    softmax = _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
+    softmax = _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
+    if SHAPE.STRIPES > 0:
+        softmax = _walk_stripes(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
+    return softmax
+
+
+@triton.jit
+def _walk_int8(b_q, smooth, i_row, lists, source, scale, margin, softmax, SHAPE):
+    """``_walk`` with 8-bit scores. The maximum comes back with what smoothing took off all of a query's scores."""
+    index = lists.index
+    o_mean = i_row * smooth.stride_means + source.i_kv * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)
+    b_mean = tl.load(smooth.means + o_mean)
+    b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
+    b_int, step = quantize(b_q.to(tl.float32))
+    start = source.i_kv * smooth.num_keys + tl.load(smooth.starts + i_row)
+    ids = smooth.block_ids + lists.i_head.to(tl.int64) * index.stride_blocks
+    ids += tl.load(index.block_offsets + lists.i_tile)
+    int8_keys = Int8Keys(ids, smooth.integers, smooth.steps, start, step * scale)
+    softmax = _walk(b_int, int8_keys, lists, source, 1.0, margin, softmax, SHAPE)
+    return Softmax(softmax.b_acc, softmax.b_max + b_shift, softmax.b_sum)
+
+
+@triton.jit
+def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
+    """Blocks that every query of the tile sees whole.
+
+    Nothing that places a block is carried from one iteration to the next: loads that depend on carried values are not
+    pipelined.
+
+    Triton pipelines the loads that products at the loop's top level need, and only where there is no such product all
+    loads. So the step stands in a branch (its condition holds: the compiler does not see it), and all that a step needs
+    is loaded AHEAD buffers before. With a margin, where the values' product is in a branch anyway, nothing else loads
+    them before they are needed. Without AHEAD there is no margin: see ``portable._ahead``.
+    """
+    for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
+        entry = tl.load(lists.blocks + i)
+        b_k, b_step = _load_keys(int8_keys, i, entry, source, SHAPE)
+        if SHAPE.AHEAD > 0:
+            b_v = _load_block(VALUES, entry, source, SHAPE)
+            if lists.num_full > 0:
+                b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+                softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+        else:
+            b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+            b_v = _load_block(VALUES, entry, source, SHAPE)
+            softmax = _fold(b_s, b_v, scale, None, softmax, SHAPE.PRECISION)
+    return softmax
+
+
+@triton.jit
+def _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
+    """Blocks with keys that some queries of the tile may not see."""
+    first_block = lists.first // SHAPE.BLOCK_N
+    o_m = lists.first + tl.arange(0, SHAPE.BLOCK_M)
+    for i in range(lists.num_full, lists.num_blocks):
+        entry = tl.load(lists.blocks + i)
+        o_n = (first_block + i - lists.num_full) * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
+        b_k, b_step = _load_keys(int8_keys, i, entry, source, SHAPE)
+        b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+        b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
+        # Past the sequence's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
+        b_v = _load_block(VALUES, entry, source, SHAPE)
+        b_v = tl.where((o_n < source.limit)[:, None], b_v, 0.0)
+        softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+    return softmax
+
+
+@triton.jit
+def _walk_stripes(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
+    """Single keys, gathered a step of them at a time; all lie before the tile's first query."""
+    index, cache = lists.index, source.cache
+    o_list = lists.i_head * lists.num_tiles
+    stripes = index.stripe_positions + tl.load(index.stripe_offsets + o_list + lists.i_tile)
+    num_stripes = tl.load(index.stripe_counts + o_list + lists.i_tile)
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
+    for i in range(0, num_stripes, SHAPE.STRIPES):
+        o_n = i + tl.arange(0, SHAPE.STRIPES)
+        kept = o_n < num_stripes
+        b_n = tl.load(stripes + o_n, mask=kept, other=0)
+        o_key = key_offsets(source.table, b_n, kept, cache.page_size, cache.stride_page, cache.stride_token)
+        o_kv = source.i_kv.to(tl.int64) * cache.stride_head + o_key[:, None] + o_d[None, :]
+        in_kv = kept[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+        if int8_keys is None:
+            b_k = tl.load(cache.k + o_kv, mask=in_kv, other=0.0)
+            b_step = 1.0
+        else:
+            o_int = (int8_keys.start + b_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + o_d[None, :]
+            b_k = tl.load(int8_keys.integers + o_int)
+            b_step = tl.load(int8_keys.steps + (int8_keys.start + b_n) // STEP_TOKENS) * int8_keys.query_step
+        b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
+        b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+        b_s = tl.where(kept[None, :], b_s, float("-inf"))
+        softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+    return softmax
+
+
+@triton.jit
+def _load_keys(int8_keys, i, entry, source, SHAPE):
+    """Keys [BLOCK_N, BLOCK_D] of the i-th block of the list, and what a product with each counts if they are 8-bit."""
+    if int8_keys is None:
+        return _load_block(KEYS, entry, source, SHAPE), 1.0
+    else:
+        o_n = tl.arange(0, SHAPE.BLOCK_N)
+        i_key = int8_keys.start + tl.load(int8_keys.ids + i) * SHAPE.BLOCK_N
+        if source.smooth_matrix is not None:
+            b_k = source.smooth_matrix.load([i_key, 0])
+        else:
+            o_int = (i_key + o_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)[None, :]
+            b_k = tl.load(int8_keys.integers + o_int)
+        steps = int8_keys.steps + i_key // STEP_TOKENS
+        b_step = tl.full([SHAPE.BLOCK_N], 0.0, tl.float32) + tl.load(steps) * int8_keys.query_step
+        if SHAPE.BLOCK_N > STEP_TOKENS:
+            later = tl.load(steps + 1) * int8_keys.query_step
+            b_step = tl.where(o_n < STEP_TOKENS, b_step, later)
+        return b_k, b_step
+
+
+@triton.jit
+def _score(b_q, b_k, b_step, int8_keys, PRECISION: tl.constexpr):
+    """Scores [BLOCK_M, BLOCK_N], raw; those of 8-bit vectors are scaled already."""
+    if int8_keys is None:
+        return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    else:
+        return tl.dot(b_q, tl.trans(b_k)).to(tl.float32) * b_step[None, :]
+
+
+@triton.jit
+def _load_block(KIND: tl.constexpr, entry, source, SHAPE):
+    """KEYS or VALUES of a block: [BLOCK_N, BLOCK_D]. Past the sequence's end they hold anything.
+
+    ``entry`` is the block's place where the cache is a matrix, else its id.
+    """
+    cache, matrix, i_kv = source.cache, source.matrix, source.i_kv
+    if source.k_matrix is not None:
+        descriptor = source.k_matrix if KIND == KEYS else source.v_matrix
+        return descriptor.load([entry + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
+    else:
+        o_d = tl.arange(0, SHAPE.BLOCK_D)
+        o_n = tl.arange(0, SHAPE.BLOCK_N)
+        if matrix is not None:
+            o_key = (entry + o_n).to(tl.int64) * cache.stride_token
+        else:
+            # The table may hold no page past the sequence's end.
+            o_n += entry * SHAPE.BLOCK_N
+            in_row = o_n < source.limit
+            o_key = key_offsets(source.table, o_n, in_row, cache.page_size, cache.stride_page, cache.stride_token)
+        pointer = (cache.k if KIND == KEYS else cache.v) + i_kv.to(tl.int64) * cache.stride_head
+        return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _fold(b_s, b_v, scale, margin, softmax, PRECISION: tl.constexpr):
+    """One step of the online softmax: raw scores [M, N] and values [N, D].
+
+    ``scale`` takes scores to base 2; the maximum is kept scaled, so that each exponent is one fused multiply-add.
+    A step's exponents always go into the sum. Its product is left out where none of its maxima comes as near to its
+    query's as ``margin``: then no maximum has changed, and acc stays as it is.
+    """
+    b_v = widen(b_v)
+    b_local = tl.max(b_s, 1) * scale
+    b_max = tl.maximum(softmax.b_max, b_local)
+    b_decay = tl.exp2(softmax.b_max - b_max)
+    b_p = tl.exp2(b_s * scale - b_max[:, None])
+    b_sum = softmax.b_sum * b_decay + tl.sum(b_p, 1)
+    b_acc = softmax.b_acc
+    if margin is None:
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+    else:
+        if tl.max(b_local - b_max, 0) >= margin:
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+    return Softmax(b_acc, b_max, b_sum)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax attention under the index's own mask, tile by tile, in float32 (or the dtype asked for), with its options.
+
+The skip of P·V is SpargeAttn's (arXiv 2502.18137, section 3.4 and Algorithm 1, lines 13 to 17) for all queries of a
+tile together. The sum l counts a skipped step too: line 13 stands before the test, so that skipping moves outputs
+towards zero. Line 15 as printed asks for the reverse of the text of section 3.4, which holds here; line 13 as printed
+forgets l_{i,j−1}.
+
+8-bit scores are SageAttention's (arXiv 2410.02367, equation 6 and Algorithm 1).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.portable.engine import STRIPE_STEP
+from vllm_sparse_kernels.attention.smooth_keys import STEP_TOKENS
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import FP8, PagedCache
+
+INT8_MAX = 127
+
+
+@dataclass(frozen=True)
+class ReferenceAttend:
+    """``engine.Attend`` in plain torch, on any device.
+
+    Attributes:
+        dtype: what is computed in.
+        round_weights: what becomes of weights [queries, keys] before they meet values; None leaves them.
+    """
+
+    dtype: torch.dtype = torch.float32
+    round_weights: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        out: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+        options: AttendOptions | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Write softmax(scale · q kᵀ + mask) v of the index's rows into ``out``, and its log-sum-exp into ``lse``.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim].
+            cache: may be in fp8, its scales as in ``engine.Attend``.
+            index: what each tile keeps.
+            out: as q; tokens outside the index's rows stay untouched.
+            scale: takes products of elements to scores, in natural units.
+            lse: [num_heads, num_tokens], or None.
+            options: approximations that heads ask for, or None.
+            sinks: [num_heads], or None.
+
+        Raises:
+            ValueError: the options are not of the index's heads.
+        """
+        rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
+        margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
+        if options is not None:
+            options.check(num_heads)
+            margins = margins if options.skip_margins is None else options.skip_margins.tolist()
+            int8_heads = int8_heads if options.int8_heads is None else options.int8_heads.tolist()
+        for row in range(rows.num_rows):
+            keys, values = (x.to(self.dtype) for x in cache.gather(rows.block_table[row], rows.seq_lens[row]))
+            values = values * cache.value_scale
+            smooth = smooth_keys(keys) if any(int8_heads) else None
+            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+                tile = rows.tile_list[i_tile]
+                tokens = slice(tile.token, tile.token + tile.length_tokens)
+                positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
+                for head in range(num_heads):
+                    kept, steps = walk(index, head, i_tile)
+                    b_q, i_kv = q[tokens, head].to(self.dtype), head // group
+                    if int8_heads[head] and smooth is not None:
+                        integers, steps_of_keys, means = (x[i_kv] for x in smooth)
+                        scores = scores_int8(b_q, integers[kept], steps_of_keys[kept]) * scale
+                        shift = b_q @ means * scale
+                    else:
+                        scores, shift = (b_q @ keys[kept, i_kv].T) * scale, b_q.new_zeros(())
+                    scores.masked_fill_(kept[None, :] > positions[:, None], -torch.inf)
+                    sink = None if sinks is None else sinks[head].to(self.dtype) - shift
+                    p = weights(scores, sink)
+                    if margins[head] > -math.inf:
+                        p = p * (step_margins(scores, steps)[steps] >= margins[head])
+                    p = p if self.round_weights is None else self.round_weights(p)
+                    out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
+                    if lse is not None:
+                        lse[head, tokens] = (scores.logsumexp(-1) + shift).to(lse.dtype)
+
+
+attend = ReferenceAttend()
+"""In float32."""
+
+
+def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """Return the keys' part of the softmax.
+
+    Args:
+        scores: [queries, keys], masked.
+        sink: the score of another key without a value, of each query or of all; or None.
+
+    Returns:
+        [queries, keys].
+    """
+    if sink is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sink.reshape(-1, 1).expand(len(scores), 1)), 1).softmax(-1)[:, :-1]
+
+
+def fp8_weights(p: torch.Tensor) -> torch.Tensor:
+    """Return weights as FlashAttention-3 rounds them for values in fp8: each query's largest becomes 256.
+
+    Args:
+        p: [queries, keys].
+
+    Returns:
+        [queries, keys], of p's dtype.
+    """
+    unit = p.amax(-1, keepdim=True).float() / 256
+    return ((p.float() / unit).to(FP8).float() * unit).to(p.dtype)
+
+
+def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a tile keeps and sees, in the order in which ``attend`` takes it.
+
+    A step is a block, or the next ``STRIPE_STEP`` stripes.
+
+    Args:
+        index: what each tile keeps.
+        head: a query head.
+        i_tile: a tile of the step.
+
+    Returns:
+        (positions, the step of each).
+    """
+    blocks, stripes = index.blocks_of(head, i_tile), index.stripes_of(head, i_tile)
+    places = torch.arange(len(blocks) * index.block_tokens, device=blocks.device)
+    positions = (blocks[:, None] * index.block_tokens + places[: index.block_tokens]).flatten()
+    seen = positions <= index.rows.tile_list[i_tile].last_position
+    after = len(blocks) + torch.arange(len(stripes), device=blocks.device) // STRIPE_STEP
+    return torch.cat((positions[seen], stripes)), torch.cat((places[seen] // index.block_tokens, after))
+
+
+def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Return max(m_local − m) of each step, over all queries: under λ, its product is left out.
+
+    Of what is not left out, exp(S − m) with the last m summed over all steps is what the online softmax arrives at.
+
+    Args:
+        scores: [queries, keys], masked.
+        steps: [keys], the step of each.
+
+    Returns:
+        [steps].
+    """
+    local = scores.new_full((len(scores), int(steps[-1]) + 1), -torch.inf)
+    local.scatter_reduce_(1, steps.expand_as(scores), scores, "amax")
+    return (local - local.cummax(1).values).amax(0)
+
+
+def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return SageAttention's keys of one row, heads first.
+
+    Args:
+        keys: [seq_len, num_kv_heads, head_dim].
+
+    Returns:
+        Integers [num_kv_heads, seq_len, head_dim]; what they count [num_kv_heads, seq_len], equal within blocks of 64;
+        and the mean [num_kv_heads, head_dim] that they have lost (equation 6), which shifts a query's scores all alike.
+    """
+    means = keys.mean(0)
+    parts = [quantize(part, (0, 2)) for part in (keys - means).split(STEP_TOKENS.value)]
+    integers, steps = (torch.cat(x) for x in zip(*((i, step.expand(len(i), -1, -1)) for i, step in parts)))
+    return integers.transpose(0, 1), steps[..., 0].T, means
+
+
+def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Return S of one tile, whose queries get one scale, unscaled. The integers' products sum up exactly.
+
+    Args:
+        b_q: [queries, head_dim].
+        integers: [keys, head_dim].
+        steps: [keys], what an integer counts.
+
+    Returns:
+        [queries, keys].
+    """
+    q_integers, q_step = quantize(b_q, (0, 1))
+    return (q_integers @ integers.T) * (q_step * steps)
+
+
+def quantize(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round to integers of 8 bits, to the nearest.
+
+    Args:
+        x: any tensor.
+        dims: that share a scale.
+
+    Returns:
+        (x̂, δ) with x ≈ δ x̂, whole −127 ≤ x̂ ≤ 127, δ = max |x| / 127 over ``dims``.
+    """
+    step = (x.abs().amax(dims, keepdim=True) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x / step + 0.5).floor(), step

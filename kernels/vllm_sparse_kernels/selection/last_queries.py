@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimate of MInference (arXiv:2407.02490, Algorithm 2): Â = softmax of a few of a row's queries, its last ones
+or some spread over its chunk, against all keys.
+
+What is kept of Â are its column sums, and its sums over diagonals: of keys, one by one, or of blocks of 64. K is read
+twice, the first time for the log-sum-exp of each query, the second for the sums, so that Â itself is never stored.
+Query heads that share keys are stacked and share what is read. All sums have a fixed order, and how a row's keys are
+split among programs depends on its own length and on the number of heads alone.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.selection.last_query_kernels import (
+    LAST,
+    LastArgs,
+    StackShape,
+    SumArgs,
+    block_diagonals_kernel,
+    split_lse_kernel,
+    sums_kernel,
+)
+
+LOG2_E = 1.4426950408889634
+
+MOST_QUERIES = 256
+"""The most queries where diagonals of blocks are summed: as many rows as a program stacks."""
+
+QUERY_BYTES = 64 * 1024
+"""Stacked queries of one program, at most; those of one head may be more."""
+
+PROGRAMS = 264
+"""Programs for a long row: as many as an H200 runs at a time, two on each multiprocessor. Each begins by loading what
+it needs, which in a second wave of programs nothing would hide."""
+
+LANES = 4
+"""Threads that a row of the matrix instruction's result lies in."""
+
+JOINED = 64
+"""Splits whose log-sum-exps are loaded at a time."""
+
+
+class Sums(NamedTuple):
+    """Sums of Â over the rows [first_row, end_row) of a step, for n heads; kernels find them by ``sums_of``.
+
+    ``values`` [n · (capacity + capacity / band)] float32: column sums [n, capacity], row i's from
+    ``key_starts[i] - key_starts[first_row]`` on; then the sums of diagonals by their offset, in the same places, or
+    those of blocks by theirs (``band`` 64), each place divided by 64.
+
+    ``by_block`` [n, capacity / 64, queries] float32, for ``band`` 64: what each of the queries gives to each block.
+    """
+
+    values: torch.Tensor
+    patterns: torch.Tensor | None
+    capacity: int
+    num_entries: int
+    band: int
+    first_row: int
+    end_row: int
+    by_block: torch.Tensor | None = None
+
+    def args(self, rows: Rows) -> tuple[Any, ...]:
+        """Return what kernels find sums by (``sums_of``): SumArgs, entries, first row, rows and capacity.
+
+        The numbers change from step to step, and in a tuple Triton would compile a kernel anew for them.
+
+        Args:
+            rows: the step's rows.
+        """
+        places = self.num_entries, self.first_row, rows.num_rows, self.capacity
+        return SumArgs(self.values, rows.row_table, self.patterns), *places
+
+
+class Estimate(NamedTuple):
+    """How many queries Â is of, and which; whether diagonals are those of keys (``band`` 1, of at most 64 queries) or
+    of blocks of 64 (64, of at most 256).
+
+    ``spread``, for the latter alone: not the last queries but as many, evenly spread over the chunk.
+    """
+
+    last_queries: int
+    band: int
+    spread: bool = False
+
+
+def last_query_sums(
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    rows: tuple[int, int],
+    heads: torch.Tensor,
+    scale: float,
+    estimate: Estimate,
+    patterns: torch.Tensor | None = None,
+) -> Sums:
+    """Sum Â of some rows over columns and diagonals.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: whose rows and workspace are used.
+        rows: first row and behind the last one.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+        estimate: how many queries Â is of, and which.
+        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+
+    Returns:
+        The sums, in the index's workspace.
+    """
+    step, room, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
+    first_row, end_row = rows
+    num_rows, num_entries = end_row - first_row, len(heads)
+    capacity = step.key_starts[end_row] - step.key_starts[first_row]
+    group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
+    num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
+    bytes_a_head = num_queries * block_d * q.element_size()
+    members = min(triton.next_power_of_2(group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // bytes_a_head))
+    stacks = cache.num_kv_heads * ceil_div(group, members)
+    # Fewer programs where one would be shorter than what it begins with.
+    most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // stacks)), max(4, min(16, 2 * stacks))
+    num_tiles = [ceil_div(seq_len, LAST.value) for seq_len in step.seq_lens[first_row:end_row]]
+    # The longest row's splits may be longer, and so fewer than a shorter one's.
+    num_splits = max(ceil_div(n, max(least_tiles, ceil_div(n, most_splits))) for n in num_tiles)
+
+    values = room(num_entries * (capacity + capacity // band))
+    partial = room(num_rows, num_entries, most_splits, num_queries)
+    by_block = room(num_entries, capacity // band, num_queries) if band > 1 else None
+    args = LastArgs(
+        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
+        num_entries, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E,
+    )  # fmt: skip
+    where = (step.block_table.stride(0), step.num_rows, first_row)
+    shape = compile_time(
+        StackShape(
+            GROUP=group,
+            MEMBERS=members,
+            QUERIES=num_queries,
+            SPREAD=spread,
+            BAND=band,
+            HEAD_DIM=cache.head_dim,
+            BLOCK_D=block_d,
+            PAGE=cache.page_size,
+            ENTRIES=triton.next_power_of_2(num_entries),
+            FIELDS=ROW_FIELDS,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        )
+    )
+    grid = (num_splits, stacks, num_rows)
+    stacked, num_stages = members * num_queries, 3 if members * bytes_a_head <= QUERY_BYTES else 2
+    # Two programs on a multiprocessor at a time, as one's exponentials hide behind the other's products: of many warps
+    # with few registers in the one pass; in the other of one group, with a warp for each of four stacked heads, within
+    # which columns are summed. Diagonals of keys always are summed within a warp.
+    lse_registers = 64 if stacked > LAST.value and q.dtype != torch.float32 else None
+    split_lse_kernel[grid](
+        args, *where, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
+    )
+    sums_kernel[grid](
+        args, *where, capacity, values, shape, JOINED=JOINED, num_warps=4 if band > 1 else members,
+        num_stages=num_stages,
+    )  # fmt: skip
+    sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
+    if by_block is not None:
+        _sum_block_diagonals(sums, by_block, index, max(num_tiles), last_queries, spread)
+    return sums
+
+
+def _sum_block_diagonals(
+    sums: Sums, by_block: torch.Tensor, index: SparseIndex, most_tiles: int, last_queries: int, spread: bool
+) -> None:
+    """From what each query gives to each block; ``most_tiles``: blocks of the longest row."""
+    num_queries = by_block.shape[2]
+    block = 4096 // num_queries
+    block_diagonals_kernel[(ceil_div(most_tiles, block), sums.num_entries, sums.end_row - sums.first_row)](
+        by_block, *sums.args(index.rows), last_queries,
+        QUERIES=num_queries, SPREAD=spread, BAND=sums.band, FIELDS=ROW_FIELDS, BLOCK=block,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of lines: from the columns and diagonals that heads keep of a row to the lists of its tiles.
+
+A tile keeps the blocks that a kept diagonal crosses as blocks, and the kept columns outside of them as stripes.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.selection.last_queries import Estimate, Sums, last_query_sums
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.slabs import rows_within
+
+SLAB_BYTES = 128 << 20
+"""Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
+
+KEY_BYTES = 24
+"""What one key of one head takes of it at most, rows counted in multiples of 4,096 keys."""
+
+
+class Lines(NamedTuple):
+    """What each of n heads keeps of each row; diagonals of keys (bands of 1) or of blocks of 64 (bands of 64).
+
+    Rows are those of a slab [first_row, end_row). What has a place for each key has row i's from
+    ``key_starts[i] - key_starts[first_row]`` on, blocks and bands each place divided by their size.
+    """
+
+    columns: Any  # [num_rows, n, k] int32: ascending key positions
+    num_columns: Any  # [num_rows, n] int32: how many of them there are
+    whole: Any  # [n, capacity / 64] uint8: blocks that are kept whole; None: none
+    bands_upto: Any  # [n, capacity / band] int32: how many bands are kept up to and with each
+
+
+def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
+    """Return the rows that are selected together: as many as SLAB_BYTES hold, at least 1.
+
+    Args:
+        rows: the rows of a step.
+        num_heads: query heads.
+
+    Returns:
+        First row and behind the last one, of each slab.
+    """
+    return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
+
+
+def select_lines(
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    heads: torch.Tensor,
+    scale: float,
+    estimate: Estimate,
+    keep: Callable[[Sums, SparseIndex], Lines],
+    patterns: torch.Tensor | None = None,
+) -> None:
+    """Sum Â (``last_query_sums``), have ``keep`` choose among its lines, and write the lists of ``heads``.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: the SparseIndex that is filled.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+        estimate: how many queries Â is of, and which.
+        keep: chooses lines by their sums.
+        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+    """
+    for rows in slabs_of_rows(index.rows, len(heads)):
+        with index.workspace.frame():
+            sums = last_query_sums(q, cache, index, rows, heads, scale, estimate, patterns)
+            write_lines(index, rows, heads, keep(sums, index), estimate.band, patterns)
+
+
+def write_lines(
+    index: SparseIndex,
+    rows: tuple[int, int],
+    heads: torch.Tensor,
+    lines: Lines,
+    band: int,
+    patterns: torch.Tensor | None = None,
+) -> None:
+    """Write the lists of ``heads`` for all tiles of some rows.
+
+    Args:
+        index: the SparseIndex that is filled.
+        rows: first row and behind the last one.
+        heads: [n] int32 on the device, the query heads that are selected.
+        lines: Lines, what each head keeps of each row.
+        band: 1: diagonals of keys; 64: of blocks.
+        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+    """
+    step, (first_row, end_row) = index.rows, rows
+    first_tile, end_tile = step.tile_starts[first_row], step.tile_starts[end_row]
+    capacity = step.key_starts[end_row] - step.key_starts[first_row]
+    _write_lines_kernel[(end_tile - first_tile, len(heads))](
+        heads, lines, lines.columns.shape[2], step.row_table, first_row, step.num_rows, capacity, patterns, first_tile,
+        index.args, step.num_tiles,
+        BAND=band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ROW_FIELDS=ROW_FIELDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.constexpr, mask):
+    """Whether a kept diagonal crosses each block within the tile at positions [first, last]."""
+    b_near = tl.maximum(first // BAND - (b_block * BLOCK_N + BLOCK_N - 1) // BAND, 0)
+    b_upto = tl.load(upto + last // BAND - b_block * BLOCK_N // BAND, mask=mask, other=0)
+    return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
+
+
+@triton.jit(do_not_specialize=["max_columns", "first_row", "num_rows", "capacity", "first_tile", "num_tiles"])
+def _write_lines_kernel(
+    heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ROW_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One (tile, head)'s list: blocks that a kept diagonal crosses, blocks kept whole, and the diagonal ones.
+
+    Of the columns kept one by one those before the tile's diagonal blocks and in no kept block become stripes.
+    Heads whose ``patterns`` [heads, rows] is not 0 are written elsewhere.
+
+    Grid: (tiles of the slab, n). Bound by the latency of dependent loads; it reads counts of bands and columns once.
+
+    Args:
+        heads: [n] int32 on the device, the query heads that are selected.
+        lines: Lines, what each head keeps of each row.
+        max_columns: places for columns that one list has.
+        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+        first_tile: the first tile of the run.
+        index: IndexArgs; lists and counts are written.
+        num_tiles: tiles of the step.
+        BAND: 1: diagonals of keys; 64: of blocks.
+        BLOCK_N: keys of a block of the index.
+        CHUNK: blocks or columns of a step.
+        ROW_FIELDS: columns of the rows' table.
+    """
+    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_entry).to(tl.int64)
+    i_row, _, length, first = load_tile(index.tiles, i_tile)
+    pattern = 0 if patterns is None else tl.load(patterns + i_entry * num_rows + i_row)
+    if pattern != 0:
+        return
+    last = first + length - 1
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
+    start = tl.load(rows + i_row * ROW_FIELDS + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)
+    upto = lines.bands_upto + (i_entry * capacity + start) // BAND
+
+    count = 0
+    target = list_of(index, i_head, i_tile)
+    for start_block in range(0, num_causal, CHUNK):
+        o_n = start_block + tl.arange(0, CHUNK)
+        causal = o_n < num_causal
+        b_kept = _is_crossed(upto, o_n, first, last, BAND, BLOCK_N, causal) | (o_n >= diagonal)
+        if lines.whole is not None:
+            whole = lines.whole + (i_entry * capacity + start) // 64
+            b_kept |= tl.load(whole + o_n, mask=causal, other=0) != 0
+        count = append(target, count, o_n, causal & b_kept)
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+
+    count = 0
+    target = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
+    i_list = (i_row - first_row) * tl.num_programs(1) + i_entry
+    columns = lines.columns + i_list * max_columns
+    num_columns = tl.load(lines.num_columns + i_list)
+    for start_column in range(0, num_columns, CHUNK):
+        o_c = start_column + tl.arange(0, CHUNK)
+        b_key = tl.load(columns + o_c, mask=o_c < num_columns, other=0)
+        before = (o_c < num_columns) & (b_key < diagonal * BLOCK_N)
+        b_free = before & (_is_crossed(upto, b_key // BLOCK_N, first, last, BAND, BLOCK_N, before) == 0)
+        count = append(target, count, b_key, b_free)
+    tl.store(index.stripe_counts + i_head * num_tiles + i_tile, count)

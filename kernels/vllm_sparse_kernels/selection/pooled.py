@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of queries and of keys as single tokens, and the products of the ones with the others.
+
+A pooled query is the mean of a tile of 128 queries or of half of one, a pooled key that of a block of 64 keys. All rows
+of a step are pooled by the same launches, whose programs take some blocks of one head each. Where means or products of
+a large batch would take more than ``SLAB_BYTES``, tiles are selected slab by slab; what a tile selects does not depend
+on its slab.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, query_args
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
+from vllm_sparse_kernels.selection.slabs import rows_within
+from vllm_sparse_kernels.workspace import Workspace
+
+KEY_BLOCK_TOKENS = 64
+"""Keys that one pooled key stands for."""
+
+SLAB_BYTES = 128 << 20
+"""Most that a slab's products take, and its pooled keys; more where one tile, or one row's keys, needs more."""
+
+SPLIT_BLOCKS = 8
+"""Blocks that one program pools one after the other."""
+
+ALIGNED = tl.constexpr(64)
+"""Rows of products are padded to a multiple of this, so that their loads can be wide."""
+
+ROW_FIELDS = tl.constexpr(3)
+"""Columns of the rows' table on the device: a row's keys, its first block and first split, counted over all rows."""
+
+HEADS_AT_ONCE = tl.constexpr(128)
+"""Selected heads that ``is_read`` looks at in a step."""
+
+UNSPECIALIZED = (
+    "num_heads", "num_tiles", "first_tile", "end_tile", "first_row", "num_blocks", "num_splits", "width",
+)  # fmt: skip
+"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+
+
+class Slab(NamedTuple):
+    """Rows whose keys are pooled together, and runs of their tiles whose products are made together."""
+
+    first_row: int
+    end_row: int
+    num_blocks: int  # of 64 keys, in these rows
+    max_blocks: int  # in the longest of them
+    runs: list[tuple[int, int]]  # of tiles, [first, end)
+
+    @property
+    def width(self) -> int:
+        """Columns of a row of products, in units of ``ALIGNED``."""
+        return ceil_div(self.max_blocks, ALIGNED.value)
+
+
+class Pooled(NamedTuple):
+    """Means [heads, blocks, head_dim] float32, and each block's mean cosine over all pairs of its tokens, if asked for.
+
+    Heads are entries of a list of query heads, or kv heads; blocks are those of all rows or of a slab.
+    """
+
+    means: torch.Tensor
+    similarity: torch.Tensor | None  # [heads, blocks] float32
+
+
+def slabs_of(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[Slab]:
+    """Return the slabs of a step, made by the first layer of a pass that asks for them.
+
+    Args:
+        rows: the rows of a step.
+        num_entries: heads that are selected.
+        num_kv_heads: kv heads.
+        head_dim: channels of a head.
+        per_tile: pooled queries of a tile.
+
+    Returns:
+        Slabs in the order of their rows.
+    """
+    most_products = SLAB_BYTES // (4 * num_entries * per_tile * ALIGNED.value)  # in units of ``ALIGNED``
+    most_blocks = SLAB_BYTES // (4 * num_kv_heads * head_dim)
+    key = _make_slabs, most_products, most_blocks
+    return rows.once(key, lambda: _make_slabs(rows, most_products, most_blocks))
+
+
+def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Slab]:
+    blocks, slabs = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens], []
+    for first, end in rows_within(blocks, most_blocks):
+        slab = Slab(first, end, sum(blocks[first:end]), max(blocks[first:end]), [])
+        num_tiles, end_tile = max(most_products // slab.width, 1), rows.tile_starts[end]
+        for tile in range(rows.tile_starts[first], end_tile, num_tiles):
+            slab.runs.append((tile, min(tile + num_tiles, end_tile)))
+        slabs.append(slab)
+    return slabs
+
+
+def row_table(rows: Rows) -> torch.Tensor:
+    """Return the rows' table.
+
+    Args:
+        rows: the rows of a step.
+
+    Returns:
+        [num_rows, 3] int32 on the device: keys, first block and first split of each row.
+    """
+
+    def make() -> torch.Tensor:
+        blocks = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens]
+        splits = [ceil_div(n, SPLIT_BLOCKS) for n in blocks]
+        columns = rows.seq_lens, accumulate(blocks, initial=0), accumulate(splits, initial=0)
+        return to_device([n for row in zip(*columns) for n in row], torch.int32, rows.device).view(-1, ROW_FIELDS.value)
+
+    return rows.once(row_table, make)
+
+
+def _warps(head_dim: int) -> int:
+    """As few as hold 64 tokens in registers: the fewer there are to sum over, the less they wait for each other."""
+    return max(2, triton.next_power_of_2(head_dim) // 64)
+
+
+def pool_queries(
+    q: torch.Tensor, rows: Rows, heads: torch.Tensor, per_tile: int, workspace: Workspace, similar: bool
+) -> Pooled:
+    """Average the queries of tiles or of parts of tiles.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        rows: the rows of a step.
+        heads: [n] int32 on the device, the query heads that are selected.
+        per_tile: pooled queries of a tile.
+        workspace: where temporary tensors come from.
+        similar: whether to measure how alike a block's tokens are.
+
+    Returns:
+        [n, num_tiles · per_tile, ...]; tile t's begin at t · per_tile. Undefined where a short tile has no queries.
+    """
+    num_pooled, head_dim = rows.num_tiles * per_tile, q.shape[2]
+    means = workspace.empty(len(heads), num_pooled, head_dim)
+    similarity = workspace.empty(len(heads), num_pooled) if similar else None
+    _pool_queries_kernel[(len(heads), num_pooled)](
+        query_args(q), rows.tiles, heads, means, similarity,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PER_TILE=per_tile, POOL=TILE_TOKENS // per_tile,
+        BLOCK=64, num_warps=_warps(head_dim),
+    )  # fmt: skip
+    return Pooled(means, similarity)
+
+
+def pool_keys(
+    cache: PagedCache, rows: Rows, slab: Slab, heads: torch.Tensor, num_heads: int, workspace: Workspace, similar: bool,
+    centered: bool,
+) -> Pooled:  # fmt: skip
+    """Average the keys of the slab's blocks.
+
+    Args:
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        rows: the rows of a step.
+        slab: the rows.
+        heads: [n] int32 on the device, the query heads that are selected.
+        num_heads: query heads of the layer.
+        workspace: where temporary tensors come from.
+        similar: whether to measure how alike a block's tokens are.
+        centered: whether about the row's mean key.
+
+    Returns:
+        [num_kv_heads, slab.num_blocks, ...]; kv heads that no selected head reads stay undefined.
+    """
+    num_kv_heads, head_dim, empty = cache.num_kv_heads, cache.head_dim, workspace.empty
+    num_rows = slab.end_row - slab.first_row
+    splits = [ceil_div(n, KEY_BLOCK_TOKENS * SPLIT_BLOCKS) for n in rows.seq_lens[slab.first_row : slab.end_row]]
+    pooled = Pooled(
+        empty(num_kv_heads, slab.num_blocks, head_dim), empty(num_kv_heads, slab.num_blocks) if similar else None
+    )
+    block_d = triton.next_power_of_2(head_dim)
+    shape = compile_time(PoolShape(head_dim, block_d, KEY_BLOCK_TOKENS, SPLIT_BLOCKS, cache.page_size))
+
+    def launch(
+        means: torch.Tensor | None, sums: torch.Tensor | None, similarity: torch.Tensor | None,
+        centers: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        _pool_keys_kernel[(num_kv_heads, max(splits), num_rows)](
+            key_args(cache, rows.block_table), row_table(rows), slab.first_row, slab.num_blocks, sum(splits),
+            heads if len(heads) < num_heads else None, len(heads), means, sums, similarity, centers,
+            shape, GROUP=num_heads // num_kv_heads,
+            STAGES=3 if similarity is None else 2, num_warps=_warps(head_dim),
+        )  # fmt: skip
+
+    if not centered:
+        launch(pooled.means, None, pooled.similarity, None)
+        return pooled
+    sums, centers = empty(num_kv_heads, sum(splits), head_dim), empty(num_rows, num_kv_heads, head_dim)
+    launch(pooled.means, sums, None, None)
+    _centers_kernel[(num_kv_heads, num_rows)](
+        sums, centers, row_table(rows), slab.first_row, sum(splits), shape, CHUNK=64
+    )
+    launch(None, None, pooled.similarity, centers)
+    return pooled
+
+
+def pooled_products(
+    q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float, per_tile: int,
+    min_similarity: torch.Tensor | None = None, centered: bool = False,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:  # fmt: skip
+    """Multiply mean queries with mean keys, a run of tiles at a time.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
+        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        index: whose rows and workspace are used.
+        heads: [n] int32 on the device, the query heads that are selected.
+        scale: takes products of elements to scores, in natural units; > 0.
+        per_tile: pooled queries of a tile.
+        min_similarity: [n] float32, below which a block's score is −∞; None: none.
+        centered: whether about the row's mean key.
+
+    Returns:
+        For each run its first tile; scale · q̂ k̂ᵀ [n, tiles · per_tile, a multiple of 64] float32, undefined where
+        none of a tile's queries may look, −∞ for blocks less similar than ``min_similarity``; and how alike the queries
+        of all tiles are [n, num_tiles], or None. The tensors share their memory: use each before the next.
+    """
+    rows, num_entries, similar = index.rows, len(heads), min_similarity is not None
+    queries = pool_queries(q, rows, heads, per_tile, index.workspace, similar)
+    shape = ProductShape(
+        GROUP=q.shape[1] // cache.num_kv_heads,
+        HEAD_DIM=cache.head_dim,
+        PER_TILE=per_tile,
+        BLOCK_M=64,
+        BLOCK_N=64,
+        BLOCK_D=32,
+        BLOCK=KEY_BLOCK_TOKENS,
+    )
+    for slab in slabs_of(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile):
+        with index.workspace.frame():
+            keys = pool_keys(cache, rows, slab, heads, q.shape[1], index.workspace, similar, centered)
+            operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
+            for first, end in slab.runs:
+                with index.workspace.frame():
+                    num_pooled = (end - first) * per_tile
+                    products = index.workspace.empty(num_entries, num_pooled, slab.width * ALIGNED.value)
+                    _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(num_pooled, 64), num_entries)](
+                        operands, row_table(rows), rows.tiles, heads,
+                        products, slab.width, first, end, rows.num_tiles, slab.first_row, slab.num_blocks, scale,
+                        compile_time(shape),
+                    )  # fmt: skip
+                    yield first, products, queries.similarity
+
+
+class PoolShape(NamedTuple):
+    """What the kernels that pool keys are compiled for; every field a ``tl.constexpr``."""
+
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
+    BLOCK: Any  # keys of a block
+    SPLIT: Any  # blocks of a program
+    PAGE: Any  # tokens of a page
+
+
+class ProductShape(NamedTuple):
+    """What ``_products_kernel`` is compiled for; every field a ``tl.constexpr``."""
+
+    GROUP: Any  # query heads of a kv head
+    HEAD_DIM: Any
+    PER_TILE: Any  # pooled queries of a tile
+    BLOCK_M: Any  # pooled queries of a program
+    BLOCK_N: Any  # key blocks of a program
+    BLOCK_D: Any  # channels of a step
+    BLOCK: Any  # keys of a block
+
+
+class Operands(NamedTuple):
+    """What is multiplied, for kernels."""
+
+    query_means: Any  # [selected heads, num_tiles · PER_TILE, HEAD_DIM] float32
+    key_means: Any  # [kv heads, blocks of the slab, HEAD_DIM] float32
+    similarity: Any  # [kv heads, blocks of the slab] float32, or None
+    min_similarity: Any  # [selected heads] float32, or None
+
+
+@triton.jit
+def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """Return whether any of the query heads reads this kv head.
+
+    Args:
+        i_kv: the kv head.
+        heads: pointer to [num_heads] int32, or None: all are selected.
+        num_heads: how many there are.
+        GROUP: query heads of a kv head.
+        HEADS: heads of a step.
+
+    Returns:
+        True where ``heads`` is None.
+    """
+    if heads is None:
+        return True
+    else:
+        reads = 0
+        for start in range(0, num_heads, HEADS):
+            o_h = start + tl.arange(0, HEADS)
+            b_head = tl.load(heads + o_h, mask=o_h < num_heads, other=-GROUP)
+            reads = tl.maximum(reads, tl.max((b_head // GROUP == i_kv).to(tl.int32), 0))
+        return reads > 0
+
+
+@triton.jit
+def _units(b_x):
+    """The sum [D] of tokens [N, D], each scaled to unit length; those of length zero stay zero."""
+    b_squares = tl.sum(b_x * b_x, 1)
+    b_inverse = tl.rsqrt(tl.where(b_squares > 0, b_squares, 1.0))
+    return tl.sum(b_x * b_inverse[:, None], 0)
+
+
+@triton.jit
+def _similarity(b_units, count):
+    """Mean cosine over all pairs of ``count`` tokens, those with themselves too."""
+    return tl.sum(b_units * b_units, 0) / (count * count)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _pool_queries_kernel(
+    queries, tiles, heads, means, similarity,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mean query of POOL tokens of one tile and head, and, where asked for, the mean cosine of all their pairs.
+
+    means [heads, pooled, HEAD_DIM] and similarity [heads, pooled] float32; PER_TILE pooled queries a tile, the
+    last ones of a short tile untouched.
+
+    Grid: (n, pooled queries). Bound by memory: it reads each query once.
+
+    Args:
+        queries: QueryArgs.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        heads: [n] int32 on the device, the query heads that are selected.
+        means: [heads, blocks, HEAD_DIM] float32; written.
+        similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
+        HEAD_DIM: channels of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        PER_TILE: pooled queries of a tile.
+        POOL: tokens of a pooled query.
+        BLOCK: queries of a step.
+    """
+    i_entry, i_pooled = tl.program_id(0), tl.program_id(1)
+    i_head = tl.load(heads + i_entry)
+    _, token, length, _ = load_tile(tiles, i_pooled // PER_TILE)
+    begin = i_pooled % PER_TILE * POOL
+    length = tl.minimum(length - begin, POOL)
+    if length > 0:
+        o_d = tl.arange(0, BLOCK_D)
+        b_sum = tl.zeros([BLOCK_D], tl.float32)
+        b_units = tl.zeros([BLOCK_D], tl.float32)
+        for start in tl.static_range(0, POOL, BLOCK):
+            b_q = load_queries(queries, i_head, token + begin + start, length - start, BLOCK, HEAD_DIM, BLOCK_D)
+            b_q = b_q.to(tl.float32)
+            b_sum += tl.sum(b_q, 0)
+            if similarity is not None:
+                b_units += _units(b_q)
+        i_out = i_entry.to(tl.int64) * tl.num_programs(1) + i_pooled
+        tl.store(means + i_out * HEAD_DIM + o_d, b_sum / length, mask=o_d < HEAD_DIM)
+        if similarity is not None:
+            tl.store(similarity + i_out, _similarity(b_units, length.to(tl.float32)))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _pool_keys_kernel(
+    keys, row_table, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers, SHAPE,
+    GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """SPLIT blocks of one kv head of one row: whichever of means, their sum and similarity there is room for.
+
+    With ``centers`` similarity is that of the keys less their row's center.
+
+    Grid: (kv heads, splits of the longest row, rows). Bound by memory: it reads each key once.
+
+    Args:
+        keys: KeyArgs.
+        row_table: [num_rows, 3] int32: keys, first block and first split of each row.
+        first_row: the first row of the slab.
+        num_blocks: blocks of 64 keys in the slab.
+        num_splits: splits of all rows of the slab.
+        heads: [num_heads] int32, heads that are selected; None: all.
+        num_heads: how many there are.
+        means: [kv heads, num_blocks, HEAD_DIM] float32, written; or None.
+        sums: [kv heads, num_splits, HEAD_DIM] float32, or None.
+        similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
+        centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
+        SHAPE: PoolShape.
+        GROUP: query heads of a kv head.
+        STAGES: steps that are loaded ahead.
+    """
+    # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
+    i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if centers is not None:
+        # What the launch before has read last is still in the cache.
+        i_kv, i_split = tl.num_programs(0) - 1 - i_kv, tl.num_programs(1) - 1 - i_split
+        i_row = tl.num_programs(2) - 1 - i_row
+    row = row_table + (first_row + i_row) * ROW_FIELDS
+    seq_len = tl.load(row)
+    begin = i_split * SHAPE.SPLIT * SHAPE.BLOCK
+    if (begin < seq_len) & is_read(i_kv, heads, num_heads, GROUP, HEADS_AT_ONCE):
+        o_d = tl.arange(0, SHAPE.BLOCK_D)
+        in_d = o_d < SHAPE.HEAD_DIM
+        first_block = tl.load(row + 1) - tl.load(row_table + first_row * ROW_FIELDS + 1)
+        o_block = i_kv.to(tl.int64) * num_blocks + first_block
+        b_center = tl.zeros([SHAPE.BLOCK_D], tl.float32)
+        if centers is not None:
+            o_center = (i_row * tl.num_programs(0) + i_kv) * SHAPE.HEAD_DIM
+            b_center = tl.load(centers + o_center + o_d, mask=in_d, other=0.0)
+        b_sum = tl.zeros([SHAPE.BLOCK_D], tl.float32)
+        for start in tl.range(
+            begin, tl.minimum(begin + SHAPE.SPLIT * SHAPE.BLOCK, seq_len), SHAPE.BLOCK, num_stages=STAGES
+        ):
+            b_k = load_block(
+                keys, first_row + i_row, i_kv, start, seq_len, SHAPE.PAGE, SHAPE.BLOCK, SHAPE.HEAD_DIM, SHAPE.BLOCK_D
+            )
+            b_k = b_k.to(tl.float32)
+            count = tl.minimum(seq_len - start, SHAPE.BLOCK).to(tl.float32)
+            i_out = o_block + start // SHAPE.BLOCK
+            if means is not None:
+                b_block = tl.sum(b_k, 0)
+                b_sum += b_block
+                tl.store(means + i_out * SHAPE.HEAD_DIM + o_d, b_block / count, mask=in_d)
+            if similarity is not None:
+                if centers is not None:
+                    in_row = start + tl.arange(0, SHAPE.BLOCK) < seq_len
+                    b_k = tl.where(in_row[:, None], b_k - b_center[None, :], 0.0)
+                tl.store(similarity + i_out, _similarity(_units(b_k), count))
+        if sums is not None:
+            first_split = tl.load(row + 2) - tl.load(row_table + first_row * ROW_FIELDS + 2)
+            o_split = i_kv.to(tl.int64) * num_splits + first_split + i_split
+            tl.store(sums + o_split * SHAPE.HEAD_DIM + o_d, b_sum, mask=in_d)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUNK: tl.constexpr):
+    """A row's mean key of one kv head.
+
+    Grid: (kv heads, rows). Bound by latency: it reads 4 bytes a channel for each 512 keys.
+
+    Args:
+        sums: [kv heads, num_splits, HEAD_DIM] float32.
+        centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
+        row_table: [num_rows, 3] int32: keys, first block and first split of each row.
+        first_row: the first row of the slab.
+        num_splits: splits of all rows of the slab.
+        SHAPE: PoolShape.
+        CHUNK: splits of a step.
+    """
+    i_kv, i_row = tl.program_id(0), tl.program_id(1)
+    row = row_table + (first_row + i_row) * ROW_FIELDS
+    seq_len = tl.load(row)
+    first_split = tl.load(row + 2) - tl.load(row_table + first_row * ROW_FIELDS + 2)
+    source = sums + (i_kv.to(tl.int64) * num_splits + first_split) * SHAPE.HEAD_DIM
+    num_own_splits = tl.cdiv(seq_len, SHAPE.SPLIT * SHAPE.BLOCK)
+    o_d = tl.arange(0, SHAPE.BLOCK_D)
+    b_sum = tl.zeros([CHUNK, SHAPE.BLOCK_D], tl.float32)
+    for i in range(0, num_own_splits, CHUNK):
+        o_n = i + tl.arange(0, CHUNK)
+        mask = (o_n < num_own_splits)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+        b_sum += tl.load(source + o_n[:, None] * SHAPE.HEAD_DIM + o_d[None, :], mask=mask, other=0.0)
+    o_out = (i_row * tl.num_programs(0) + i_kv) * SHAPE.HEAD_DIM
+    tl.store(centers + o_out + o_d, tl.sum(b_sum, 0) / seq_len, mask=o_d < SHAPE.HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _products_kernel(
+    operands, row_table, tiles, heads, products, width, first_tile,
+    end_tile, num_tiles, first_row, num_blocks, scale, SHAPE,
+):  # fmt: skip
+    """BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row that the queries belong to.
+
+    Grid: (key blocks / BLOCK_N, pooled queries / BLOCK_M, n). Bound by the matrix units: three TF32 products of each
+    pair.
+
+    Args:
+        operands: Operands.
+        row_table: [num_rows, 3] int32: keys, first block and first split of each row.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        heads: [n] int32 on the device, the query heads that are selected.
+        products: [n, pooled queries of the run, width · 64] float32; written.
+        width: columns of a row of products, in units of 64.
+        first_tile: the first tile of the run.
+        end_tile: behind the last tile of the run.
+        num_tiles: tiles of the step.
+        first_row: the first row of the slab.
+        num_blocks: blocks of 64 keys in the slab.
+        scale: of the products.
+        SHAPE: ProductShape.
+    """
+    i_n, i_m, i_entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_kv = tl.load(heads + i_entry) // SHAPE.GROUP
+    o_m = i_m * SHAPE.BLOCK_M + tl.arange(0, SHAPE.BLOCK_M)
+    o_n = i_n * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
+    o_tile = first_tile + o_m // SHAPE.PER_TILE
+    in_slab = o_tile < end_tile
+    b_row = tl.load(tiles + o_tile * FIELDS, mask=in_slab, other=-1)
+    b_end = tl.load(tiles + o_tile * FIELDS + 2, mask=in_slab, other=0)
+    b_end += tl.load(tiles + o_tile * FIELDS + 3, mask=in_slab, other=0)
+    o_q = (i_entry * num_tiles * SHAPE.PER_TILE + first_tile * SHAPE.PER_TILE + o_m)[:, None] * SHAPE.HEAD_DIM
+    target = (
+        products
+        + (i_entry * (end_tile - first_tile) * SHAPE.PER_TILE + o_m)[:, None] * (width * ALIGNED)
+        + o_n[None, :]
+    )
+    least = tl.load(tiles + (first_tile + i_m * SHAPE.BLOCK_M // SHAPE.PER_TILE) * FIELDS)
+    for i_row in range(least, tl.max(b_row, 0) + 1):
+        if i_n * SHAPE.BLOCK_N * SHAPE.BLOCK < tl.max(tl.where(b_row == i_row, b_end, 0), 0):
+            row = row_table + i_row * ROW_FIELDS
+            in_blocks = o_n < tl.cdiv(tl.load(row), SHAPE.BLOCK)
+            first_block = tl.load(row + 1) - tl.load(row_table + first_row * ROW_FIELDS + 1)
+            o_block = i_kv.to(tl.int64) * num_blocks + first_block + o_n
+            b_s = tl.zeros([SHAPE.BLOCK_M, SHAPE.BLOCK_N], tl.float32)
+            for start in range(0, SHAPE.HEAD_DIM, SHAPE.BLOCK_D):
+                o_d = start + tl.arange(0, SHAPE.BLOCK_D)
+                in_d = (o_d < SHAPE.HEAD_DIM)[None, :]
+                b_q = tl.load(operands.query_means + o_q + o_d[None, :], mask=in_slab[:, None] & in_d, other=0.0)
+                b_k = tl.load(
+                    operands.key_means + o_block[:, None] * SHAPE.HEAD_DIM + o_d[None, :],
+                    mask=in_blocks[:, None] & in_d,
+                    other=0.0,
+                )
+                # Three TF32 products: as exact as float32, on the matrix units.
+                b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision="tf32x3")
+            b_s *= scale
+            if operands.similarity is not None:
+                b_similar = tl.load(operands.similarity + o_block, mask=in_blocks, other=0.0)
+                b_s = tl.where((b_similar >= tl.load(operands.min_similarity + i_entry))[None, :], b_s, float("-inf"))
+            tl.store(target, b_s, mask=(b_row == i_row)[:, None] & in_blocks[None, :])

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thresholds of long arrays by parallel passes: the k-th largest, and the largest that values with γ of a sum reach.
+
+Values are sums of weights, never negative, and count as equal if ten bits of the mantissa are: rounding of scores to
+bf16, which has seven, moves them by more. That leaves keys of 16 bits, looked at a digit of 8 at a time. A pass sums,
+chunk by chunk in as many programs, what the values that agree with the threshold in its higher digit weigh, for each
+next digit: 1 each for the k-th largest, the value itself for γ of a sum, to the bits that count. The next pass adds up
+the chunks, in order, and so knows one digit more. Nothing goes back to the host, and results are the same however often
+they are computed.
+
+Arrays are those of ``Sums``: column sums (kind 0) and sums of diagonals or bands (kind 1) of n heads and several rows;
+job i is kind i // n of head i % n.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
+from vllm_sparse_kernels.selection.last_queries import Sums
+from vllm_sparse_kernels.selection.last_query_kernels import sums_of
+from vllm_sparse_kernels.selection.topk import ALIGNED
+
+CHUNK = 4096
+"""Values at a time: an array of up to 16 times as many is one chunk a program, longer ones are longer chunks."""
+
+MOST_CHUNKS = tl.constexpr(16)
+DIGITS = tl.constexpr(256)
+
+PASSES = 2
+LAST_PASS = tl.constexpr(PASSES - 1)
+
+EQUAL_BITS = tl.constexpr(13)
+"""Values are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
+
+HALF_EQUAL = tl.constexpr(1 << 12)
+"""Half of what those bits hold."""
+
+LEAST_KEY = tl.constexpr((127 - 57) << 10)
+"""What is below 2⁻⁵⁷ is equal too: 16 bits are left for keys of masses up to 2⁷."""
+
+UNSPECIALIZED = ("num_entries", "first_row", "num_rows", "capacity", "chunks", "max_columns")
+"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+
+
+class Digits(NamedTuple):
+    """What the passes found; the last one's sums have not been joined yet.
+
+    ``weights`` [passes, num_rows, 2 n, chunks, 256] by digit, int32 counts or float32 masses; ``above`` [num_rows, 2 n,
+    chunks] int32 values of each chunk whose higher digits exceed the threshold's; ``prefixes`` and ``left`` [passes,
+    num_rows, 2 n]: higher digits, and the weight that they leave to be reached. Undefined past an array's chunks.
+    """
+
+    weights: torch.Tensor
+    above: torch.Tensor
+    prefixes: torch.Tensor
+    left: torch.Tensor
+
+
+def num_chunks(length: int) -> int:
+    """Return the chunks of an array: 4,096 values each, more in arrays of more than 16 of these.
+
+    Args:
+        length: values.
+
+    Returns:
+        1 to 16.
+    """
+    blocks = ceil_div(length, CHUNK)
+    return ceil_div(blocks, ceil_div(blocks, MOST_CHUNKS.value))
+
+
+def most_chunks(index: SparseIndex, sums: Sums) -> int:
+    """Return the chunks of the longest row's arrays.
+
+    Args:
+        index: whose rows are meant.
+        sums: the slab's sums.
+
+    Returns:
+        1 to 16.
+    """
+    return max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
+
+
+def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
+    num_rows, num_jobs, chunks = sums.end_row - sums.first_row, 2 * sums.num_entries, most_chunks(index, sums)
+    room = index.workspace.empty
+    return Digits(
+        room(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
+        room(num_rows, num_jobs, chunks, dtype=torch.int32),
+        room(PASSES, num_rows, num_jobs, dtype=torch.int32),
+        room(PASSES, num_rows, num_jobs, dtype=dtype),
+    )
+
+
+def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch.Tensor | None = None) -> Digits:
+    """Look for each job's largest values, two digits deep.
+
+    Without ``forced``, for the largest values that hold that share of the job's sum; all values for an infinite share.
+
+    Args:
+        index: whose rows and workspace are used.
+        sums: the arrays.
+        goals: [2 n] float32, how many of the largest, or which share.
+        forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
+
+    Returns:
+        What the passes found; the last one's sums have not been joined yet.
+    """
+    digits = _room(index, sums, torch.float32 if forced is None else torch.int32)
+    chunks = digits.weights.shape[3]
+    for i in range(PASSES):
+        _digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
+            *sums.args(index.rows), goals, forced, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS,
+            CHUNK=CHUNK,
+        )  # fmt: skip
+    return digits
+
+
+@triton.jit
+def job_of(
+    sums, num_entries, first_row, num_rows, capacity,
+    BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return this program's job: its number on axis 1, of the row on axis 2, the chunk on axis 0.
+
+    Args:
+        sums: SumArgs, sums of Â by key and by diagonal.
+        num_entries: heads that are selected, n.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        BAND: 1: diagonals of keys; 64: of blocks.
+        FIELDS: columns of the rows' table.
+        CHUNK: values of a chunk that is not longer.
+
+    Returns:
+        (place of its first value, number of values, the chunk's first value, its end, chunks that are used, the job's
+        number among all rows').
+    """
+    i_chunk, i_job = tl.program_id(0), tl.program_id(1)
+    place, length = sums_of(
+        sums, i_job // num_entries, i_job % num_entries, num_entries, first_row + tl.program_id(2), first_row,
+        num_rows, capacity, BAND, FIELDS,
+    )  # fmt: skip
+    blocks = (length + CHUNK - 1) // CHUNK
+    span = (blocks + MOST_CHUNKS - 1) // MOST_CHUNKS * CHUNK
+    used = (length + span - 1) // tl.maximum(span, 1)
+    i_all = tl.program_id(2) * tl.num_programs(1) + i_job
+    return place, length, i_chunk * span, tl.minimum((i_chunk + 1) * span, length), used, i_all
+
+
+@triton.jit
+def _load_weights(digits, i_state, chunks, used):
+    """Weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]."""
+    o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
+    source = digits.weights + i_state.to(tl.int64) * chunks * DIGITS
+    return tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
+
+
+@triton.jit
+def next_digit(b_weight, left):
+    """Return the largest digit with at least ``left`` of the weight at it and above.
+
+    Args:
+        b_weight: [256].
+        left: weight to be reached.
+
+    Returns:
+        (digit, what the digits above it leave of ``left``).
+    """
+    o_digit = tl.arange(0, DIGITS)
+    b_reached = tl.cumsum(b_weight, 0, reverse=True)
+    digit = tl.sum(((b_reached >= left) & (o_digit > 0)).to(tl.int32), 0)
+    return digit, left - tl.sum(tl.where(o_digit > digit, b_weight, 0), 0)
+
+
+@triton.jit
+def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constexpr):
+    """Join a pass's sums.
+
+    Args:
+        digits: Digits.
+        i_pass: the pass.
+        i_job: the job's number among all rows'.
+        chunks: chunks of the longest array.
+        used: chunks that the job has.
+        goal: the weight that the first pass starts from.
+        RELATIVE: whether that is a share of the whole.
+
+    Returns:
+        (digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights
+        [16, 256]).
+    """
+    i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
+    b_w = _load_weights(digits, i_state, chunks, used)
+    b_weight = tl.sum(b_w, 0)
+    prefix, left = tl.full([], 0, tl.uint32), goal
+    if i_pass > 0:
+        prefix = tl.load(digits.prefixes + i_state).to(tl.uint32, bitcast=True)
+        left = tl.load(digits.left + i_state)
+    elif RELATIVE:
+        left = goal * tl.sum(b_weight, 0)
+    digit, left = next_digit(b_weight, left)
+    return prefix * DIGITS + digit.to(tl.uint32), left, digit, b_w
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _digits_kernel(
+    sums, num_entries, first_row, num_rows, capacity, goals, forced, digits, chunks,
+    PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One pass over one chunk: of counts, or of masses where nothing is ``forced``.
+
+    Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each value once a pass.
+
+    Args:
+        sums: SumArgs, sums of Â by key and by diagonal.
+        num_entries: heads that are selected, n.
+        first_row: the first row of the slab.
+        num_rows: rows of the step.
+        capacity: room for one head's keys of the slab, a multiple of 64.
+        goals: [2 n] float32, how many, or which share, of each job's values.
+        forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
+        digits: Digits, what the passes find; this one's part is written.
+        chunks: chunks of the longest array.
+        PASS: which of the two passes.
+        BAND: 1: diagonals of keys; 64: of blocks.
+        FIELDS: columns of the rows' table.
+        CHUNK: values of a step.
+    """
+    place, length, first, end, used, i_all = job_of(
+        sums, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
+    )
+    if first >= end:
+        return
+    i_state = PASS * (tl.num_programs(1) * tl.num_programs(2)) + i_all
+    i_weights = i_state.to(tl.int64) * chunks + tl.program_id(0)
+    goal = tl.load(goals + tl.program_id(1))
+    if forced is not None:
+        goal = tl.minimum(goal.to(tl.int32), length)
+    prefix = tl.full([], 0, tl.uint32)
+    if PASS > 0:
+        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, chunks, used, goal, forced is None)
+        if tl.program_id(0) == 0:
+            tl.store(digits.prefixes + i_state, prefix.to(tl.int32, bitcast=True))
+            tl.store(digits.left + i_state, left)
+    if forced is None:
+        b_weight = masses_by_digit(sums.totals + place, first, end, prefix, PASS, CHUNK, 128)
+    else:
+        num_forced = tl.load(forced + tl.program_id(1)).to(tl.int32)
+        b_weight, above = _counts_by_digit(sums.totals + place, first, end, num_forced, prefix, PASS, CHUNK)
+        if PASS > 0:
+            tl.store(digits.above + i_all * chunks + tl.program_id(0), above)
+    tl.store(digits.weights + i_weights * DIGITS + tl.arange(0, DIGITS), b_weight)
+
+
+@triton.jit
+def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr):
+    """How many values of row[first : end] have each next digit, of those that agree with ``prefix``; and are above."""
+    b_count = tl.zeros([DIGITS], tl.int32)
+    above = 0
+    for start in range(first, end, CHUNK):
+        b_key = load_count_keys(row, start, end, num_forced, CHUNK)
+        if PASS == 0:
+            b_count += tl.histogram((b_key >> 8).to(tl.int32), DIGITS, mask=b_key != 0)
+        else:
+            b_agrees = (b_key >> 8 == prefix) & (b_key != 0)
+            if tl.max(b_agrees.to(tl.int32), 0) > 0:
+                b_count += tl.histogram((b_key & (DIGITS - 1)).to(tl.int32), DIGITS, mask=b_agrees)
+            above += tl.sum((b_key >> 8 > prefix).to(tl.int32), 0)
+    return b_count, above
+
+
+@triton.jit
+def mass_keys(b_x):
+    """Return keys of 16 bits that sort as values >= 0 do, equal where values are equal for a threshold.
+
+    Args:
+        b_x: float32, >= 0.
+
+    Returns:
+        int32 below 2¹⁶ − 1.
+    """
+    b_key = (b_x.to(tl.int32, bitcast=True) >> EQUAL_BITS) - LEAST_KEY
+    return tl.minimum(tl.maximum(b_key, 0), DIGITS * DIGITS - 2)
+
+
+@triton.jit
+def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
+    """Load ``mass_keys`` + 1 of a chunk: the most for the row's first ``forced``, 0 from ``end`` on.
+
+    Args:
+        row: pointer to float32, readable up to ``end`` rounded up to 64.
+        start: the first value.
+        end: where values end.
+        forced: so many of the row's first count as infinite.
+        CHUNK: values.
+
+    Returns:
+        [CHUNK] uint32.
+    """
+    o_n = start + tl.arange(0, CHUNK)
+    b_x = tl.load(row + o_n, mask=o_n < (end + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
+    b_key = tl.where(o_n < forced, DIGITS * DIGITS - 1, mass_keys(b_x) + 1)
+    return tl.where(o_n < end, b_key, 0).to(tl.uint32)
+
+
+@triton.jit
+def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum masses row[first : end] by the next digit of their keys, those that agree with ``prefix``.
+
+    Args:
+        row: pointer to float32.
+        first: the first value.
+        end: where values end.
+        prefix: the digit before, in the second pass.
+        PASS: which of the two passes.
+        CHUNK: values of a step of the second pass.
+        WIDTH: values that a warp takes at a time in the first.
+
+    Returns:
+        [256] float32.
+    """
+    if PASS == 0:
+        return masses_by_high_digit(row, first, end, 4, WIDTH)
+    else:
+        return _masses_by_low_digit(row, first, end, prefix.to(tl.int32), CHUNK)
+
+
+@triton.jit
+def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum masses row[first : end] by the upper digit of their keys.
+
+    Args:
+        row: pointer to float32.
+        first: the first value.
+        end: where values end.
+        WARPS: of the program.
+        WIDTH: values that a warp takes at a time, more for long rows.
+
+    Returns:
+        [256] float32.
+    """
+    o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
+    for start in range(first, end, WARPS * WIDTH):
+        b_sum = add_by_high_digit(b_sum, tl.load(row + start + o, mask=start + o < end, other=0.0))
+    return tl.reshape(tl.sum(b_sum, 0), [DIGITS])
+
+
+@triton.jit
+def add_by_high_digit(b_sum, b_x):
+    """Add masses to sums by the halves of a digit.
+
+    A product of matrices: one has the masses where the upper half of a digit is i, the other 1 where the lower is j.
+    Masses are rounded to TF32's ten bits of the mantissa, up as often as down.
+
+    Args:
+        b_sum: [n, 16, 16] float32.
+        b_x: [n, WIDTH] float32, row by row.
+
+    Returns:
+        [n, 16, 16] float32.
+    """
+    o_half = tl.arange(0, 16)
+    b_digit = mass_keys(b_x) >> 8
+    b_round = (b_x.to(tl.int32, bitcast=True) + HALF_EQUAL) >> EQUAL_BITS << EQUAL_BITS
+    b_is = (b_digit >> 4)[:, None, :] == o_half[None, :, None]
+    b_low = ((b_digit & 15)[:, :, None] == o_half[None, None, :]).to(tl.float32)
+    b_mass = tl.where(b_is, b_round.to(tl.float32, bitcast=True)[:, None, :], 0.0)
+    return tl.dot(b_mass, b_low, b_sum, input_precision="tf32")
+
+
+@triton.jit
+def _masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
+    """Masses of one key are alike in ten bits of the mantissa: their number times the middle of these."""
+    b_count = tl.zeros([DIGITS], tl.int32)
+    for start in range(first, end, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        b_key = mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0))
+        b_count += tl.histogram(b_key & (DIGITS - 1), DIGITS, mask=(b_key >> 8 == prefix) & (o_n < end))
+    b_key = prefix * DIGITS + tl.arange(0, DIGITS)
+    b_middle = ((b_key + LEAST_KEY) << EQUAL_BITS) + HALF_EQUAL
+    return tl.where(b_key > 0, b_count.to(tl.float32) * b_middle.to(tl.float32, bitcast=True), 0.0)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for the card: the CPU, whose dense attention is the reference, and whose times are made up."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+
+from vllm_sparse_backend.evaluation.attention_prompts import Heads
+from vllm_sparse_backend.evaluation.cuda_device import Run
+from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention.reference import attend as reference
+from vllm_sparse_kernels.engine_trial import Batch
+
+HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=64, dtype=torch.float16)
+
+
+class CpuCard:
+    """``ms`` says how long a span or contestant of that name takes; each is run once all the same."""
+
+    name, dense_name, device = "a CPU", "FlashAttention-3", torch.device("cpu")
+
+    def __init__(self, ms: Callable[[str], float] = lambda name: {"dense": 8.0}.get(name, 2.0)) -> None:
+        self.ms = ms
+        # Kernels are slow in the interpreter, and not what is tested here: the reference stands in for them.
+        self.engines = {"portable": Engine("portable", lambda spec: None, reference)}
+        self.ran: list[str] = []
+
+    def dense(self, batch: Batch, out: torch.Tensor) -> Run:
+        def run() -> None:
+            rows, group = batch.rows, batch.num_heads // batch.cache.num_kv_heads
+            k, v = (x.float() for x in batch.cache.gather(rows.block_table[0], rows.seq_lens[0]))
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", batch.q.float(), k) * batch.scale
+            scores.masked_fill_(~torch.ones_like(scores, dtype=torch.bool).tril_(rows.context_lens[0]), -torch.inf)
+            out.copy_(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+
+        return run
+
+    def spans_ms(
+        self, contestants: Sequence[Sequence[tuple[str, Run]]], new_pass: Run = lambda: None, budget_s: float = 0.0
+    ) -> dict[str, list[float]]:
+        spans = [span for spans in contestants for span in spans]
+        taken: dict[str, list[float]] = {name: [0.0, 0.0, 0.0] for name, _ in spans}
+        new_pass()
+        for name, run in spans:
+            run()
+            self.ran.append(name)
+            taken[name] = [ms + self.ms(name) for ms in taken[name]]
+        return taken
+
+    def wall_ms(self, contestants: Mapping[str, Sequence[Run]], budget_s: float = 0.0) -> dict[str, list[float]]:
+        for runs in contestants.values():
+            for run in runs:
+                run()
+        return {name: [self.ms(name)] * 3 for name in contestants}
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> CpuCard:
+    """The card that commands find."""
+    found = CpuCard()
+    for module in ("vllm_sparse_backend.evaluation.cuda_device", "benchmarks.attend", "benchmarks.methods"):
+        monkeypatch.setattr(f"{module}.Card", lambda: found)
+    monkeypatch.setattr(Heads, "of", staticmethod(lambda model, page_size=128: HEADS))
+    return found

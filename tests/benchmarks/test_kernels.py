@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench crossover`, and the lab's timings, on a stand-in for the card: what is checked, counted and refused."""
+
+import json
+import math
+from collections.abc import Generator
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import attend, methods
+from benchmarks.asked import methods_asked
+from tests.benchmarks.conftest import HEADS
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.cli.commands import add_command
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.evaluation import crossover_bench
+from vllm_sparse_backend.evaluation.attention_prompts import planted_prompt
+from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention.reference import attend as reference
+from vllm_sparse_kernels.methods import METHODS
+
+LAB = {"attend": attend.Attend, "methods": methods.MeasureMethods}
+
+
+A_SHAPE = '{"method": "a_shape"}'
+SHORT = ("--longest", 2560, "--chunk", 1024)
+
+
+def run(command: str, *args: object):
+    """`bench crossover`, or a program of the lab."""
+    given, to_run = list(map(str, args)), app
+    if command in LAB:
+        to_run = typer.Typer()
+        add_command(to_run, LAB[command])
+    else:
+        given = ["bench", command, *given]
+    return CliRunner().invoke(to_run, given, catch_exceptions=False)
+
+
+def broken(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
+    """An engine that is wrong in one place of every tile."""
+    reference(q, cache, index, out, scale, options=options)
+    out[::128] *= 1.05
+
+
+def test_no_speed_of_what_is_wrong(card, tmp_path):
+    card.engines["portable"] = Engine("portable", lambda spec: None, broken)
+    path, results, table = (tmp_path / f"{name}.json" for name in ("all", "results", "table"))
+    commands = {
+        "attend": ("--contexts", 0, "--chunk", 130, "--blocks", 64, "--densities", 1, "--stripes", ""),
+        "methods": ("--method", "a_shape", "--contexts", 100, "--chunk", 130),
+        "crossover": ("--settings", A_SHAPE, *SHORT, "--out", table),
+    }
+    for command, args in commands.items():
+        result = run(command, *args, "--json", path, *(("--results", results) if command in LAB else ()))
+        assert result.exit_code == 0, result.output
+        written = json.loads(path.read_text())
+        assert not results.exists()
+        cases = [case for case in written["cases"] if "entry" not in case]
+        assert len(cases) == (2 if command == "crossover" else 1)
+        for case in cases:
+            assert ("in a trial is off by" if command == "crossover" else "times eager's") in case["problem"]
+            assert not {"ms", "times_faster", "efficiency", "whole_ms"} & set(case)
+        assert "faster 4" not in result.output
+    (entry,) = json.loads(table.read_text())["entries"]
+    assert entry["min_tokens"] is entry["min_query_tokens"] is None
+    assert card.ran == []
+
+
+def test_a_profile_is_its_kinds_of_methods(tmp_path):
+    profile = tmp_path / "p.yaml"
+    profile.write_text(
+        "format: 1\nmodel: any\ndefault: {method: sale}\n"
+        "layers:\n  0:\n    default: {method: a_shape}\n    heads:\n      1-2: {method: sale, tau: 0.1}\n"
+    )
+    given = [{"profile": str(profile)}, {"method": "sale", "params": {"tau": 0.03}}]
+    found = crossover_bench.methods_asked(given, HEADS.model(3))
+    assert [crossover_bench.told(one) for one in found] == ["sale", "a_shape", "sale tau=0.03"]
+
+
+def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
+    """An operator's table of crossovers is to hold what `auto` looks for on a server without configuration."""
+    every = crossover_bench.methods_asked([], HEADS.model(3))
+    assert {crossover_bench.told(one) for one in every} >= {name for name in METHODS if name != "dense"}
+    assert make_method("default", {}) in every
+    assert [str(one) for one in methods_asked([])] == [crossover_bench.told(one) for one in every]
+
+
+def test_planted_data_have_the_density_that_they_state():
+    """Nearly all of the mass is on a tenth of the keys, in whole runs."""
+    batch = planted_prompt(HEADS, 8192, torch.device("cpu")).chunk(8000, 192)
+    keys, _ = batch.cache.gather(batch.rows.block_table[0], 8192)
+    keys = keys.float().repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", batch.q.float(), keys) * batch.scale
+    by_run = scores[:, 0].softmax(-1)[:, :8000].unflatten(1, (-1, 64)).sum(-1).sort(descending=True).values
+    needed = (by_run.cumsum(-1) < 0.95 * by_run.sum(-1, keepdim=True)).sum(-1) / by_run.shape[1]
+    assert bool((needed < 0.15).all())
+    assert bool((needed > 0.03).all())
+
+
+@pytest.mark.parametrize(
+    ("faster", "least", "measured"),
+    [
+        ({1: 0.5, 2: 0.9, 4: 1.1, 8: 2.0}, 4, [8, 4, 2]),
+        ({1: 1.5, 2: 1.5, 4: 1.5, 8: 1.5}, 1, [8, 4, 2, 1]),
+        ({1: 2.0, 2: 1.02, 4: 1.04, 8: 1.03}, 4, [8, 4, 2]),  # what is faster below a rung that is not does not count
+        ({1: 2.0, 2: 2.0, 4: 2.0, 8: 1.0}, None, [8]),
+        ({1: 2.0, 2: 2.0, 4: None, 8: 2.0}, 8, [8, 4]),  # a result that is wrong pays nothing
+        ({1: 2.0, 2: 2.0, 4: math.nan, 8: 2.0}, 8, [8, 4]),
+    ],
+)
+def test_from_which_rung_on_sparse_pays(faster, least, measured):
+    def measure(seq_len: int, query_len: int) -> dict:
+        assert query_len == seq_len // 2
+        return {"n": seq_len} | ({} if faster[seq_len] is None else {"times_faster": faster[seq_len]})
+
+    def found() -> Generator[dict, None, None]:
+        ends.append((yield from crossover_bench.climb_down({n: (n, n // 2) for n in faster}, measure)))
+
+    ends: list[int | None] = []
+    assert [row["n"] for row in found()] == measured
+    assert ends == [least]
+
+
+@pytest.mark.full
+def test_the_table_is_what_servers_read(card, tmp_path, monkeypatch):
+    """A second run of the same replaces its entries and leaves others alone."""
+    small = {"LAYERS": 1, "SHORTEST_TOKENS": 128, "CHECKED_TOKENS": (64, 64), "NEW_TOKENS": (20, 100)}
+    for name, value in small.items():
+        monkeypatch.setattr(crossover_bench, name, value)
+    table = tmp_path / "table.json"
+    narrow = '{"method": "a_shape", "params": {"sink_tokens": 64}}'
+    for chosen in (A_SHAPE, A_SHAPE, narrow):
+        result = run("crossover", "--settings", chosen, "--longest", 256, "--out", table)
+        assert result.exit_code == 0, result.output
+    written = json.loads(table.read_text())
+    assert written["format"] == 1
+    assert [entry["params"] for entry in written["entries"]] == [{}, {"sink_tokens": 64}]
+    entry = written["entries"][0]
+    assert set(entry) == {
+        "device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim", "min_tokens",
+        "min_query_tokens", "vllm", "triton", "date", "command",
+    }  # fmt: skip
+    assert (entry["device"], entry["engine"], entry["min_tokens"]) == ("a CPU", "portable", 128)
+    assert entry["min_query_tokens"] == 20  # 8 ms over 2 ms everywhere
+    table.write_text("{}")
+    result = run("crossover", "--settings", A_SHAPE, "--out", table)
+    assert result.exit_code == 1
+    assert f"{table}: format: missing" in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+@pytest.mark.parametrize("command", ["attend", "methods", "crossover"])
+def test_without_a_card_one_line_says_so(command):
+    result = run(command)
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "needs a CUDA device, and torch sees none" in result.stderr

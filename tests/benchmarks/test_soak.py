@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the soak sends, and what it makes of answers and counters, against a stub."""
+
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import soak as module
+from benchmarks.counters import Counts, Sent, Served
+from benchmarks.figures import Report
+from benchmarks.shape import make_shape
+from benchmarks.soak import Asking, add_figures, lines, soak_and_check
+from vllm_sparse_backend.evaluation.client import Answer, Prompts
+
+SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served.of(SETTINGS, make_shape(tmp_path_factory.mktemp("shape"), 3, 4096), "a card", {"hopper"}, 512)
+
+
+class CountingServer:
+    """In place of an Endpoint: answers, counts what is expected of requests that come one at a time, and shows it.
+
+    ``off``: and what else.
+    """
+
+    url = "http://here"
+
+    def __init__(self, served: Served, off: str = "") -> None:
+        self.served, self.off, self.counts, self.lock = served, off, Counts(), threading.Lock()
+
+    def ask(self, prompt: list[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
+        level = more.get("vllm_xargs", {}).get("sparse_prefill")
+        time.sleep(0.001)
+        with self.lock:
+            self.counts.add(self.served.expected(Sent(len(prompt), max_tokens, level)))
+            self.counts.tiles[2] += self.off == "tiles"
+            self.counts.rows["decode", ""] += 1000 * (self.off == "rows")
+        return Answer(0.001, 0.002, max_tokens if stop_after is None else min(stop_after, max_tokens))
+
+    def metrics(self) -> str:
+        with self.lock:
+            found = [("up", "", 1), ("layers", 'attention="hopper"', 2), ("layers", 'attention="dense"', 1)]
+            found += [("compilations_total", 'when="serving"', int(self.off == "compiled"))]
+            found += [("guard_trips_total", 'layer="0"', int(self.off == "tripped"))]
+            found += [("device_bytes", 'rank="0"', 10**9)]
+            for (path, reason), count in self.counts.rows.items():
+                found.append(("rows_total", f'path="{path}",reason="{reason}"', count))
+            for name, tally in (("tiles", self.counts.tiles), ("causal_pairs", self.counts.causal_pairs)):
+                found += [(f"{name}_total", f'layer="{layer}"', count) for layer, count in tally.items()]
+        return "".join(f"sparse_prefill_{name}{{{labels}}} {value}\n" for name, labels, value in found)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "SAMPLE_S", 0.05)
+    monkeypatch.setattr(module, "SCRAPE_S", 0.1)
+
+
+class TestCounters:
+    """Against a server that counts, rightly or not."""
+
+    ASKING = Asking(1.0, clients=3, shortest=8, longest=2000, levels=(None, 0, 1), most_output_tokens=4)
+
+    def checked(self, server: CountingServer, served: Served | None) -> module.Checked:
+        return soak_and_check(server, self.ASKING, Prompts(range(3000)), None, served)  # type: ignore[arg-type]
+
+    def test_that_fit(self, served: Served, tmp_path: Path) -> None:
+        done = self.checked(CountingServer(served), served)
+        assert done.problems == []
+        assert done.audit is not None
+        assert done.audit.num_requests == 12
+        assert done.audit.counted.tiles.keys() == {0, 2}  # layer 1 is dense
+        assert {reason for _, reason in done.audit.counted.rows} == {"", "requested", "too_short", "short_query"}
+        assert len(done.bounds) == 4
+        assert {taken for _, taken in done.outcome.device_bytes} == {10**9}
+        report = Report("soak", "here", None, tmp_path / "figures.json")
+        add_figures(report, self.ASKING, done, "a stub")
+        figures = {name.partition(" s: ")[2]: figure for name, figure in report.figures.items()}
+        assert (figures["errors"]["value"], figures["errors"]["bar"]) == (0, 0)
+        audited = figures["counters that differ from what was sent, in the audit"]
+        assert (audited["value"], audited["bar"]) == (0, 0)
+        assert "growth of the memory of its devices" in figures
+        assert any("0 counters differ" in line for line in lines(self.ASKING, done))
+
+    def test_that_are_off(self, served: Served) -> None:
+        (tiles, *_) = self.checked(CountingServer(served, "tiles"), served).problems
+        assert tiles.startswith("audit at level None: tiles 2: counted 20, expected 16")
+        (rows, *_) = self.checked(CountingServer(served, "rows"), None).problems
+        assert rows.startswith("decode rows: ")
+
+    @pytest.mark.parametrize(
+        ("off", "said"),
+        [("compiled", "kernels compiled while serving"), ("tripped", "layers that the guard turned dense")],
+    )
+    def test_what_must_never_happen(self, served: Served, off: str, said: str) -> None:
+        assert self.checked(CountingServer(served, off), None).problems == [f"{said}: 1, expected none"]
+
+
+def test_growth() -> None:
+    """Once warm, by medians of halves; where looks are missing, others are compared."""
+    samples = [(float(i), 500 if i < 25 else 1000 + i) for i in range(101)]
+    assert module.growth(samples, 100.0) == pytest.approx(1081 / 1043.5 - 1, abs=1e-3)
+    assert module.growth(samples[:26] + samples[80:], 100.0) == pytest.approx(1095.5 / 1085 - 1, abs=1e-3)
+    assert module.growth(samples[:26], 100.0) is None
+
+
+@pytest.mark.parametrize(("by", "told"), [(10, ["the server's memory grew by"]), (0, [])])
+def test_memory_that_grows(monkeypatch: pytest.MonkeyPatch, served: Served, by: int, told: list[str]) -> None:
+    monkeypatch.setattr(module, "LEAST_S_TO_GROW", 1.0)
+    taken = itertools.count(100, by)
+    asking = TestCounters.ASKING
+    done = soak_and_check(CountingServer(served), asking, Prompts(range(3000)), taken.__next__)  # type: ignore[arg-type]
+    assert [problem[:27] for problem in done.problems] == told
+
+
+class TestExpected:
+    """By hand: chunks of 512, 256 tokens dense, at least 64 new ones."""
+
+    def test_chunks_of_a_prompt(self, served: Served) -> None:
+        counts = served.expected(Sent(1100, 3))
+        assert counts.rows == {("sparse", ""): 3, ("decode", ""): 2}
+        assert counts.tiles == {0: 2 + 4 + 1, 2: 2 + 4 + 1}
+        assert counts.causal_pairs[0] == 32 * sum(range(257, 1101)) == counts.causal_pairs[2]
+        assert served.most_pairs(1100, None) == counts.causal_pairs[0]
+
+    @pytest.mark.parametrize(
+        ("sent", "cached", "rows"),
+        [
+            (Sent(256, 1), 0, {("dense", "too_short"): 1}),
+            (Sent(319, 1), 0, {("dense", "short_query"): 1}),
+            (Sent(320, 1), 0, {("sparse", ""): 1}),
+            (Sent(1, 2), 0, {("decode", ""): 2}),
+            (Sent(513, 1), 0, {("sparse", ""): 1, ("decode", ""): 1}),
+            (Sent(1100, 1, 0), 0, {("dense", "requested"): 3}),
+            (Sent(1100, 1, 1), 1088, {("dense", "short_query"): 1}),
+            (Sent(1100, 1, "exact"), 592, {("dense", "requested"): 1}),
+            (Sent(1100, 1), 560, {("sparse", ""): 1, ("dense", "short_query"): 1}),
+        ],
+    )
+    def test_rows(self, served: Served, sent: Sent, cached: int, rows: dict[tuple[str, str], int]) -> None:
+        assert served.expected(sent, cached).rows == rows

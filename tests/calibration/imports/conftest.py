@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that foreign files are for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.folders import model_folder
+from tests.helpers.foreign_files import CONFIG
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "model", CONFIG)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged files: each loads or is refused naming the file, and none crashes or hangs."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.test_profile_commands import LEVELS
+from tests.helpers.foreign_files import clusters, patterns, save
+from vllm_sparse_backend.calibration.profile_import import import_profile
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.profile import Profile, load_profile, parse_profile
+
+FILES = 100
+
+NUMBERS = [-1, 0, 1, 7, 1 << 40, 0.5, -0.5, 1e300, float("nan"), float("inf")]
+TEXTS = ["", "any", "0-3", "9-1", "dense", "\x00", "é" * 300]
+VALUES = [None, True, *NUMBERS, *TEXTS, [], [1, 1], [[]], {}, {"method": "dense"}, {"a": {"b": []}}]
+
+pytestmark = pytest.mark.full
+
+
+def loads(load: Callable[[], Profile], source: str) -> bool:
+    """Whether it does; then the profile can be written and read again. If not, the error is a line that says where."""
+    try:
+        profile = load()
+    except ConfigurationError as error:
+        message = str(error)
+        assert message.startswith(f"{source}: ")
+        assert len(message.splitlines()) == 1
+        return False
+    again = profile.to_yaml()
+    assert parse_profile(again, "").to_yaml() == again
+    return True
+
+
+def mutated_bytes(content: bytes, source: random.Random) -> bytes:
+    data = bytearray(content)
+    for _ in range(source.choice((1, 1, 3, 30))):
+        at, width = source.randrange(len(data)), source.choice((1, 8, 500))
+        kind = source.random()
+        if kind < 0.6:
+            data[at] = source.choice((source.randrange(256), *b" \n:{}[],-&*!|>'\"#%@`019e\t\x00\x85"))
+        elif kind < 0.8:
+            del data[at : at + width]
+        else:
+            data[at:at] = data[at : at + width]
+        data = data or bytearray(b"x")
+    return bytes(data)
+
+
+def places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container with each of its keys."""
+    keys = list(data) if isinstance(data, dict) else list(range(len(data))) if isinstance(data, list) else []
+    for key in keys:
+        yield data, key
+        yield from places(data[key])
+
+
+def change(data: Any, source: random.Random) -> None:
+    """One value in it."""
+    holder, key = source.choice(list(places(data)))
+    kind = source.randrange(4)
+    if kind == 0 and isinstance(holder, dict):
+        holder[source.choice(["x", "method", "0-9", "heads", "1e3", 3, "12"])] = holder.pop(key)
+    elif kind == 1:
+        del holder[key]
+    elif kind == 2 and type(holder[key]) in (int, float):
+        holder[key] = holder[key] * source.choice((-1, 2, 1000, 0.37))
+    else:
+        holder[key] = source.choice(VALUES)
+
+
+def levels() -> Any:
+    """A profile; JSON, as which it is saved, is YAML."""
+    return json.loads(json.dumps(yaml.safe_load(LEVELS)))
+
+
+@pytest.mark.parametrize("make", [levels, patterns, clusters])
+def test_damaged_files(make: Callable[[], Any], model: Path) -> None:
+    """Bytes that change, go or come twice, values that become others."""
+    source, path = random.Random(1), model.parent / "given.yaml"
+    refused = 0
+    for i in range(FILES):
+        content = make()
+        if not i % 2:
+            change(content, source)
+        whole = save(content, path).read_bytes()
+        path.write_bytes(mutated_bytes(whole, source) if i % 2 else whole)
+        refused += not loads(lambda: load_profile(path) if make is levels else import_profile(path, model), str(path))
+    assert FILES / 10 < refused < FILES

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which methods heads get where figures and costs are known, and error of a given mean, spent where it saves most."""
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.calibration_cases import HEADS, make_job
+from tests.helpers.fake_judge import FakeJudge, figures, most_passes
+from vllm_sparse_backend.calibration import cheapest_method
+from vllm_sparse_backend.calibration.calibration_loop import best, run, together
+from vllm_sparse_backend.calibration.cheapest_method import Cheapest, choose, holding, judged, price_of
+from vllm_sparse_backend.calibration.head_costs import Cost, EstimatedCosts, LayerCost, kind_of
+from vllm_sparse_backend.calibration.head_errors import Bound
+from vllm_sparse_backend.calibration.search import ladder_of
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+
+CHEAP, CLOSE = SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)
+LOCAL, FINE = AShape(64, 512), Sale(tau=0.03)
+AMONG = [LOCAL, CHEAP, CLOSE, FINE]
+BOUND = Bound(0.05)
+
+
+@dataclass
+class Known:
+    """Ten milliseconds a dense head; by name what a kind's selection takes, and each of its heads."""
+
+    kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    layer: LayerCost = LayerCost(base_ms=0.0, dense_ms=40.0)  # noqa: RUF009
+
+    def of(self, method: Method) -> Cost:
+        return Cost(*self.kinds.get(name_of(method), (0.0, 0.0)), full_ms=10.0)
+
+
+def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
+    """Per head (error, density) of each method; what is not named loses everything, dense nothing."""
+
+    def curve(of):
+        return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*of.get(m, (1.0, 0.01)))
+
+    return FakeJudge(*map(curve, heads))
+
+
+def test_each_head_has_the_cheapest_that_holds():
+    sure = {LOCAL: (0.2, 0.05), CHEAP: (0.04, 0.3), CLOSE: (0.01, 0.6), FINE: (0.03, 0.2)}
+    heads = sure, sure | {FINE: (0.9, 0.2)}, sure | {FINE: (0.9, 0.2), CHEAP: (0.06, 0.3)}, {CLOSE: (0.06, 0.6)}
+    judge = judge_of(*heads)
+    assert together(judge, Cheapest(None, BOUND, AMONG, Known()), BOUND)[0] == [FINE, CHEAP, CLOSE, Dense()]
+    # Two passes for two settings of a kind, one for each of the others, and one of what was chosen.
+    assert len(judge.passes) == 5
+    assert judge.passes[-1] == [FINE, CHEAP, CLOSE, Dense()]
+
+
+def test_no_head_loses_more_than_so_many_times_what_the_default_does():
+    """The sparsest of each kind that does not, by bisection: at most 15 passes for four kinds of 34 settings."""
+    bound, lost = Bound(of_default=1.5), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
+    judge = judge_of(lost, lost | dict.fromkeys([m for m in lost if m.kept_mass < 0.99], (float("nan"), 0.1)))
+    search = best(["top_p", "sale", "a_shape"])(SimpleNamespace(costs=Known()), bound)
+    methods, found = together(judge, search, bound)
+    assert [one.kept_mass for one in methods] == [0.95, 0.99]
+    assert [bound.share(of) for of in found] == pytest.approx([1 / 1.5, 0.2 / 1.5])
+    assert len(judge.passes) <= sum(map(most_passes, (10, 9, 9, 6))) + 1
+
+
+ONE = {CHEAP: (0.04, 0.5), CLOSE: (0.01, 0.9)}
+BOTH = ONE | {FINE: (0.04, 0.3)}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "heads", "expected"),
+    [
+        ({}, [BOTH], [FINE]),
+        ({"sale": (0.0, 2.5)}, [BOTH], [CHEAP]),  # what takes more time is not taken for its density
+        # A selection of 3 ms whatever the number of heads: for one head less is saved, for three more.
+        ({"sale": (3.0, 0.0)}, [BOTH, ONE, ONE, ONE], [CHEAP] * 4),
+        ({"sale": (3.0, 0.0)}, [BOTH, BOTH, BOTH, ONE], [FINE] * 3 + [CHEAP]),
+        ({"sparge_attn": (10.0, 0.0)}, [ONE] * 4, [CHEAP] * 4),
+        ({"sparge_attn": (30.0, 0.0)}, [ONE] * 4, [Dense()] * 4),  # as much as dense attention of the layer
+    ],
+)
+def test_selections_own_time_counts(kinds, heads, expected):
+    judge = judge_of(*heads)
+    assert together(judge, Cheapest(None, BOUND, AMONG, Known(kinds)), BOUND)[0] == expected
+    assert kind_of(CHEAP) == kind_of(CLOSE) != kind_of(FINE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_of_the_same_mean_error_keeps_less(seed):
+    rng = random.Random(seed)
+    among, heads = [SpargeAttn(kept_mass=tau) for tau in (0.3, 0.6, 0.9)], []
+    for _ in range(4):  # what keeps more loses less
+        errors, kept = (sorted(rng.random() for _ in among) for _ in range(2))
+        heads.append(dict(zip(among, zip(reversed(errors), kept), strict=True)))
+    held = holding(judged(judge_of(*heads), among), Bound(1.0))
+    costs, layers = EstimatedCosts(2, selects=False), [held[:2], held[2:]]
+    assert price_of(layers, costs, 1.0) == price_of(layers, costs, float("inf")) == 0.0
+    for most_mean in (0.05, 0.2, 0.4):
+        price = price_of(layers, costs, most_mean)
+        found = [method for layer in layers for method in choose(layer, costs, price)]
+        points = [(0.0, 1.0) if isinstance(one, Dense) else of[one] for one, of in zip(found, heads)]
+        error, density = (fmean(point[i] for point in points) for i in range(2))
+        assert error <= most_mean
+        for other in itertools.product(*([(0.0, 1.0), *one.values()] for one in heads)):
+            if fmean(one[0] for one in other) <= error:
+                assert fmean(one[1] for one in other) >= density - 1e-12
+
+
+@pytest.mark.full
+def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
+    """It holds the mean, the bounds of single heads, and keeps less where the mean is wider; whatever price was found
+    for heads that were judged apart."""
+    among = [AShape(64, 128), SpargeAttn(kept_mass=0.6), SpargeAttn(kept_mass=0.9)]
+    bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.005), "fast": Bound(0.5, 3.0, 4.0, mean=0.1)}
+
+    def search(job, bound):
+        return Cheapest(job, bound, among, EstimatedCosts(HEADS, selects=False))
+
+    def made():
+        return run(make_job(tmp_path / "work"), search, bounds, "a test")
+
+    profile = made()
+    for name, bound in bounds.items():
+        level = profile.at_level(name)
+        errors = level.provenance.figures.rows("error", profile.model)
+        assert fmean(x for layer in errors for x in layer or [0.0] * HEADS) <= bound.mean * 1.0001
+        assert max(x for layer in errors for x in layer or [0.0]) <= bound.error
+        assert level.provenance.bounds == bound.numbers
+        assert level.provenance.held_out["mean_of_bound"] > 0
+    assert profile.at_level("fast").provenance.density < profile.provenance.density < 1
+    assert made().to_yaml() == profile.to_yaml()
+    monkeypatch.setattr(cheapest_method, "price_of", lambda *_: 0.0)
+    errors = made().provenance.figures.rows("error", profile.model)
+    assert 0 < fmean(x for layer in errors for x in layer or [0.0] * HEADS) <= 0.005

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`profile best` and `profile calibrate` from the command line, on the demo's model."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_sparse_backend.calibration.capture import prompt_tokens
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.config.profile import load_profile
+from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+pytest.importorskip("transformers", reason="models are run with transformers, which comes with vLLM")
+
+
+def command(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["profile", *map(str, words)])
+    return result.exit_code, " ".join(result.output.split())
+
+
+PATTERNS = {"a_shape", "vertical_slash", "block_sparse"}
+SMALL = ("--tokens", 512, "--count", 1, "--chunk", 256, "--device", "cpu", "--min-tokens", 64)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("calibrate", "--method", "sale", "--level", "high=3x", "--level", "fast=0.5:9"), {"sale"}),
+        (("calibrate", "--method", "minference", "--level", "high=0.5:9"), PATTERNS),
+        (("best", "--method", "sparge_attn", "--high", 2, "--fast", 4), {"sparge_attn"}),
+    ],
+)
+def test_a_profile_from_one_command(words, names, text, tmp_path):
+    out = tmp_path / "out.yaml"
+    code, said = command(words[0], NEEDLE, "--out", out, "--text", text, *SMALL, *words[1:])
+    assert code == 0, said
+    assert "capturing 2 prompts" in said
+    assert f"Written to {out}" in said
+    profile = load_profile(str(out))
+    assert f"layers: 0 of {profile.model.num_layers}" in said
+    assert profile.provenance.source.startswith(f"sparse-prefill profile {words[0]}")
+    assert (profile.min_tokens, profile.provenance.seed) == (64, 0)
+    layers = [i for i in range(profile.model.num_layers) if i not in profile.dense_layers]
+    found = {one for layer in layers for one in profile.methods_of(layer, profile.model.num_heads)} - {Dense()}
+    assert {name_of(one) for one in found} <= names
+    assert not list((tmp_path / "out.work").glob("*/"))  # captures are deleted
+    assert json.loads((tmp_path / "out.work" / "job.json").read_text())["min_tokens"] == 64
+    assert command("check", out, NEEDLE)[0] == 0
+    assert "exists already" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
+
+
+LEVEL = ("calibrate", "--method", "sale", "--level")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([*LEVEL, "high"], "--level: given 'high', expected NAME=MEAN:P99, such as high=0.1:0.4"),
+        ([*LEVEL, "exact=0.1"], "--level exact=0.1: given 'exact', expected one of fast, high"),
+        ([*LEVEL, "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
+        ([*LEVEL, "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),
+        ([*LEVEL, "high=0.9x"], "--level: given 'high=0.9x', expected one number from 1 on before the x"),
+        (["best", "--device", "gpu"], "--device: given 'gpu', expected one of cpu"),
+        (["calibrate", "--method", "minference", "--level", "high=1:1:1:1"], "a bound of the mean of all heads"),
+        (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_runs(words, problem, text, tmp_path):
+    given = ("--out", tmp_path / "out.yaml", "--text", text, "--tokens", 1024, "--count", 1, "--device", "cpu")
+    code, said = command(words[0], NEEDLE, *given, *words[1:])
+    assert (code, problem in said) == (1, True), said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, tmp_path):
+    (tmp_path / "file").touch()
+    for words, problem in (
+        ((NEEDLE, "--out", tmp_path / "missing" / "x.yaml"), "there is no folder"),
+        (("owner/name", "--out", tmp_path / "x.yaml"), "expected a model folder, or a name whose files lie in the"),
+        ((NEEDLE, "--out", tmp_path / "x.yaml", "--tokens", 1_000_000), "--tokens: given 1000000, expected at most"),
+        ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file" / "a"), "expected a folder that can be"),
+        ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file"), "--work: given"),
+        ((NEEDLE, "--out", tmp_path / "x.work"), "the run's folder has that name"),
+    ):
+        code, said = command("best", *words, "--text", text, "--device", "cpu")
+        assert (code, problem in said) == (1, True), said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_prompts_of_a_short_model_are_as_long_as_it_has_positions(tmp_path):
+    code, said = command("best", NEEDLE, "--out", tmp_path / "x.yaml", "--text", tmp_path / "none", "--device", "cpu")
+    assert (code, "--tokens" in said, "--text: given" in said) == (1, False, True), said
+    assert [prompt_tokens(NEEDLE, tokens, 32768) for tokens in (None, 512)] == [16384, 512]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kinds of methods cost: estimates, and measured times of a card that is told what to say."""
+
+import pytest
+
+from tests.helpers.calibration_cases import make_job
+from vllm_sparse_backend.calibration.head_costs import EstimatedCosts, MeasuredCosts, head_ms
+from vllm_sparse_backend.calibration.layer_judge import LayerPrompt, Served
+from vllm_sparse_kernels.attention import engines
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+
+
+class SayingCard:
+    """Runs selections, whose lists are counted, and says the times it was given; attention is not run."""
+
+    engines = engines()
+
+    def __init__(self, **ms: float) -> None:
+        self.ms, self.asked = ms, []
+
+    def dense(self, batch, out):
+        return lambda: None
+
+    def spans_ms(self, contestants, new_pass, budget_s):
+        new_pass()
+        for name, run in (span for spans in contestants for span in spans):
+            self.asked.append(name)
+            if name in ("select", "alone"):
+                run()
+        return {name: [self.ms[name]] for spans in contestants for name, _ in spans}
+
+
+TIMES = {"select": 5.0, "alone": 2.0, "attend": 9.0, "plain": 1.0, "dense": 30.123}
+
+
+@pytest.fixture
+def batches(tmp_path):
+    job = make_job(tmp_path / "work", num_tokens=300)
+    captured = job.capturer(job.model, job.prompts.prompts[:1], [tmp_path / "prompt"])[0]
+    return LayerPrompt.read(captured, 0, Served(128, 100), "cpu").batches
+
+
+def test_measured_costs_are_split_by_heads_and_pairs(batches, tmp_path):
+    costs = MeasuredCosts(SayingCard(**TIMES), tmp_path / "costs.json", lambda: batches)
+    method = SpargeAttn(kept_mass=1.0)  # every pair
+    cost = costs.of(method)
+    # Three heads more take 3 ms more; of 9 ms attention 1 is a launch's.
+    assert (cost.head_ms, cost.group_ms, cost.full_ms) == (1.0, 1.0, 2.0)
+    assert (costs.layer.base_ms, costs.layer.dense_ms) == (1.0, 30.1)
+    assert head_ms(costs, method, 0.5) == 2.0
+    asked = len(costs.card.asked)
+    assert costs.of(SpargeAttn(kept_mass=0.2)) == cost  # of the same kind
+    assert len(costs.card.asked) == asked
+    assert costs.of(Dense()).full_ms == 2.0
+    costs.card.ms["attend"] = 1.1
+    assert costs.of(AShape(64, 128)).full_ms == 2.0  # nothing is faster per pair than dense attention
+
+
+def test_costs_are_read_from_their_file(batches, tmp_path):
+    path = tmp_path / "costs.json"
+    first = MeasuredCosts(SayingCard(**TIMES), path, lambda: batches)
+    known = first.of(Sale())
+    again = MeasuredCosts(SayingCard(), path, lambda: pytest.fail("it is measured anew"))
+    assert (again.of(Sale(tau=0.1)), again.layer) == (known, first.layer)
+
+
+def test_estimates_go_by_pairs_and_known_shares():
+    costs = EstimatedCosts(num_heads=8, full_ms=3.0)
+    assert costs.layer.dense_ms == 24.0
+    for method, share in ((Dense(), 0.0), (Sale(), 0.22), (SpargeAttn(), 0.023)):
+        of = costs.of(method)
+        # A third of a selection is paid whatever the number of heads.
+        assert (of.group_ms, of.head_ms) == (pytest.approx(8 * share), pytest.approx(2 * share))
+        assert head_ms(costs, method, 0.5) == pytest.approx(1.5 + 2 * share)
+    pairs = EstimatedCosts(num_heads=8, selects=False)
+    assert head_ms(pairs, Sale(), 0.5) == 0.5

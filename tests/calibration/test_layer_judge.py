@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's figures against dense masks worked out by hand, and what is remembered of them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.calibration_cases import HEADS, make_job
+from tests.helpers.masks import mask_of
+from vllm_sparse_backend.calibration.head_errors import Bound, Errors, HeadResult
+from vllm_sparse_backend.calibration.layer_judge import CapturedLayer, RememberingJudge, Served, beyond, summary, unseen
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_kernels.attention import PORTABLE
+from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+
+SERVED = Served(128, 100)
+
+
+@pytest.fixture
+def layer(tmp_path, request):
+    job = make_job(tmp_path / "work", num_tokens=getattr(request, "param", 400), num_prompts=2)
+    captures = job.capturer(job.model, job.prompts.prompts, [tmp_path / f"prompt-{i}" for i in range(2)])
+    return captures, CapturedLayer(captures, 1, SERVED, torch.device("cpu"), None)
+
+
+def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per head errors of queries and density, from whole matrices of what the index keeps, in float64."""
+    q, k, v = (x.double().transpose(0, 1) for x in captured.read(1))
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    errors, kept, causal = [], 0, 0
+    for _, index, _ in prompt.passes(layer_plan(methods), None):
+        (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
+        whole = torch.ones_like(mask).tril(first)
+        scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
+        out, dense = (scores.masked_fill(~of, -torch.inf).softmax(-1) @ v[:, :last] for of in (mask, whole))
+        errors.append((out - dense).abs().sum(-1) / dense.abs().sum(-1))
+        kept, causal = kept + mask.sum((1, 2)), causal + whole.sum((1, 2))
+    return torch.cat(errors, 1), kept / causal
+
+
+@pytest.mark.parametrize("layer", [700], indirect=True)
+def test_figures_are_those_of_whole_matrices(layer):
+    captures, judged = layer
+    method = AShape(sink_tokens=64, local_tokens=64)
+    outcomes = judged.figures([method] * HEADS)
+    found = [by_hand(*both, [method] * HEADS) for both in zip(captures, judged.prompts)]
+    for head, of in enumerate(outcomes):
+        errors = [errors[head] for errors, _ in found]
+        assert len(errors[0]) == 600  # the first hundred positions are dense
+        assert of.error == pytest.approx(max(float(one.mean()) for one in errors), rel=1e-3)
+        # Of 600 queries six have more, and of a thousandth none.
+        assert of.p99 == pytest.approx(max(float(one.sort().values[-7]) for one in errors), rel=1e-3)
+        assert of.p999 == pytest.approx(max(float(one.max()) for one in errors), rel=1e-3)
+        most, other = sorted((float(one.mean()) for one in errors), reverse=True)
+        assert of.unseen.error == pytest.approx(2 * most - other, rel=1e-3)
+        assert of.density == pytest.approx(float(found[0][1][head]))
+        assert 0.3 < of.density < 0.9
+    assert max(of.error for of in outcomes) > 0.01
+
+
+def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch):
+    monkeypatch.setitem(vars(PORTABLE), "attend", lambda *_, **__: pytest.fail("references attend on a CPU"))
+    _, judged = layer
+    tight, loose = SpargeAttn(kept_mass=0.3), SpargeAttn(kept_mass=0.9)
+    alike, mixed = judged.figures([tight] * HEADS), judged.figures([tight, Dense(), loose, tight])
+    assert mixed[1].density == 1
+    assert mixed[1].error < 1e-5
+    assert mixed[2].density > alike[2].density
+    # The dense head's blocks are as wide as the others': these are what they were.
+    assert (mixed[0], mixed[3]) == (alike[0], alike[3])
+    assert judged.figures([tight] * HEADS) == alike
+
+
+SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, density=0.1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "figures", "share", "holds"),
+    [
+        (Bound(0.05), SEEN, 0.2, True),
+        (Bound(0.05, 0.4), SEEN, 1.25, False),
+        (Bound(0.005, 0.9), SEEN, 2, False),
+        (Bound(0.05, 1.0, 0.3), SEEN, 3, False),
+        (Bound(0.05, 0.5, 0.9, mean=0.001), SEEN, 1, True),  # which is not a head's matter
+        (Bound(0.05), replace(SEEN, error=math.nan), math.nan, False),
+        # Unseen prompts may have more; the share is of the prompts themselves.
+        (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1)), 0.5 / 0.55, False),
+        (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1)), 0.5 / 0.6, True),
+        (Bound(of_default=1.5), SEEN, 0.8, True),
+        (Bound(of_default=1.5), replace(SEEN, unseen=Errors(0.01, 0.5, 0.9, 1.6)), 0.8, False),
+    ],
+)
+def test_bounds(bound, figures, share, holds):
+    assert bound.holds(figures) is holds
+    assert bound.share(figures) == pytest.approx(share, nan_ok=True)
+    halved = {name: number / (1 if name == "of_default" else 2) for name, number in bound.numbers.items()}
+    assert bound.less(0.5).numbers == halved
+
+
+def test_what_a_head_loses_beside_the_default():
+    """A thousandth of 2,000 queries is two; a method may lose one lookup that the default keeps where the tail is full
+    of queries that both lose, and no third."""
+    default = torch.full((2000, 3), 0.1)
+    default[:100] = 0.8
+    errors = default.clone()
+    errors[500:503, 0], errors[500:502, 1], errors[1000:, 2] = 0.7, 0.7, 0.25
+    assert summary(errors, default)[3].tolist() == pytest.approx([1.6, 1.0044, 1.555], abs=1e-3)
+    assert [of.tolist() for of in beyond(errors, 0.01, 0.04)] == [of.tolist() for of in beyond(default, 0.01, 0.04)]
+    # Next to nothing counts as a little.
+    assert summary(errors * 1e-3, default * 1e-4)[3].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)
+    assert math.isnan(summary(errors * math.nan, default)[3, 0])
+
+
+def test_figures_say_what_is_lost_beside_the_default(layer):
+    _, judged = layer
+    assert {of.of_default for of in judged.figures([make_method("default", {})] * HEADS)} == {1.0}
+    assert all(of.of_default <= 1 for of in judged.figures([Dense()] * HEADS))
+    assert max(of.of_default for of in judged.figures([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
+
+
+def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
+    """The prompt with most lies 0.1 beyond the next; has as much; nothing has any."""
+    prompts = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.2, 0.0], [0.2, 0.1, 0.0]], dtype=torch.float64)
+    assert unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
+    assert unseen(prompts[:1]).tolist() == prompts[0].tolist()
+
+
+def test_what_was_judged_is_not_judged_again(layer, tmp_path):
+    _, judged = layer
+    path = tmp_path / "layer.json"
+    methods = [SpargeAttn(kept_mass=0.5)] * HEADS
+    first = RememberingJudge(1, HEADS, path, lambda: judged)
+    figures = first.judge(methods)
+    assert not path.exists()
+    first.save()
+
+    def never() -> CapturedLayer:
+        raise AssertionError("the layer is read")
+
+    again = RememberingJudge(1, HEADS, path, never)
+    assert again.judge(methods) == figures
+    with pytest.raises(AssertionError, match="the layer is read"):
+        again.judge([SpargeAttn(kept_mass=0.6)] * HEADS)
+    with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
+        again.judge(methods[:1])

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which lengths on a profile's own heads pay, on a card that tells the times it is asked to."""
+
+from typing import ClassVar
+
+import pytest
+
+from tests.helpers.calibration_cases import HEADS, make_job
+from vllm_sparse_backend.calibration.profile_crossover import own_crossover
+from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+
+LOCAL = [AShape(64, 512)] * (HEADS - 1) + [Dense()]
+WHOLE = [Dense()] * HEADS
+
+
+class TimedCard:
+    """Dense attention takes 1 ms for a million pairs, a layer that is sparse somewhere a fifth of that and ``fixed_ms``
+    more. Methods select, on a CPU by their references; the engine leaves its output as it is."""
+
+    name = "a card"
+    engines: ClassVar = {"quick": Engine("quick", lambda spec: None, lambda *_, **__: None)}
+
+    def __init__(self, fixed_ms: float) -> None:
+        self.fixed_ms, self.dense_ms = fixed_ms, 0.0
+
+    def dense(self, batch, out):
+        self.dense_ms = causal_pairs(batch.rows) / 1e6
+        return lambda: None
+
+    def wall_ms(self, contestants, budget_s):
+        for run in contestants["ours"]:
+            run()
+        return {"dense": [self.dense_ms], "ours": [self.dense_ms / 5 + self.fixed_ms]}
+
+
+@pytest.fixture
+def job(tmp_path):
+    def make(fixed_ms: float, num_tokens: int = 5000):
+        job = make_job(tmp_path / "work", num_tokens=num_tokens)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        vars(job)["card"] = TimedCard(fixed_ms)
+        return job
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("fixed_ms", "min_tokens", "min_query_tokens"),
+    # With chunks of 128, 64 tokens after 2,048 are 0.133 million pairs, after 4,936 0.318; and 128 tokens are 0.63.
+    [(0.01, 2048, 20), (0.13, 3072, 64), (10.0, None, None)],
+)
+def test_the_least_length_at_which_own_heads_pay(job, fixed_ms, min_tokens, min_query_tokens):
+    found = own_crossover(job(fixed_ms), [WHOLE, LOCAL])
+    assert (found.device, found.engines, found.longest_tokens) == ("a card", ("quick",), 5000)
+    assert (found.min_tokens, found.min_query_tokens, found.pays) == (min_tokens, min_query_tokens, bool(min_tokens))
+    # Times differ from run to run; what was measured once is in the folder, and no capture is asked for again.
+    again = job(0.0)
+    assert own_crossover(again, [WHOLE, LOCAL]) == found
+    assert again.capturer.captured == []
+    assert own_crossover(job(0.0), [LOCAL, LOCAL]).min_tokens == 2048
+
+
+def test_what_cannot_be_measured_is_left_out(job, tmp_path):
+    assert own_crossover(job(0.0), [WHOLE, WHOLE]) is None
+    assert own_crossover(job(0.0, num_tokens=4000), [LOCAL, LOCAL]) is None
+    assert own_crossover(make_job(tmp_path / "work"), [LOCAL, LOCAL]) is None  # no card

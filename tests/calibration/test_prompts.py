@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are made of a text, and those of the operator's files."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_sparse_backend.calibration import prompts
+from vllm_sparse_backend.calibration.capture import load_tokenizer
+from vllm_sparse_backend.calibration.prompts import PromptSet, make_prompts, read_prompts
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
+
+pytest.importorskip("transformers", reason="tokenizers are read with transformers, which comes with vLLM")
+
+
+@pytest.fixture(scope="module")
+def made(text) -> PromptSet:
+    return make_prompts(NEEDLE, text, 2048, 2, seed=3)
+
+
+def test_prompts_are_the_same_for_the_same_seed(text, made):
+    assert [len(ids) for ids in made.prompts] == [2048, 2048]
+    assert made.prompts[0] != made.prompts[1]
+    assert make_prompts(NEEDLE, text, 2048, 2, seed=3) == made
+    other = make_prompts(NEEDLE, text, 2048, 2, seed=4)
+    assert other.sha256 != made.sha256 == PromptSet(made.prompts).sha256
+
+
+def test_questions_stand_inside_with_their_answers(made):
+    tokenizer = load_tokenizer(NEEDLE)
+    for ids in made.prompts:
+        assert ids[0] == tokenizer.bos_token_id
+        whole = tokenizer.decode(ids)
+        facts = dict(re.findall(r"# The magic number of ([a-z ]+) is (\d{7})\.", whole))
+        asked = re.findall(r"# Question: what is the magic number of ([a-z ]+)\? Answer: (\d{7})\.", whole)
+        assert len(facts) == len(asked) == 4
+        for name, value in asked:
+            assert facts[name] == value
+            assert whole.index(f"number of {name} is") < whole.index(f"number of {name}?")
+        hops = dict(re.findall(r"# ([a-z ]+) has the number of ([a-z ]+)\.", whole))
+        first = dict(re.findall(r"# The number of ([a-z ]+) is (\d{7})\.", whole))
+        handed = re.findall(r"# Question: what is the number of ([a-z ]+)\? Answer: (\d{7})\.", whole)
+        assert len(handed) == 2
+        for name, value in handed:
+            for _ in range(3):
+                name = hops[name]
+            assert first[name] == value
+
+
+def test_passages_come_twice(text, made):
+    """Lines of this text have numbers of their own."""
+    for ids in made.prompts:
+        pieces = [ids[start : start + 14] for start in range(len(ids) - 14)]
+        assert len(set(pieces)) < len(pieces) - 14
+
+
+def test_the_two_parts_have_no_text_in_common(text):
+    tokenizer = load_tokenizer(NEEDLE)
+    parts = [tokenizer.decode(make_prompts(NEEDLE, text, 1024, 2, 0, part).prompts[1]) for part in (0, 1)]
+    files = [set(re.findall(r"def part_(\d)_", part)) for part in parts]
+    assert files[0]
+    assert files[1]
+    assert not files[0] & files[1]
+    with pytest.raises(ConfigurationError, match="expected at least 40000000 in either half"):
+        make_prompts(NEEDLE, text, 20_000_000, 1, 0)
+
+
+def test_files_of_prompts_and_chats(tmp_path):
+    tokenizer = load_tokenizer(NEEDLE)
+    (tmp_path / "a.txt").write_text("one two three " * 50)
+    lines = [{"text": "four"}, {"prompt": "fi\u2028ve"}, {"messages": [{"role": "user", "content": "six"}]}]
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(one, ensure_ascii=False) for one in lines) + "\n\n")
+    found = read_prompts(NEEDLE, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 64)
+    assert [len(ids) for ids in found.prompts[:1]] == [64]
+    assert all(ids[0] == tokenizer.bos_token_id for ids in found.prompts)
+    assert [tokenizer.decode(ids[1:]) for ids in found.prompts[1:3]] == ["four", "fi\u2028ve"]
+    assert "six" in tokenizer.decode(found.prompts[3])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("fine\n{", r"b\.jsonl:2: its prompt cannot be read: Expecting"),
+        ("fine\n[1]", r"b\.jsonl:2: .*given \[1\], expected an object with messages"),
+        ('fine\n{"text": 3}', r"b\.jsonl:2: .*expected an object with messages"),
+        ('fine\n{"messages": [3]}', r"b\.jsonl:2: .*expected an object with messages, each with role"),
+        ("\n \n", r"b\.jsonl: given 'no prompt', expected one at least"),
+    ],
+)
+def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):
+    """Before the run's folder takes them for its own."""
+    path = tmp_path / "b.jsonl"
+    with pytest.raises(ConfigurationError, match=r"b\.jsonl: its text cannot be read"):
+        read_prompts(NEEDLE, [path], 64)
+    path.write_text(text.replace("fine", '{"text": "fine"}'))
+    with pytest.raises(ConfigurationError, match=problem):
+        read_prompts(NEEDLE, [path], 64)
+
+
+class ByteTokenizer:
+    """A token for each byte, as some models have it."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **_):
+        return SimpleNamespace(input_ids=list(text.encode()))
+
+
+@pytest.fixture
+def _by_bytes(monkeypatch):
+    monkeypatch.setattr(prompts, "load_tokenizer", lambda model: ByteTokenizer())
+
+
+@pytest.mark.usefixtures("_by_bytes")
+@pytest.mark.parametrize("num_tokens", [2048, 8192])
+def test_a_tokenizer_of_bytes_gets_fewer_lines(text, num_tokens):
+    (ids,) = make_prompts(NEEDLE, text, num_tokens, 1, seed=0).prompts
+    assert len(ids) == num_tokens
+    whole = bytes(ids).decode(errors="replace")
+    for start in (
+        "# The magic number of",
+        "# The number of",
+        "# Question: what is the magic",
+        "# Question: what is the n",
+    ):
+        assert start in whole
+
+
+@pytest.mark.usefixtures("_by_bytes")
+def test_prompts_too_short_for_their_lines_are_refused_with_what_to_do(text):
+    with pytest.raises(ConfigurationError) as caught:
+        make_prompts(NEEDLE, text, 512, 1, seed=0)
+    said = str(caught.value)
+    assert re.search(r"given 512 tokens, expected at least [\d,]+, as lines to be looked up take half", said), said
+    assert re.search(rf"the tokenizer of {NEEDLE} makes \d+ of a line of retrieval, \d+ of a line of hops", said)
+    assert "ask for longer prompts with --tokens" in said
+    needed = int(re.search(r"at least ([\d,]+)", said)[1].replace(",", ""))
+    make_prompts(NEEDLE, text, 2 * needed, 1, seed=0)

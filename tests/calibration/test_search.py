@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each search chooses where a head's figures are known, and the loop that they run in."""
+
+import random
+
+import pytest
+
+from tests.helpers.calibration_cases import make_job
+from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes, of
+from vllm_sparse_backend.calibration import calibration_loop, minference
+from vllm_sparse_backend.calibration.head_costs import Cost, LayerCost
+from vllm_sparse_backend.calibration.head_errors import Bound
+from vllm_sparse_backend.calibration.search import Ladder, Search, halved, ladder_of, sparsest
+from vllm_sparse_backend.calibration.sparge_attn import Pairs
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+
+BOUND = Bound(0.1, 0.1)
+LADDER = [AnchorAttention(theta=float(i)) for i in range(40)]
+
+
+def by_theta(error, density=lambda theta: theta / 20):
+    return of(lambda method: method.theta, error, density)
+
+
+@pytest.mark.parametrize("num_settings", [1, 2, 7, 15, 40])
+def test_the_sparsest_setting_that_holds_in_few_passes(num_settings):
+    ladder = LADDER[:num_settings]
+    firsts = [0, num_settings // 3, num_settings - 1, num_settings]  # the first that holds; of the last head none
+    judge = FakeJudge(*[by_theta(lambda theta, first=first: 1.0 if theta < first else 0.0) for first in firsts])
+    found = sparsest(judge, BOUND, dict.fromkeys(range(4), ladder))
+    expected = [*((ladder[first], True) for first in firsts[:-1]), (ladder[-1], False)]
+    assert [(one.method, one.holds) for one in found.values()] == expected
+    assert len(judge.passes) <= most_passes(num_settings)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_on_any_curve_the_bound_holds(seed):
+    """Errors at random: no monotone curve. Of what was judged it is the sparsest that holds."""
+    generator = random.Random(seed)
+    errors = [generator.random() * 0.2 for _ in LADDER]
+    judge = FakeJudge(by_theta(lambda theta: errors[int(theta)]))
+    one = sparsest(judge, BOUND, {0: LADDER})[0]
+    holding = [method.theta for method, seen in judge.judged(0).items() if BOUND.holds(seen)]
+    assert one.holds == bool(holding)
+    assert one.method.theta == (min(holding) if holding else 39)
+    assert one.figures == judge.curves[0](one.method)
+
+
+def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
+    judge = FakeJudge(*[by_theta(lambda theta, first=first: float(theta < first)) for first in (0, 7, 19, 99)])
+    assert Ladder(BOUND, LADDER).choose(judge, any_method) == [LADDER[0], LADDER[7], Dense(), Dense()]
+    # The next one where a setting may not be had, as it missed the bound beside the others.
+    assert Ladder(BOUND, LADDER).choose(judge, lambda head, one: one != LADDER[7])[1] == LADDER[8]
+
+
+def test_steps_are_halved_where_one_number_differs():
+    ladder = [Sale(tau=0.2), Sale(tau=0.1), Sale(tau=0.1, channels="half"), Sale(tau=0.05, channels="half")]
+    between = [Sale(tau=0.15), Sale(tau=0.075, channels="half")]
+    assert [one for one in halved(ladder) if one not in ladder] == between
+    blocks = [AShape(64, 128), AShape(64, 256)]
+    assert halved(blocks) == blocks
+    assert halved([]) == []
+
+
+class Given(Search):
+    """What it is told to choose, the first that each head may have."""
+
+    def __init__(self, *choices) -> None:
+        self.choices = choices
+
+    def choose(self, judge, may):
+        return [next((one for one in of if may(i, one)), Dense()) for i, of in enumerate(self.choices)]
+
+
+def test_what_fails_beside_others_gives_way_until_all_hold():
+    """As an A-shape may, whose blocks are narrower there; the figures are those of the last choice."""
+    a_shape, lines, blocks = AShape(64, 512), VerticalSlash(30, 512), BlockSparse(8)
+
+    class Layer(FakeJudge):
+        def judge(self, methods):
+            self.passes.append(list(methods))
+            mixed = len({type(method) for method in methods}) > 1
+            return [figures(0.2 if mixed and type(one) is AShape else 0.01, 0.5) for one in methods]
+
+    judge = Layer(*[lambda method: figures(0.0, 1.0)] * 3)
+    methods, seen = calibration_loop.together(judge, Given([a_shape, lines], [a_shape], [blocks]), BOUND)
+    assert methods == [lines, Dense(), blocks]
+    assert judge.passes == [[a_shape, a_shape, blocks], methods]
+    assert len(seen) == 3
+
+
+def test_a_search_that_always_fails_ends_dense():
+    judge = FakeJudge(lambda method: figures(float("nan"), 0.5), lambda method: figures(0.2, 0.5))
+    everything = [AnchorAttention(theta=float(i)) for i in range(30)]
+    assert calibration_loop.together(judge, Given(everything, everything), BOUND) == ([Dense()] * 2, None)
+    assert len(judge.passes) == calibration_loop.MOST_ROUNDS
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "dense"])
+def test_ladders_are_of_their_method_and_have_its_own_settings(name):
+    ladder = ladder_of(name)
+    assert {name_of(one) for one in ladder} == {name}
+    assert len(set(ladder)) == len(ladder) >= 5
+    assert any(one.group_key == METHODS[name].parameters().group_key for one in ladder)
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [("sale", "channels", "all"), ("sale:channels=half", "channels", "half"),
+     ("flex_vertical_slash:estimating=spread,last_queries=256", "last_queries", 256),
+     ("anchor_attention:whole_blocks=true", "sample_tokens", 8)],
+)  # fmt: skip
+def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
+    search = calibration_loop.strategy(text, {"high": BOUND})(make_job(tmp_path), BOUND)
+    assert {getattr(one, field) for one in search.settings} == {value}
+    assert set(search.settings) > {one for one in ladder_of(text.split(":")[0]) if getattr(one, field) == value}
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "problem"),
+    [("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
+     ("sale:channels=few", {}, "--method sale: given 'channels=few', expected values of one of its ladders"),
+     ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected with share_prefill alone")],
+)  # fmt: skip
+def test_what_cannot_be_calibrated_is_refused(text, more, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        calibration_loop.strategy(text, {"high": BOUND}, **more)
+    with pytest.raises(ConfigurationError, match="--method: given 'share_prefill', expected one of a_shape"):
+        calibration_loop.best(["share_prefill"])
+
+
+# SpargeAttn
+
+
+def sparge_head(least_tau: float, best_theta: float = 0.0, margin: float = -5.0, first=0.079):
+    """τ holds from ``least_tau`` on at ``best_theta``, elsewhere higher ones; λ up to ``margin`` costs 0.009."""
+
+    def curve(method):
+        if isinstance(method, Dense):
+            return figures(0.0, 1.0)
+        away = abs(method.min_similarity - best_theta)
+        error = 0.0 if method.kept_mass >= least_tau + 0.1 * away else 1.0
+        if method.skip_margin is not None:
+            error = max(error, first + 0.009 if method.skip_margin <= margin else 1.0)
+        elif not error:
+            error = first
+        return figures(error, min(1.0, method.kept_mass**2 * (1 + method.min_similarity / 4)))
+
+    return curve
+
+
+def test_sparge_attn_finds_pairs_and_margins():
+    judge = FakeJudge(sparge_head(0.5), sparge_head(0.7, 0.5, -2.04), sparge_head(2.0), sparge_head(0.999))
+    found = Pairs(Bound(0.09, 0.09), skipping=True).choose(judge, any_method)
+    # The second keeps 0.7² · 1.125, where at θ = 0 it would be 0.75²; the last leaves out next to nothing.
+    expected = [SpargeAttn(0.5, 0.0, skip_margin=-5.0), SpargeAttn(0.7, 0.5, skip_margin=-2.1), Dense(), Dense()]
+    assert found == expected
+    # Eight ninths of the bound are for the pair: 0.081 is too much where 0.09 is allowed in all.
+    judge = FakeJudge(sparge_head(0.5, first=0.081))
+    assert Pairs(Bound(0.09, 0.09), skipping=True).choose(judge, any_method) == [Dense()]
+    assert Pairs(Bound(0.09, 0.09)).choose(judge, any_method) == [SpargeAttn(0.5, 0.0)]
+
+
+# MInference
+
+
+class Costs:
+    """A head's time is its pairs', and of patterns that select, a share of all."""
+
+    layer = LayerCost(0.0, 3.0)
+
+    def __init__(self, selection: float = 0.02) -> None:
+        self.selection = selection
+
+    def of(self, method):
+        return Cost(0.0, 0.0 if isinstance(method, (AShape, Dense)) else self.selection, 1.0)
+
+
+def kept(method) -> float:
+    """Of prompts of 40,000 tokens."""
+    match method:
+        case AShape():
+            return min(1.0, (method.sink_tokens + method.local_tokens) / 40_000)
+        case VerticalSlash():
+            return min(1.0, (3 * method.slash_tokens + 2 * method.vertical_tokens) / 40_000)
+        case BlockSparse():
+            return min(1.0, 64 * method.top_blocks / 40_000)
+        case _:
+            return 1.0
+
+
+def pattern_head(error=lambda method: 0.0):
+    return lambda method: figures(error(method), kept(method))
+
+
+def test_candidates_of_minference_cost_the_same():
+    judge = FakeJudge(*[pattern_head()] * 3)
+    half, paper, double = minference.search_spaces(judge, Costs(), (0.5, 1.0, 2.0))
+    assert paper[0] == minference.TARGET
+    for budget, space in ((0.5, half), (1.0, paper), (2.0, double)):
+        assert [type(one) for one in space] == [type(one) for one in minference.CANDIDATES]
+        for one in space:
+            selection = 0.0 if isinstance(one, AShape) else 0.02
+            assert kept(one) + selection == pytest.approx(0.128 * budget, abs=75 / 40_000)  # half a step
+
+
+def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
+    # A selection that is dearer than all of the budget.
+    ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), Costs(0.2), (1.0,))
+    assert only == minference.TARGET
+    budgets = (1.0, 7.0, 7.1, 100.0)  # 0.9 · 40,000 / 5,120 = 7.03
+    assert len(list(minference.search_spaces(FakeJudge(pattern_head()), Costs(), budgets))) == 2
+
+
+def candidates(spaces, bound=BOUND) -> minference.Candidates:
+    search = minference.Candidates.__new__(minference.Candidates)
+    search.bound, search.spaces = bound, spaces
+    return search
+
+
+def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():
+    small, large = (AShape(64, 512), BlockSparse(8)), (AShape(64, 4096), VerticalSlash(30, 512))
+    errors = {small[0]: (0.05, 0.2, 0.2, 0.2), small[1]: (0.02, 0.2, 0.2, 0.04), large[0]: (0.0, 0.05, 0.2, 0.0),
+              large[1]: (0.0, 0.03, 0.2, 0.0)}  # fmt: skip
+    heads = [lambda method, i=i: figures(errors[method][i], 0.95 if i == 3 else 0.5) for i in range(4)]
+    found = candidates([small, large]).choose(FakeJudge(*heads), any_method)
+    assert found == [small[1], large[1], Dense(), Dense()]  # of the last all keep nearly everything
+    again = candidates([small, large]).choose(FakeJudge(*heads), lambda head, one: one != small[1])
+    assert again[0] == small[0]

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SharePrefill: clusters of synthetic maps, and what each head does of its own and of its cluster."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.calibration_cases import HEADS, LAYERS, TopicCapturer, make_job
+from tests.helpers.fake_judge import FakeJudge, figures, most_passes
+from vllm_sparse_backend.calibration import head_clusters as module
+from vllm_sparse_backend.calibration.calibration_job import Job
+from vllm_sparse_backend.calibration.calibration_loop import run
+from vllm_sparse_backend.calibration.head_clusters import attention_maps, cluster_heads, ward_labels
+from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
+from vllm_sparse_backend.calibration.layer_judge import Served
+from vllm_sparse_backend.calibration.layer_walk import Flow
+from vllm_sparse_backend.calibration.share_prefill import Choice, Sharing, survey_layer, worth
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.profile import Profile
+from vllm_sparse_backend.evaluation.report import write_json
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+
+SIDE = 16
+
+
+def synthetic_maps() -> torch.Tensor:
+    """Four layers of eight heads: three kinds of attention in turn, and in the end four heads of no kind."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.arange(SIDE)[:, None], torch.arange(SIDE)[None, :]
+    local = (rows - columns < 4).float()
+    sinks = (columns < 5).float() + 0.2
+    stairs = (columns // 8 == rows // 8).float() + (columns % 8 == 0)
+    kinds = [local, sinks, stairs]
+    maps = []
+    for head in range(32):
+        shape = kinds[head % 3] if head < 28 else torch.rand(SIDE, SIDE, generator=generator).pow(2 + head)
+        scores = shape + 0.05 * torch.rand(SIDE, SIDE, generator=generator)
+        maps.append(scores.tril() / scores.tril().sum(1, keepdim=True))
+    return torch.stack(maps).view(4, 8, SIDE, SIDE)
+
+
+def test_heads_of_a_kind_share_a_cluster_across_layers():
+    """Equal maps have equal clusters: training's seed is fixed."""
+    clusters, again = (cluster_heads(synthetic_maps(), epochs=12) for _ in range(2))
+    assert clusters == again
+    flat = [c for layer in clusters for c in layer]
+    kinds = [set(flat[kind:28:3]) for kind in range(3)]
+    assert kinds == [{0}, {1}, {2}]
+    assert set(flat[28:]) == {NOISE}
+
+
+@pytest.mark.parametrize(("distance", "joined"), [(0.99, 3), (1.0, 2), (10.96, 2), (10.98, 1)])
+def test_ward_by_hand(distance, joined):
+    """Of 10, 0 and 1; between the means of one and two points 9.5 apart lie sqrt(2 · 2 · 1 / 3) · 9.5 = 10.97."""
+    labels = ward_labels(torch.tensor([[10.0], [0.0], [1.0]]), distance)
+    assert len(set(labels)) == joined
+    assert (labels[1] == labels[2]) == (joined < 3)
+    assert len(ward_labels(torch.zeros(1, 1), distance)) == 1
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.cluster.hierarchy", None)
+    said = r"clusters need scipy \(pip install 'vllm-sparse-backend\[calibrate\]'\)"
+    with pytest.raises(ConfigurationError, match=said):
+        ward_labels(torch.zeros(2, 1), 1.0)
+
+
+@pytest.mark.parametrize("score_bytes", [1 << 28, 4 * 2 * 64 * 4 * 3, 1])
+def test_attention_maps_average_blocks(monkeypatch, score_bytes):
+    """Whatever is made of a map at a time: all of it, three rows, one."""
+    monkeypatch.setattr(module, "SCORE_BYTES", score_bytes)
+    generator = torch.Generator().manual_seed(5)
+    q, k = torch.randn(70, 4, 8, generator=generator), torch.randn(70, 2, 8, generator=generator)
+    found = attention_maps(q, k, 0.7, 16)
+    assert (found.shape, found.dtype) == ((4, 16, 16), torch.float16)
+    future = ~torch.ones(64, 64, dtype=torch.bool).tril()
+    for head in range(4):
+        scores = (q[:64, head] @ k[:64, head // 2].T * 0.7).masked_fill(future, -torch.inf)
+        expected = scores.softmax(-1).view(16, 4, 16, 4).mean((1, 3))
+        torch.testing.assert_close(found[head].float(), expected / expected.max(), rtol=1e-3, atol=1e-6)
+    with pytest.raises(ValueError, match="given 70 tokens, expected at least side = 80"):
+        attention_maps(q, k, 0.7, 80)
+
+
+# Each head's γ
+
+LADDER = [SharePrefill(gamma=gamma, max_sparsity=0.9, max_distance=0.3) for gamma in (0.3, 0.5, 0.7, 0.8, 0.9, 0.99)]
+"""Thresholds under which the heads of ``TopicCapturer`` share."""
+BOUND = Bound(0.1, 0.6)
+
+
+def own(gamma: float) -> SharePrefill:
+    return replace(LADDER[0], gamma=gamma)
+
+
+def head(alone: float, shared: float | None = None):
+    """A curve: error just below 0.1 at γ ``alone`` by itself and at ``shared`` as a member, where None is a pivot.
+
+    Density is γ, and as a member half of it.
+    """
+
+    def curve(method: Method) -> HeadResult:
+        if isinstance(method, Dense) or (method.cluster != NOISE and shared is None):
+            return figures(0.0, 1.0)
+        if method.cluster == NOISE:
+            return figures(0.09999 * (1 - method.gamma) / (1 - alone), method.gamma)
+        return figures(0.09999 * (1 - method.gamma) / (1 - shared), method.gamma / 2)
+
+    return curve
+
+
+def test_survey_asks_each_head_by_itself_and_in_its_cluster():
+    judge = FakeJudge(head(0.8), head(0.7, 0.9), head(0.5, 0.99), head(0.5), head(0.9995, 0.8), head(0.3, 0.8))
+    clusters = (0, 0, 0, NOISE, 1, 1)
+    choices = survey_layer(judge, BOUND, LADDER, clusters)
+    assert [one.alone for one in choices] == [own(0.8), own(0.7), own(0.5), own(0.5), Dense(), own(0.3)]
+    members = [own(0.8), own(0.9), own(0.99), None, own(0.8), None]  # the last keeps less by itself
+    expected = [method and replace(method, cluster=number) for method, number in zip(members, clusters, strict=True)]
+    assert [one.shared for one in choices] == expected
+    assert [one.saved for one in choices] == pytest.approx([-0.2, 0.7 - 0.45, 0.5 - 0.495, 0, 0.6, 0])
+    # Nobody is ever judged in another's cluster, and a member's cluster is judged with all of its members.
+    assert {tuple(one.cluster for one in methods) for methods in judge.passes} == {clusters, (NOISE,) * 6}
+    assert len(judge.passes) <= 2 * most_passes(len(LADDER))
+    without = FakeJudge(head(0.8), head(0.7))
+    survey_layer(without, BOUND, LADDER, (NOISE, NOISE))
+    assert len(without.passes) <= most_passes(len(LADDER))
+
+
+def choice(cluster: int, saved: float | None = None) -> Choice:
+    return Choice(own(0.5), None if saved is None else SharePrefill(cluster=cluster), saved or 0.0)
+
+
+def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
+    """Over all layers; and where nobody would be left to share with."""
+    pays = [choice(0, -0.5), choice(0, 0.3)], [choice(0, 0.3)]
+    costs = [choice(1, -0.5), choice(1, 0.3)], [choice(1, 0.1)]
+    alone = [choice(2, 0.3), choice(2)], [choice(2)]
+    nothing = [choice(3, 0.0), choice(NOISE)], [choice(3, 0.0)]
+    layers = [[one for of in (pays, costs, alone, nothing) for one in of[layer]] for layer in range(2)]
+    assert worth(layers) == {0}
+
+
+def sharing_job(folder: Path, **changes: object) -> Job:
+    """Heads that a pattern fits and no lines; all of them in one cluster, as an earlier run left it."""
+    fields = {"num_tokens": 1300, "seed": 1, "capturer": TopicCapturer(), "served": Served(512, 512)} | changes
+    write_json(folder / "clusters-1000.json", [[0] * HEADS] * LAYERS)
+    return make_job(folder, **fields)
+
+
+def searched(job: Job, bound: Bound = BOUND) -> Profile:
+    return run(job, partial(Sharing, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
+
+
+@pytest.mark.full
+def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
+    """Layer after layer it keeps what it says, and every head holds the bound; without captures it is made again."""
+    job = sharing_job(tmp_path / "work")
+    profile = searched(job)
+    of = profile.provenance
+    assert of.held_out["heads_within_bound"] == 1
+    methods = [profile.methods_of(layer, HEADS) for layer in range(LAYERS)]
+    members = [[isinstance(one, SharePrefill) and one.cluster == 0 for one in layer] for layer in methods]
+    assert members == [[True] * (HEADS - 1) + [False]] * LAYERS
+    density, error, p99 = (of.figures.rows(name, profile.model) for name in ("density", "error", "p99_error"))
+    assert density[0][0] == 1  # the pivot, whose pattern the second layer takes too
+    assert max(density[0][1:3] + density[1][:3]) < 0.5
+    assert max(map(max, error)) <= 0.09
+    assert max(map(max, p99)) <= 0.54
+    flow = Flow(job, "prompts")  # without others: what the heads are to each other is all there is
+    for layer, of_layer in enumerate(methods):
+        flow.others = tuple(one for i, other in enumerate(methods) if i != layer for one in other)
+        figures_of = flow._read().figures(of_layer)
+        assert [one.density for one in figures_of] == pytest.approx(density[layer], rel=1e-3)
+        flow.chosen.append(of_layer)
+    job.clear()
+    again = sharing_job(tmp_path / "work")
+    assert searched(again).to_yaml() == profile.to_yaml()
+    assert again.capturer.captured == []
+    with pytest.raises(ConfigurationError, match="without that it is flex_vertical_slash: expected that, or larger"):
+        searched(sharing_job(tmp_path / "work"), Bound(1e-9))
+
+
+def test_a_cluster_that_is_left_with_one_head_is_dissolved():
+    search = Sharing.__new__(Sharing)
+    search.left = {0, 1}
+    member = [replace(LADDER[0], cluster=number) for number in (0, 0, 1)]
+    assert search.again([member[:2], [member[2], Dense()]], 0.0)
+    assert search.left == {0}
+    assert not search.again([member[:2], [Dense(), Dense()]], 0.0)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention's share of prefill: against measured first tokens, by hand, and for models that are not all attention."""
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.folders import LLAMA_8B
+from vllm_sparse_backend.cli.attention_share import prefill_share
+from vllm_sparse_backend.config.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first_token_s", "attention_s", "best"), [(131_072, 10.3, 7.5, 3.7), (32_768, 1.21, 0.45, 1.6)]
+)
+def test_it_is_what_was_measured(num_tokens: int, first_token_s: float, attention_s: float, best: float) -> None:
+    """Stock vLLM 0.26 on an H100, an 8B model; and FlashAttention-3 alone, times 32 layers."""
+    share = prefill_share(LLAMA_8B, num_tokens)
+    assert share.sparse_s == pytest.approx(attention_s, rel=0.05)
+    assert share.linear_s + share.sparse_s == pytest.approx(first_token_s, rel=0.06)
+    assert share.best_speedup == pytest.approx(best, abs=0.1)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_experts_per_tok", "n_shared_experts"])
+@pytest.mark.parametrize("given", ["4096", [4096, 8192], -1, 10**400], ids=["text", "list", "negative", "huge"])
+def test_widths_that_are_not_one_number(field: str, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^M/config\.json: {field}: given .*, expected one number"):
+        prefill_share(LLAMA_8B | {"head_dim": 128, field: given}, 8192, "M/config.json")
+
+
+def test_windows_and_chunks_stay_and_cost_what_is_within_them() -> None:
+    whole, pairs = prefill_share(LLAMA_8B, 8192), 8192 * 8193 / 2
+    assert whole.of_pairs == 1
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 16, "sliding_window": 1024}
+    chunks = {"layer_types": ["chunked_attention", "full_attention"] * 16, "attention_chunk_size": 1000}
+    for more, of_query in ((windows, lambda i: min(i + 1, 1024)), (chunks, lambda i: i % 1000 + 1)):
+        mixed, within = prefill_share(LLAMA_8B | more, 8192), sum(map(of_query, range(8192)))
+        assert mixed.sparse_s == pytest.approx(whole.sparse_s / 2)
+        assert mixed.dense_s == pytest.approx(whole.sparse_s / 2 * within / pairs)
+        assert mixed.of_pairs == pytest.approx(pairs / (pairs + within))
+        assert mixed.best_speedup < whole.best_speedup
+
+
+def test_of_experts_only_those_that_a_token_is_sent_to_count() -> None:
+    def linear_s(**more: int) -> float:
+        return prefill_share(LLAMA_8B | more, 8192).linear_s
+
+    two = {"num_experts_per_tok": 2, "num_local_experts": 8}
+    assert linear_s(**two) == pytest.approx(linear_s(intermediate_size=2 * 14336))
+    small = linear_s(**two, moe_intermediate_size=1000, n_shared_experts=1)
+    assert small == pytest.approx(linear_s(intermediate_size=3000))
+    assert linear_s(**two, first_k_dense_replace=32) == pytest.approx(linear_s())

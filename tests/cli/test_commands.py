@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all commands have in common: help on one screen, models by name, options of one meaning, errors and Ctrl-C."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from tests.helpers.external_tools import ROOT
+from tests.helpers.stub_server import Api, running
+from vllm_sparse_backend.cli import app, common, profile_commands, progress
+from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.evaluation import answer_run
+from vllm_sparse_backend.identity import PACKAGE, package_version
+
+NAME = "sparse-prefill/needle"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], terminal_width=100)
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        return [(path, command)]
+    return [leaf for name, one in command.commands.items() for leaf in leaves(one, (*path, name))]
+
+
+COMMANDS = leaves(typer.main.get_command(app))
+
+
+@pytest.mark.parametrize("path", [path for path, _ in COMMANDS], ids=" ".join)
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_fits_a_screen_and_has_an_example(path: tuple[str, ...], option: str) -> None:
+    lines = run(*path, option).output.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert any(f"Example: sparse-prefill {' '.join(path)}" in line for line in lines)
+
+
+def test_an_option_takes_the_same_wherever_it_is() -> None:
+    """But for --level and --method, of which some commands take several; and all are at most 80."""
+    types: dict[str, set[str]] = {}
+    for _, command in COMMANDS:
+        for param in command.params:
+            types.setdefault(param.opts[0], set()).add(str(param.type_descriptor.annotation))
+    assert {name for name, of in types.items() if len(of) > 1} <= {"--level", "--method"}
+    assert sum(len(command.params) for _, command in COMMANDS) <= 80
+
+
+def test_the_module_is_the_command_and_says_its_version() -> None:
+    command = [sys.executable, "-m", "vllm_sparse_backend", "--version"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [PACKAGE, package_version(PACKAGE)]
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The bundled model's snapshot in a hub cache of its own, which nothing can be fetched into."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    repository = tmp_path / f"models--{NAME.replace('/', '--')}"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0123abc")
+    (repository / "snapshots/0123abc").symlink_to(BUNDLED, target_is_directory=True)
+    return repository
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_models_name_stands_for_its_files_in_the_local_cache() -> None:
+    doctor = run("doctor", NAME)
+    assert "can go sparse: 5 of 5 layers (0-4)" in doctor.output, doctor.output
+    checked = run("profile", "check", "streaming", NAME)
+    assert (checked.exit_code, "heads: a_shape(" in checked.output) == (0, True), checked.output
+    short = run("eval", "answers", NAME, "--lengths", 1024)
+    assert (short.exit_code, "a prompt of 1,024 tokens" in short.stderr) == (1, True), short.output
+    missing = run("doctor", "sparse-prefill/other")
+    assert missing.exit_code == 1
+    assert "expected a model folder, or a name whose files lie in the local hub cache" in missing.stderr
+
+
+def test_profile_check_auto_is_what_a_server_does() -> None:
+    """It starts, with the default method, where no bundled profile fits."""
+    result = run("profile", "check", "auto", BUNDLED)
+    assert result.exit_code == 0, result.output
+    assert "method default (profile auto: no bundled profile is for LlamaForCausalLM" in result.output
+
+
+def test_a_server_that_wants_a_key_is_not_called_absent() -> None:
+    class Locked(Api):
+        status = 401
+
+    with running(Locked()) as url:
+        result = run("eval", "answers", "--url", url)
+    assert result.exit_code == 1
+    assert "refuses us (answered 401" in result.stderr
+    assert "set OPENAI_API_KEY to its --api-key" in result.stderr
+    assert "no model server answers" not in result.stderr
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile_commands, "device_of", stop)
+    for command in (("best",), ("calibrate", "--method", "sale")):
+        result = run("profile", *command, BUNDLED, "--out", tmp_path / "out.yaml", "--tokens", 1024)
+        assert result.exit_code == 130
+        assert f"Stopped. The same command goes on with what {tmp_path / 'out.work'} holds." in result.stderr
+    monkeypatch.setattr(answer_run, "ask_all", stop)
+    result = run("eval", "answers", BUNDLED, "--json", tmp_path / "a.json")
+    assert result.exit_code == 130
+    assert f"goes on with what {tmp_path / 'a.json'} holds" in result.stderr
+
+
+def test_a_line_a_stage_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with bar("prompts") as shown:
+        shown.begin("prompts", 3, done=1)
+        shown.step()
+        shown.print("a line [of results]")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "prompts: 1 of 3\na line [of results]\n")
+
+
+def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter(range(0, 1000, 20))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now_s)))
+    with bar("layers") as shown:  # the first reading
+        shown.begin("layers", 5)
+        for _ in range(5):
+            shown.step()
+    lines = ["layers: 0 of 5", "layers: 2 of 5 after 40 s", "layers: 4 of 5 after 80 s", "layers: 5 of 5 after 100 s"]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_an_address_without_http_is_refused_with_the_right_one() -> None:
+    result = run("switch", "127.0.0.1:8101", "exact")
+    says = "URL: given '127.0.0.1:8101', expected a server's address such as http://127.0.0.1:8101"
+    assert (result.exit_code, result.stderr.strip()) == (1, says)
+
+
+def test_a_missing_folder_is_no_model_to_download(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, says in (("/nonexistent", "there is no such folder"), (tmp_path / "pipe", "which is a fifo")):
+        result = run("doctor", path)
+        assert result.exit_code == 1
+        assert says in result.stderr
+        assert "hf download" not in result.stderr
+
+
+def test_prompts_longer_than_the_server_takes_are_refused_before_they_are_sent() -> None:
+    with running(Api()) as url:
+        for command in (("bench", "serve", "--url", url), ("eval", "answers", "--facts", 1)):
+            result = run(*command, "--url", url, "--lengths", 99_999)
+            assert result.exit_code == 1
+            assert "expected at most 16,384, the server's max_model_len" in result.stderr, result.stderr
+
+
+def test_one_line_for_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a server that nobody keeps from ending: no traceback around it."""
+    hooks = pytest.importorskip("vllm_sparse_backend.serving.hooks")
+    ours, others = ConfigurationError("method: given 'sales', expected one of sale"), []
+    for error in (ours, ValueError("x")):
+        hooks._in_one_line(ours, lambda *given: others.append(given), type(error), error, None)
+    assert capsys.readouterr().err == f"sparse-prefill: {ours}\n"
+    assert [kind for kind, *_ in others] == [ValueError]
+
+
+def test_failures_of_ours_are_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught, common.failures():
+        raise ConfigurationError("what [was] given")
+    assert (caught.value.exit_code, capsys.readouterr().err) == (1, "what [was] given\n")

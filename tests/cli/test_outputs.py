@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output files of all commands: on a full disk, in a missing folder, where nothing can be written.
+
+Tests run as root too, for whom no mode forbids anything: a path below a file and /proc stand for unwritable places. A
+limit on the size of files stands for a full disk: the kernel refuses the same writes, and nobody needs rights for it.
+"""
+
+import json
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.cli.test_profile_commands import PATTERNS, SHAPE
+from tests.helpers.external_tools import ROOT
+from tests.helpers.folders import LLAMA_8B, model_folder
+from vllm_sparse_backend.cli import app, common, doctor
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.evaluation import output_files
+from vllm_sparse_backend.evaluation.report import Report, write_json
+
+CALIBRATE = ("profile", "calibrate", BUNDLED, "--method", "sale")
+FOLDERS: dict[str, tuple[object, ...]] = {
+    "best --work": ("profile", "best", BUNDLED, "--out", "out.yaml", "--work"),
+    "calibrate --work": (*CALIBRATE, "--out", "out.yaml", "--work"),
+}
+FILES: dict[str, tuple[object, ...]] = {
+    "doctor --json": ("doctor", "--json"),
+    "serve --json": ("bench", "serve", BUNDLED, "--json"),
+    "crossover --out": ("bench", "crossover", "--out"),
+    "crossover --json": ("bench", "crossover", "--json"),
+    "answers --json": ("eval", "answers", BUNDLED, "--json"),
+    "import out": ("profile", "import", "patterns.json", "model"),
+    "best --out": ("profile", "best", BUNDLED, "--out"),
+    "calibrate --out": (*CALIBRATE, "--out"),
+}
+"""Commands up to their output's path, by the command's name and the option's."""
+
+NO_OUTPUTS = {"settings", "model", "url", "text", "prompts", "held_out", "file", "profile"}
+"""Paths and texts that commands read."""
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@contextmanager
+def full_disk(most_bytes: int = 1024) -> Iterator[None]:
+    """No file can grow past so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty but for what commands read; the current one."""
+    (tmp_path / "patterns.json").write_text(json.dumps(PATTERNS))
+    model_folder(tmp_path / "model", LLAMA_8B | SHAPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def assert_refused(result: Result, folder: Path) -> None:
+    """In one line, with nothing left behind."""
+    assert result.exit_code == 1, result.output
+    (line,) = result.output.splitlines()
+    assert not isinstance(result.exception, OSError)
+    assert "expected" in line or "name another file" in line
+    assert sorted(path.name for path in folder.rglob("*")) == ["config.json", "file", "model", "patterns.json"]
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(name: str, folder: Path) -> None:
+    command = FILES.get(name) or FOLDERS[name]
+    (folder / "file").touch()
+    unwritable: list[object] = ["file/x.json", "/proc/x.json"]
+    if name in FILES:
+        unwritable += ["missing/x.json", "model", "/dev/full"]
+    for path in unwritable:
+        assert_refused(run(*command, path), folder)
+    with full_disk():
+        result = run(*command, "x.json")
+    assert_refused(result, folder)
+    assert "File too large" in result.output
+
+
+def test_the_table_has_every_output() -> None:
+    from tests.cli.test_commands import COMMANDS
+
+    outputs_of_commands = set()
+    for path, command in COMMANDS:
+        for param in command.params:
+            kind = getattr(param.type_descriptor, "annotation", None)
+            if "path" in str(kind).lower() and param.name not in NO_OUTPUTS:
+                option = param.opts[0] if param.opts[0].startswith("-") else param.name
+                outputs_of_commands.add(f"{path[-1]} {option}")
+    assert outputs_of_commands == {*FILES, *FOLDERS}
+
+
+def test_a_disk_that_fills_during_the_work_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").touch()
+    monkeypatch.setattr(common, "require_output_file", lambda *_: None)  # there was room when it was checked
+    for check in ("packages", "device", "registration", "attention", "counters"):
+        monkeypatch.setattr(doctor, check, lambda *_: iter([doctor.ok("a check", "x" * 2000)]))
+    for command, path in ((("doctor", "--json"), "d.json"), (FILES["import out"], "p.yaml")):
+        with full_disk(64):
+            result = run(*command, path)
+        assert result.exit_code == 1
+        assert result.stderr.splitlines()[-1] == f"{path}: cannot be written: File too large"
+        assert sorted(path.name for path in folder.iterdir()) == ["file", "model", "patterns.json"]
+
+
+@pytest.mark.parametrize("failing", ["a report", "text"])
+def test_a_write_that_fails_leaves_what_was_there(failing: str, folder: Path) -> None:
+    path = folder / "a.json"
+    path.write_text("before")
+    report = Report("serve", "CPU", path)
+    write = {
+        "text": lambda: output_files.write_text(path, "x" * 2000),
+        "a report": lambda: report.add_case({"case": "x" * 2000}),
+    }
+    with full_disk(), pytest.raises(ConfigurationError, match=r"a\.json: cannot be written: File too large"):
+        write[failing]()
+    assert path.read_text() == "before"
+    assert not list(folder.glob(".*"))
+
+
+def test_a_link_is_written_through(folder: Path) -> None:
+    (folder / "link.json").symlink_to(folder / "a.json")
+    write_json(folder / "link.json", [1])
+    assert (folder / "link.json").is_symlink()
+    assert json.loads((folder / "a.json").read_text()) == [1]
+
+
+def test_other_errors_of_storage_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of temporary files, or of what libraries write."""
+    with pytest.raises(common.typer.Exit), common.failures():
+        raise OSError(28, "No space left on device", "/tmp/server.log")
+    assert capsys.readouterr().err == "/tmp/server.log: cannot be written: No space left on device\n"
+
+
+def test_there_is_one_way_to_write_a_file() -> None:
+    """``evaluation/output_files.py``; a server's log is no output."""
+    writes = re.compile(r"\.write_(text|bytes)\(|open\([^)]*\"w|save_file\(")
+    allowed = {"evaluation/output_files.py", "evaluation/vllm_server.py", "calibration/capture.py"}
+    package = ROOT / "vllm_sparse_backend"
+    found: dict[str, Any] = {
+        str(path.relative_to(package)): path for path in package.rglob("*.py") if writes.search(path.read_text())
+    }
+    assert {name for name in found if not name.startswith("serving/")} <= allowed

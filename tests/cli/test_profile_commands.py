@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-prefill profile`, from the command line."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.helpers.folders import LLAMA_8B, model_folder
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.config import strict_yaml
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.profile import bundled_profiles
+from vllm_sparse_kernels.methods import METHODS
+
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+PATTERNS = [
+    {"0": ["vertical_and_slash", 100, 800, 0.9], "1": ["stream_llm", 128, 512, 0.8]}
+    | {head: ["vertical_and_slash", 1000, 6096, 0.9] for head in ("2", "3")},
+    {head: ["block_sparse", 1000, 1024, 0.7] for head in "0123"},
+]
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["profile", *(str(arg) for arg in args)])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "model", LLAMA_8B | SHAPE)
+
+
+@pytest.fixture
+def patterns(tmp_path: Path) -> Path:
+    path = tmp_path / "best_pattern.json"
+    path.write_text(json.dumps(PATTERNS))
+    return path
+
+
+def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
+    out = tmp_path / "profile.yaml"
+    imported = run("import", patterns, model, out)
+    assert imported.exit_code == 0, imported.output
+    checked = run("check", out, model)
+    assert checked.exit_code == 0, checked.output
+    assert checked.output.splitlines() == imported.output.splitlines()[:-2]
+    assert imported.output.splitlines()[-2] == "imported from MInference's best_pattern.json"
+    again = run("import", patterns, model, out)
+    assert (again.exit_code, again.output.strip()) == (1, f"OUT: {out} exists already: name another file, or delete it")
+    for line in (
+        "4 of 8 heads: block_sparse(top_blocks=100)",
+        "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
+        "1 of 8 heads: a_shape(sink_tokens=128, local_tokens=512)",
+    ):
+        assert line in checked.output
+
+
+def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path) -> None:
+    """Of the file alone, and of what it would be for this model."""
+    path = tmp_path / "p.yaml"
+    for wrong, says in (
+        ("default: {method: a_shape, sink: 3}", "sink: unknown parameter of a_shape"),
+        ("dense_layers: 0-1\ndefault: {method: a_shape}", f"dense_layers of profile {path} name all 2 layers"),
+    ):
+        path.write_text(f"format: 1\nmodel: any\n{wrong}\n")
+        _is_refused(run("check", path, model), str(path), says)
+
+
+def test_without_a_file_or_a_model_there_is_nothing_to_check() -> None:
+    _is_refused(run("check", "nosuch.yaml"), "no such file", "nosuch.yaml")
+    for command in ("check", "show"):
+        says = "auto: which profile it is goes by the model: expected a MODEL too"
+        _is_refused(run(command, "auto"), says)
+
+
+def _is_refused(result: Result, *says: str) -> None:
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1
+    assert all(said in line for said in says), line
+
+
+LEVELS = """\
+format: 1
+model: {architecture: LlamaForCausalLM, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 64}
+level: high
+default: {method: sale, tau: 0.01}
+layers:
+  1: {heads: {0-1: {method: a_shape, sink_tokens: 64, local_tokens: 256}}}
+crossover: {device: a card, engines: [hopper], longest_tokens: 32768, min_tokens: null, min_query_tokens: 256}
+levels:
+  fast: {dense_layers: [0], default: {method: sale, tau: 0.03}}
+provenance:
+  bounds: {error: 0.05, p99: 0.4}
+  device: a card
+  figures: {density: {0: [0.5, 0.5, 0.5, 0.5], 1: [0.1, 0.2, 0.3, 0.4]}, p99_error: {1: [0.01, 0.03, 0.0, 0.02]}}
+"""
+
+
+@pytest.fixture
+def levelled(tmp_path: Path) -> Path:
+    (path := tmp_path / "levels.yaml").write_text(LEVELS)
+    return path
+
+
+def rows(result: Result) -> list[list[str]]:
+    """The columns of each line, which two blanks part."""
+    return [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()]
+
+
+def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
+    lines = run("check", levelled, model).output.splitlines()
+    assert [line.split("(")[0] for line in lines[1:]] == [
+        "level high, 6 of 8 heads: sale",
+        "level high, 2 of 8 heads: a_shape",
+        "level high, never pays on a card with hopper, up to 32,768 tokens: auto leaves every row dense; expected "
+        "longer prompts, or a larger bound",
+        "level fast, 4 of 8 heads: sale",
+        "level fast, 4 of 8 heads: in dense_layers, always dense",
+    ]
+
+
+def test_show(levelled: Path) -> None:
+    found = rows(run("show", levelled))
+    assert ["layers", "heads by method", "settings", "density", "p99 error"] in found
+    assert ["0", "4 sale", "1", "0.5"] in found
+    assert [row for row in found if row[0][:6] in ("bounds", "device")] == [
+        ["bounds: error 0.05, p99 0.4"],
+        ["device: a card"],
+    ]
+    assert ["1", "2 a_shape, 2 sale", "2", "0.25", "0.03"] in found
+    assert ["6", "sale tau=0.01", "0-1"] in found
+    assert ["2", "a_shape sink_tokens=64 local_tokens=256", "1"] in found
+    fast = rows(run("show", levelled, "--level", "fast"))
+    assert ["0", "4 dense layer", "1"] in fast
+    assert ["4", "sale tau=0.03", "1"] in fast
+    wrong = run("show", levelled, "--level", "exat")
+    assert wrong.exit_code == 1
+    assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output
+
+
+def test_schema_takes_what_a_server_takes(levelled: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks by schemas")
+    schema = json.loads(run("schema").output)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    for path in (levelled, *bundled_profiles().values()):
+        assert validator.is_valid(as_json(path.read_text()))
+    for name in METHODS:
+        default = make_method(name, {}).shown_fields | {"method": name}
+        assert validator.is_valid({"format": 1, "model": "any", "default": default})
+    wrong = {"tau: 0.03": "tua: 0.03", "level:": "levle:", "{0-1:": "{0-x:", "0.4]": "4]", "sale": "dale"}
+    wrong |= {"num_layers: 2": "num_layers: x", "fast:": "Fast:", "format: 1": "format: 2"}
+    for old, new in wrong.items():
+        assert not validator.is_valid(as_json(LEVELS.replace(old, new))), new
+
+
+def as_json(text: str) -> Any:
+    """With texts as keys."""
+    return json.loads(json.dumps(strict_yaml.parse(text, "")))

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``auto`` stands for: the closest measurement, the most cautious of several, and what is said without one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.folders import profile_file
+from vllm_sparse_backend.config import crossover_table
+from vllm_sparse_backend.config.crossover_table import Crossover, Thresholds, load_crossover
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
+
+CARD = "NVIDIA H100 80GB HBM3"
+SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
+
+
+def entry(min_tokens: int | None, min_query_tokens: int | None = 512, **changes: Any) -> dict[str, Any]:
+    fields = {"device": CARD, "engine": "flash", "method": "a_shape", "params": {}, "num_heads": 32, "num_kv_heads": 8}
+    fields |= {"head_dim": 128, "vllm": "0.26.0", "triton": "3.6.0", "date": "2026-11-21", "command": "sparse-prefill"}
+    return fields | {"min_tokens": min_tokens, "min_query_tokens": min_query_tokens} | changes
+
+
+def written(*entries: dict[str, Any]) -> str:
+    return json.dumps({"format": 1, "entries": entries})
+
+
+def table(*entries: dict[str, Any]) -> Crossover:
+    return Crossover.model_validate({"format": 1, "entries": entries})
+
+
+def resolved(
+    measured: Crossover, engines: tuple[str, ...] = ("flash",), device: str = CARD, **fields: Any
+) -> Thresholds:
+    config = SparsePrefillConfig(**({"method": "a_shape"} | fields))
+    return Plan.build(config, SHAPE).thresholds(measured, device, engines)
+
+
+def test_the_table_that_ships_is_one_and_is_in_the_package() -> None:
+    assert load_crossover().format == 1
+
+
+def test_a_measurement_of_the_very_same() -> None:
+    assert resolved(table(entry(9000, 700))) == Thresholds(9000, 700)
+    assert resolved(table(entry(9000, 700)), device=CARD.lower()) == Thresholds(9000, 700)
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([entry(1, engine="portable"), entry(2)], 2),
+        ([entry(1, device="NVIDIA H200"), entry(2)], 2),
+        ([entry(1, method="dense"), entry(2)], 2),
+        ([entry(1), entry(2, params={"sink_tokens": 64})], 1),
+        ([entry(1, num_heads=64), entry(2)], 2),
+        # Equal parameters on other heads go before other parameters on equal heads.
+        ([entry(1, num_heads=64), entry(2, params={"sink_tokens": 64})], 1),
+        # Other parameters alone: of those that are as close, the most cautious.
+        ([entry(5, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 5),
+        ([entry(5, num_heads=64, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 2),
+    ],
+)
+def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected: int) -> None:
+    assert resolved(table(*entries)).min_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("chunk", "busy", "given", "expected"),
+    [
+        (8192, 7000, "auto", 2048),
+        (2048, 2047, "auto", 2047),  # a single decode beside
+        (2048, 1025, "auto", 1792),
+        (1800, 1800, "auto", 1800),
+        (1791, 1791, "auto", 2048),  # too small to have been measured: only told
+        (4096, 3841, 4096, 2048),  # of a profile that was made for larger steps
+        (2048, 1025, 4096, 1792),
+        (2048, 1025, 512, 512),
+    ],
+)
+def test_steps_too_small_for_the_number_lower_it_as_far_as_was_measured(
+    chunk: int, busy: int, given: Any, expected: int
+) -> None:
+    found = resolved(table(entry(9000, 2048)), min_query_tokens=given).fitted(chunk, busy)
+    assert found.min_query_tokens == expected
+    before = 2048 if given == "auto" else given
+    lines = [f"min_query_tokens is {expected} here, not {before}: a step has {chunk} new tokens"] * (expected != before)
+    assert [note.partition(" of a")[0] for note in found.notes] == lines
+    unmeasured = resolved(table(), min_query_tokens=given)
+    assert unmeasured.fitted(chunk, busy) is unmeasured
+
+
+@pytest.mark.parametrize("others", [[], [entry(1, device="other")], [entry(1, engine="portable")]])
+def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str, Any]]) -> None:
+    found = resolved(table(*others))
+    assert found.min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+    assert found.min_query_tokens == crossover_table.UNMEASURED_MIN_QUERY_TOKENS
+    (note,) = found.notes
+    assert f"a_shape not measured on {CARD} with engine flash" in note
+    assert "run `sparse-prefill bench crossover` to measure this device" in note
+
+
+@pytest.mark.parametrize("numbers", [(None, 512), (9000, None), (None, None)])
+def test_what_never_pays_stays_dense_until_the_operator_sets_a_number(numbers: tuple[int | None, int | None]) -> None:
+    measured = table(entry(*numbers))
+    found = resolved(measured)
+    assert found.min_tokens is None
+    assert str(found) == "no rows"
+    assert "a_shape never faster than dense attention" in found.notes[0]
+    assert "set min_tokens" in found.notes[0]
+    assert resolved(measured, min_tokens=500).min_tokens == 500
+
+
+def test_numbers_that_are_set_need_no_measurement() -> None:
+    assert resolved(table(), min_tokens=500, min_query_tokens=20) == Thresholds(500, 20)
+    assert resolved(table(entry(9000, 700)), min_tokens=500) == Thresholds(500, 700)
+    assert resolved(table(entry(9000, 700)), min_query_tokens=20) == Thresholds(9000, 20)
+    for setting, names in (
+        ({"min_tokens": 500}, "auto uses the conservative defaults min_query_tokens 1024;"),
+        ({"min_query_tokens": 20}, "auto uses the conservative defaults min_tokens 16384;"),
+        ({}, "auto uses the conservative defaults min_tokens 16384 and min_query_tokens 1024;"),
+    ):
+        (note,) = resolved(table(), **setting).notes
+        assert names in note
+
+
+def mixed(tmp_path: Path, default: str, head: str, **config: Any) -> SparsePrefillConfig:
+    """One head of one layer by another method than all others."""
+    layers = {(1,): {"heads": {"3": {"method": head}}}}
+    path = profile_file(tmp_path, default={"method": default}, layers=layers)
+    return SparsePrefillConfig(profile=path, **config)
+
+
+def test_several_methods_take_the_largest_of_theirs(tmp_path: Path) -> None:
+    measured = table(entry(9000, 700), entry(4000, 900, method="dense"), entry(None, None, method="sale"))
+    dense, sale = (Plan.build(mixed(tmp_path, "a_shape", head), SHAPE) for head in ("dense", "sale"))
+    assert dense.thresholds(measured, CARD, ["flash"]) == Thresholds(9000, 900)
+    assert sale.thresholds(measured, CARD, ["flash"]).min_tokens is None
+    # A dense head beside others needs no measurement; alone it does.
+    assert dense.thresholds(table(entry(9000, 700)), CARD, ["flash"]) == Thresholds(9000, 700)
+    alone = resolved(table(), method="dense")
+    assert (alone.min_tokens, len(alone.notes)) == (crossover_table.UNMEASURED_MIN_TOKENS, 1)
+
+
+def test_all_ranks_go_sparse_from_the_same_lengths_on(tmp_path: Path) -> None:
+    """Else a block that all levels share would be sparse in the heads of one rank and exact in those of another."""
+    measured = table(entry(9000, 700), entry(4000, 900, method="sparge_attn"))
+    config = mixed(tmp_path, "sparge_attn", "a_shape")
+    ranks = [Plan.build(config, SHAPE, rank, 4) for rank in range(4)]
+    assert {plan.thresholds(measured, CARD, ["flash"]) for plan in ranks} == {Thresholds(9000, 900)}
+    exact = Plan.build(config, SHAPE).exact_tokens(measured, CARD)
+    assert {plan.exact_tokens(measured, CARD) for plan in ranks} == {exact}
+
+
+def test_layers_with_different_engines_take_the_strictest() -> None:
+    measured = table(entry(9000, 700), entry(20000, 100, engine="portable"))
+    assert resolved(measured, ("flash", "portable")) == Thresholds(20000, 100)
+    plan = Plan.build(SparsePrefillConfig(method="a_shape"), SHAPE)
+    assert plan.earliest_thresholds(measured, CARD) == Thresholds(9000, 700)
+    assert plan.earliest_thresholds(table(), CARD).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+    never = table(entry(None), entry(3000, engine="portable"), entry(4000, engine="hopper"))
+    assert plan.earliest_thresholds(never, CARD).min_tokens == 3000
+    assert plan.exact_tokens(never, CARD) == 3000
+
+
+@pytest.mark.parametrize(
+    ("profile", "config", "expected"),
+    [
+        ({"min_tokens": 4096}, {}, (4096, "auto")),
+        ({"min_tokens": 4096, "min_query_tokens": 64}, {"min_tokens": "auto"}, ("auto", 64)),
+        ({"min_tokens": "auto"}, {"min_tokens": 5, "min_query_tokens": 6}, (5, 6)),
+    ],
+)
+def test_the_configuration_goes_before_the_profile(profile: Any, config: Any, expected: Any, tmp_path: Path) -> None:
+    path = profile_file(tmp_path, default={"method": "dense"}, **profile)
+    plan = Plan.build(SparsePrefillConfig(profile=path, **config), SHAPE)
+    assert (plan.min_tokens, plan.min_query_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"format": 2, "entries": []}', "format: given 2, expected 1"),
+        ("root:x:0:0:root", "table.json: not JSON: expected value at line 1 column 1"),  # and nothing of what it is
+        (written(entry(-1)), "0.min_tokens: given -1, expected greater than or equal to 0"),
+        (written(entry(1, params={"sink": 3})), "sink: unknown parameter of a_shape"),
+    ],
+)
+def test_a_table_that_is_none_is_an_error_that_names_it(content: str, expected: str, tmp_path: Path) -> None:
+    (path := tmp_path / "table.json").write_text(content)
+    with pytest.raises(ConfigurationError) as caught:
+        load_crossover(str(path))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert expected in str(caught.value)
+
+
+def test_what_a_profile_says_of_its_own_heads_goes_before_the_table(tmp_path: Path) -> None:
+    """On the device and the engines that it was measured with; a number that the operator sets goes before both."""
+    own = {"device": CARD, "engines": ["hopper"], "longest_tokens": 65536, "min_tokens": 4096, "min_query_tokens": 256}
+    a_shape = {"method": "a_shape"}
+    fast = {"default": a_shape, "crossover": own | {"min_tokens": None}}
+    path = profile_file(tmp_path, model=SHAPE, level="high", default=a_shape, crossover=own, levels={"fast": fast})
+    given = table(entry(9000, 700))
+
+    def of(level: str, *engines: str, device: str = CARD, **fields: Any) -> Thresholds:
+        plans = Plan.by_level(SparsePrefillConfig(profile=path, **fields), SHAPE)
+        return plans[level].thresholds(given, device, engines)
+
+    assert of("default", "hopper", device=CARD.lower()) == Thresholds(4096, 256)
+    assert of("default", "hopper", "flash") == of("default", "flash") == Thresholds(9000, 700)
+    assert of("default", "hopper", device="NVIDIA H200").min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+    assert of("default", "hopper", min_tokens=1) == Thresholds(1, 256)
+    plan = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
+    assert plan.exact_tokens(given, CARD) == plan.earliest_thresholds(given, CARD).min_tokens == 4096
+    never = of("fast", "hopper")
+    assert never.min_tokens is None
+    assert "the heads of this profile never faster than dense attention" in never.notes[0]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: every head of a rank in one group, heads of a profile dealt out to ranks, and what goes before what."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from tests.helpers.folders import profile_file
+from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import LayerProfile
+from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_kernels.layer import HeadGroup
+from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
+
+SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
+DENSE = make_method("dense", {})
+WIDE = make_method("vertical_slash", {"last_queries": 64})
+NARROW = make_method("vertical_slash", {"last_queries": 16})
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a profile, and return its path."""
+    return partial(profile_file, tmp_path, default=WIDE)
+
+
+def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write) -> None:
+    layers = {(1,): LayerProfile(heads={(0, 3): NARROW, (7,): NARROW, (2,): DENSE})}
+    plan = Plan.build(SparsePrefillConfig(profile=write(layers=layers)), SHAPE)
+    expected = (HeadGroup((0, 3, 7), NARROW), HeadGroup((1, 4, 5, 6), WIDE), HeadGroup((2,), DENSE))
+    assert plan.layer(1) == expected
+    assert plan.layer(0) == (HeadGroup(tuple(range(8)), WIDE),)
+
+
+@pytest.mark.full
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) -> None:
+    num_heads, size = data.draw(st.sampled_from([(8, 1), (8, 2), (8, 8), (12, 3), (12, 4), (40, 8), (14, 7)]))
+    methods = data.draw(st.lists(st.sampled_from([WIDE, NARROW, DENSE]), min_size=num_heads, max_size=num_heads))
+    shape = ModelShape("M", 1, num_heads, data.draw(st.sampled_from([1, 2, num_heads])), 64)
+    heads = {(head,): method for head, method in enumerate(methods)}
+    config = SparsePrefillConfig(profile=write(layers={(0,): LayerProfile(heads=heads)}))
+    found: dict[int, object] = {}
+    for rank in range(size):
+        groups = Plan.build(config, shape, rank, size).layer(0)
+        assert groups is not None
+        assert len({group.method for group in groups}) == len(groups)
+        assert [group.heads[0] for group in groups] == sorted(group.heads[0] for group in groups)
+        for group in groups:
+            assert list(group.heads) == sorted(group.heads)
+            for head in group.heads:
+                assert 0 <= head < num_heads // size
+                assert found.setdefault(rank * (num_heads // size) + head, group.method) is group.method
+        assert sum(len(group.heads) for group in groups) == num_heads // size
+    assert [found[head] for head in range(num_heads)] == methods
+
+
+# SharePrefill, whose heads depend on each other
+
+
+def share(cluster: int = -1, **params: Any) -> SharePrefill:
+    return SharePrefill(cluster=cluster, **params)
+
+
+def clusters_of(plan: Plan, layer: int) -> tuple[int, ...]:
+    groups = plan.layer(layer)
+    assert groups is not None
+    (group,) = groups
+    return tuple(one.cluster for one in group.methods())
+
+
+def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) -> None:
+    spread = {"estimating": "spread"}
+    layers = {
+        (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, **spread), (5,): share(2)}),
+        (2,): LayerProfile(heads={(3,): share(2, gamma=0.8), (6,): share(7, **spread)}),
+    }
+    plan = Plan.build(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)
+    assert plan.layer(0) == (
+        HeadGroup((0, 3, 4, 5, 6, 7), SharePrefill.merged([share(c) for c in (7, 7, -1, 2, -1, -1)])),
+        HeadGroup((1,), DENSE),
+        HeadGroup((2,), SharePrefill.merged([share(7, **spread)])),
+    )
+    assert clusters_of(plan, 1) == (-1,) * 8
+    last = [*[share()] * 3, share(2, gamma=0.8), *[share()] * 3]
+    assert plan.layer(2)[0].method == SharePrefill.merged(last)
+
+
+def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -> None:
+    """Also where the others are in layers that run dense. Numbers of clusters stay the profile's."""
+    layers = {
+        (0,): LayerProfile(heads={(0, 4, 5): share(0), (1,): share(1), (2, 6): share(2), (3,): share(3)}),
+        (1,): LayerProfile(heads={(0,): share(1), (7,): share(2)}),
+        (2,): LayerProfile(heads={(3,): share(3)}),
+    }
+    path = write(default=share(), layers=layers)
+    ranks = [Plan.build(SparsePrefillConfig(profile=path, dense_layers=(2,)), SHAPE, rank, 2) for rank in (0, 1)]
+    assert [clusters_of(ranks[0], layer) for layer in (0, 1)] == [(-1, 1, -1, -1), (1, -1, -1, -1)]
+    assert [clusters_of(ranks[1], layer) for layer in (0, 1)] == [(0, 0, 2, -1), (-1, -1, -1, 2)]
+    whole = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
+    assert clusters_of(whole, 0) == (0, 1, 2, 3, 0, 0, 2, -1)
+    assert clusters_of(whole, 2) == (-1, -1, -1, 3, -1, -1, -1, -1)
+
+
+# What goes before what, and what is said of it
+
+
+def test_dense_layers_of_configuration_and_profile_add_up(write: Write) -> None:
+    plan = Plan.build(SparsePrefillConfig(profile=write(dense_layers=[0]), dense_layers=(2, 0)), SHAPE)
+    assert plan.dense_layers == (0, 2)
+    assert plan.layer(0) is None
+    assert plan.layer(2) is None
+    assert plan.layer(1) == plan.layer(3) == (HeadGroup(tuple(range(8)), WIDE),)
+
+
+def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
+    """Other processes get what the first one read: a file that changed or is gone since makes no difference."""
+    path, table = Path(write()), tmp_path / "crossover.json"
+    table.write_text('{"format": 1, "entries": []}')
+    given = {"sparse_prefill": {"profile": str(path), "crossover": str(table), "dense_layers": [2]}, "other": 1}
+    first = Resolved.of(given, SHAPE, "cpu")
+    travelled = json.loads(json.dumps(first.carry(given)))
+    assert travelled.items() >= given.items()
+    path.unlink()
+    table.write_text("broken")
+    again = Resolved.of(travelled, SHAPE, "cpu", 1, 2)
+    assert (again.config, again.table, again.documents) == (first.config, first.table, first.documents)
+    assert again.plan.dense_layers == first.plan.dense_layers
+    assert again.plan.source == first.plan.source == f"profile {path}"
+    assert Resolved.of(travelled, SHAPE, "cpu").plans == first.plans
+    other = {**travelled, "sparse_prefill": {"profile": str(path) + "x"}}
+    with pytest.raises(ConfigurationError, match="no such file"):
+        Resolved.of(other, SHAPE, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel", "expected"),
+    [
+        ({"dense_layers": (0, 1, 2, 3)}, (0, 1), "name all 4 layers, expected fewer"),
+        ({}, (2, 2), "given rank 2 of 2"),
+    ],
+)
+def test_what_cannot_be_planned(config: dict[str, Any], parallel: tuple[int, int], expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        Plan.build(SparsePrefillConfig(method="dense", **config), SHAPE, *parallel)
+
+
+def test_description_says_what_runs_how(write: Write) -> None:
+    layers = {(2, 3): LayerProfile(heads={(0, 1): DENSE, (2,): NARROW})}
+    path = write(layers=layers, dense_layers=[0], min_tokens=4096)
+    thresholds = Thresholds(4096, 300, ("a note",))
+    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE).describe(thresholds) == [
+        f"sparse prefill with profile {path}, for rows of more than 4096 tokens, at least 300 of them new",
+        "a note",
+        "layers 0: dense",
+        "layers 1-3: vertical_slash (2 settings) on 20 heads of this rank",
+        "layers 2-3: dense() on 4 heads of this rank",
+    ]
+    config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 1, "local_tokens": 2})
+    assert Plan.build(config, SHAPE, 1, 2).describe(Thresholds(None, 5)) == [
+        "sparse prefill with method a_shape, for no rows",
+        "layers 0-3: a_shape(sink_tokens=1, local_tokens=2) on 16 heads of this rank",
+    ]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator may write, and what they are told when it is wrong."""
+
+from typing import Any
+
+import pytest
+
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.method_parameters import make_method, parameters_of
+from vllm_sparse_backend.config.ranges import MOST_COUNT
+from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
+from vllm_sparse_kernels.methods import METHODS
+
+
+def refused(settings: object) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config({"sparse_prefill": settings})
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("--additional-config sparse_prefill")
+    return message
+
+
+@pytest.mark.parametrize("additional_config", [None, {}, {"gdn_prefill_backend": "triton"}, {"sparse_prefill": {}}])
+def test_without_settings_the_defaults_hold(additional_config: dict[str, Any] | None) -> None:
+    config = load_config(additional_config)
+    assert config == SparsePrefillConfig()
+    assert (config.method, config.profile, config.min_tokens) == ("default", None, "auto")
+
+
+def test_fields_are_taken() -> None:
+    params = {"kept_mass": 1, "local_tokens": 256}
+    settings = {"params": params, "min_tokens": 0, "dense_layers": [3, 1, 3], "metrics_interval_s": 2}
+    config = load_config({"sparse_prefill": settings})
+    assert config.uniform_method() == make_method("top_p", {"kept_mass": 1.0, "local_tokens": 256})
+    assert make_method("default", {}) == make_method("top_p", {})
+    assert (config.min_tokens, config.dense_layers, config.metrics_interval_s) == (0, (1, 3), 2.0)
+
+
+def test_all_wrong_fields_are_named_at_once() -> None:
+    message = refused({"method": "nothing", "min_tokens": "8k", "dense_layers": [1, -2], "min_tokns": 1})
+    assert "sparse_prefill.method: given 'nothing'" in message
+    assert "sparse_prefill.min_tokens: given '8k', expected an integer" in message
+    assert "sparse_prefill.dense_layers: given [-2, 1], expected numbers and ranges such as '0-3,7'" in message
+    assert "sparse_prefill.min_tokns: unknown field" in message
+    assert "did you mean 'min_tokens'?" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"min_tokens": 10**20}, f"sparse_prefill.min_tokens: given {10**20}, expected at least 0, and at most"),
+        ({"check_index": "yes"}, "sparse_prefill.check_index: given 'yes', expected a valid boolean"),
+        ({"engine": "flsh"}, "sparse_prefill.engine: given 'flsh', expected 'auto', 'hopper', 'flash' or 'portable'"),
+        ({"metrics_interval_s": 0}, "sparse_prefill.metrics_interval_s: given 0, expected greater than 0"),
+        ({"metrics_interval_s": float("inf")}, "metrics_interval_s: given inf, expected a finite number"),
+        ({"guard": True}, "sparse_prefill.guard: given True, expected a mapping of fields to values"),
+        ({"guard": {"rate": 1.5}}, "sparse_prefill.guard.rate: given 1.5, expected less than or equal to 1"),
+        ({"guard": {"patience": 0, "recovery": 4}}, "guard.recovery: unknown field: given 'recovery', expected one of"),
+        ({"profile": 3}, "sparse_prefill.profile: given 3, expected a valid string"),
+        (
+            {"profile": "x", "params": {}},
+            "sparse_prefill: given both profile 'x' and params, expected only one of them",
+        ),
+        (7, "sparse_prefill: given 7, expected a mapping, or the name or path of a profile"),
+        ({"method": "dense", "params": {"top": 1}}, "sparse_prefill.params: top: unknown parameter of dense"),
+        ({"method": "den\nse"}, "sparse_prefill.method: given 'den\\nse'"),
+        ({"params": {"kept_mass": True, "tau": 1}}, "kept_mass: given True, expected a valid number; tau: unknown"),
+        ({"params": {"local_tokens": MOST_COUNT + 128}}, f"local_tokens: given {MOST_COUNT + 128}, expected at most"),
+        ({"params": {"kept_mass": -5.0}}, "sparse_prefill.params: kept_mass: given -5.0, expected"),
+    ],
+)
+def test_wrong_value(settings: object, expected: str) -> None:
+    assert expected in refused(settings)
+
+
+@pytest.mark.parametrize("key", ["sparse-prefill", "sparseprefill", "Sparse_Prefill", "sparse_prefil"])
+def test_misspelt_key_is_no_silent_default(key: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"given key '{key}', expected 'sparse_prefill'"):
+        load_config({key: {"min_tokens": 1}})
+    with pytest.raises(ConfigurationError, match="--additional-config: given "):
+        load_config([key])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("beside", [{}, {"sparse_prefill": {"min_tokens": 1}}])
+def test_settings_one_level_too_high_are_no_silent_default(beside: dict[str, Any]) -> None:
+    for key, value in (("method", "a_shape"), ("profile", "mine.yaml"), ("min_tokens", 1)):
+        with pytest.raises(ConfigurationError, match=f"given key '{key}' at the top level, expected it under"):
+            load_config({**beside, key: value})
+    assert load_config({**beside, "of_another_plugin": 1}) == load_config(beside)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_registered_method_can_be_named_and_written_down(name: str) -> None:
+    method = make_method(name, {})
+    assert type(method) is METHODS[name].parameters
+    written = parameters_of(method)
+    assert written.pop("method") == name
+    assert make_method(name, written) == method
+    assert SparsePrefillConfig(method=name).uniform_method() == method
+
+
+@pytest.mark.parametrize(
+    ("given", "layers"), [("0-4", (0, 1, 2, 3, 4)), ("7,0-1", (0, 1, 7)), (3, (3,)), ([2, 1], (1, 2))]
+)
+def test_dense_layers_are_written_as_in_profiles(given: object, layers: tuple[int, ...]) -> None:
+    assert load_config({"sparse_prefill": {"dense_layers": given}}).dense_layers == layers

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What deploy/ holds, by the tools that read such files: and that it names only what there is."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.config.test_fallback import OF_A_ROW
+from tests.helpers import external_tools, promql
+from vllm_sparse_backend.config.metrics import METRICS
+from vllm_sparse_backend.config.settings import load_config
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+SAMPLES = {metric.sample: metric for metric in METRICS.values()}
+OF_PROMETHEUS = {"instance", "job", "le"}
+QUERIES = {f"docs: {name}": query for name, query in promql.documented_queries().items()}
+QUERIES |= {f"dashboard: {name}": query for name, query in promql.dashboard_queries().items()}
+SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+GROUPS = yaml.safe_load((DEPLOY / "monitoring/alerts.yml").read_text())["groups"]
+ALERTS = [rule for group in GROUPS for rule in group["rules"]]
+QUERIES |= {f"alert: {rule['alert']}": rule["expr"] for rule in ALERTS}
+
+
+def test_dockerfile() -> None:
+    external_tools.check("hadolint", DEPLOY / "Dockerfile")
+
+
+@pytest.mark.parametrize("profiles", [[], ["monitoring"]])
+def test_compose(profiles: list[str]) -> None:
+    flags = [flag for profile in profiles for flag in ("--profile", profile)]
+    external_tools.check(
+        "docker-compose", "-f", DEPLOY / "compose.yaml", *flags, "config", "-q", env={"MODEL": "/model"}
+    )
+
+
+def test_compose_mounts_what_is_there() -> None:
+    mounted = [volume.split(":") for service in SERVICES.values() for volume in service["volumes"]]
+    files = {source: target for source, target, *_ in mounted if source.startswith("./")}
+    assert len(files) == 5
+    for source in files:
+        assert (DEPLOY / source).is_file()
+    provider = yaml.safe_load((DEPLOY / "monitoring/grafana/dashboards.yml").read_text())["providers"][0]
+    assert str(Path(files["./monitoring/grafana/sparse-prefill.json"]).parent) == provider["options"]["path"]
+
+
+def test_prometheus() -> None:
+    external_tools.check("promtool", "check", "config", DEPLOY / "monitoring/prometheus.yml")
+    (job,) = yaml.safe_load((DEPLOY / "monitoring/prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["vllm:8000"]}]  # the service and its port in compose.yaml
+
+
+def test_every_query_is_promql(tmp_path: Path) -> None:
+    rules = [{"record": f"query:{i}", "expr": query} for i, query in enumerate(QUERIES.values())]
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
+    external_tools.check("promtool", "check", "rules", tmp_path / "rules.yml")
+
+
+def test_alerts_fire_for_one_bad_server_of_many(tmp_path: Path) -> None:
+    cases = yaml.safe_load((Path(__file__).parent / "alerts.yml").read_text())
+    (tmp_path / "tests.yml").write_text(json.dumps({**cases, "rule_files": [str(DEPLOY / "monitoring/alerts.yml")]}))
+    external_tools.check("promtool", "test", "rules", tmp_path / "tests.yml")
+    for rule in ALERTS:
+        assert rule["alert"] in json.dumps(cases), rule["alert"]
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert f"\n## {anchor.capitalize()}\n" in (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_queries_name_metrics_and_labels_that_there_are(name: str) -> None:
+    query = QUERIES[name]
+    metrics = [metric for metric in promql.METRIC.findall(query) if not metric.startswith("vllm:")]
+    assert metrics or "vllm:" in query
+    labels = OF_PROMETHEUS.copy()
+    for metric in metrics:
+        labels |= set(SAMPLES[metric].all_labels)
+    used = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", query)
+    used += [label.strip() for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(",")]
+    assert set(used) <= labels
+
+
+def test_operators_are_told_of_every_alert_and_reason() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    for name in [rule["alert"] for rule in ALERTS] + [reason.value for reason in OF_A_ROW]:
+        assert f"`{name}`" in text, name
+    assert set(re.findall(r"SparsePrefill\w+", text)) <= {rule["alert"] for rule in ALERTS}
+    assert {m for m in promql.METRIC.findall(text) if not m.startswith("vllm:")} <= set(SAMPLES)
+
+
+def test_dashboard() -> None:
+    dashboard = json.loads(promql.DASHBOARD.read_text())
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", promql.DASHBOARD.read_text())) == {*variables, "__rate_interval", "__all"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        assert panel["description"]
+        for label in re.findall(r"\{\{(\w+)\}\}", " ".join(target["legendFormat"] for target in panel["targets"])):
+            assert all(label in target["expr"] or _has(target["expr"], label) for target in panel["targets"])
+
+
+def _has(query: str, label: str) -> bool:
+    """Whether an expression that sums nothing keeps a label of its metric."""
+    metrics = promql.METRIC.findall(query)
+    return " by (" not in query and all(label in (*SAMPLES[metric].all_labels, "instance") for metric in metrics)
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_kubernetes(version: str) -> None:
+    external_tools.check("kubernetes-validate", "--strict", "-k", version, KUBERNETES / "server.yaml")
+
+
+def test_kubernetes_names_fit_together() -> None:
+    documents = {one["kind"]: one for one in yaml.safe_load_all((KUBERNETES / "server.yaml").read_text())}
+    kinds = ("Service", "Deployment", "PersistentVolumeClaim", "NetworkPolicy")
+    service, deployment, claim, policy = (documents[kind] for kind in kinds)
+    monitor = yaml.safe_load((KUBERNETES / "servicemonitor.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (container,) = pod["spec"]["containers"]
+    ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+    (port,) = service["spec"]["ports"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == port["name"]
+    assert container["args"][container["args"].index("--port") + 1] == ports[port["targetPort"]]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert container["args"][container["args"].index("--tensor-parallel-size") + 1] == gpus
+    assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+    claimed = [one["persistentVolumeClaim"] for one in pod["spec"]["volumes"] if "persistentVolumeClaim" in one]
+    assert claim["metadata"]["name"] in {one["claimName"] for one in claimed}
+    assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": "http"}]
+    user = str(pod["spec"]["securityContext"]["runAsUser"])
+    assert f"USER {user}\n" in (DEPLOY / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "url"),
+    [
+        (["8101"], [], "http://127.0.0.1:8101/health"),
+        ([], ["python3", "vllm", "serve", "/model"], "http://127.0.0.1:8000/health"),
+        ([], ["vllm", "serve", "/model", "--port", "9000"], "http://127.0.0.1:9000/health"),
+        ([], ["vllm", "serve", "--port=1", "--ssl-certfile", "c.pem", "--port=9001"], "https://127.0.0.1:9001/health"),
+    ],
+)
+def test_health_check_follows_the_server(arguments: list[str], command: list[str], url: str) -> None:
+    assert runpy.run_path(str(DEPLOY / "healthcheck.py"))["address"](arguments, command) == url
+
+
+def test_nothing_in_a_container_may_be_written_but_what_is_mounted() -> None:
+    for service in SERVICES.values():
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_production_stack_serves_this_backend() -> None:
+    spec = yaml.safe_load((KUBERNETES / "production-stack.yaml").read_text())["servingEngineSpec"]
+    (model,) = spec["modelSpec"]
+    args = model["vllmConfig"]["extraArgs"]
+    assert args[args.index("--attention-backend") + 1] == "sparse-prefill"
+    load_config(json.loads(args[args.index("--additional-config") + 1]))
+    assert model["requestGPU"] == model["vllmConfig"]["tensorParallelSize"]
+    assert not model["lmcacheConfig"]["enabled"]
+    assert spec["serviceMonitor"]["enabled"]
+
+
+def test_workflow_actions_are_pinned_by_commit() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        for action in re.findall(r"uses: ([^\s]+)", path.read_text()):
+            assert action.startswith("./") or re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), (path, action)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`eval answers` against stub and real servers."""
+
+import itertools
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.figures import of_answers
+from tests.helpers.stub_server import FACT, METRICS, QUESTION, Api, Words, entry, running
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.demo.model import BUNDLED
+
+
+class Stub(Api):
+    """A server whose model has ``rank(distance)`` for the last token of each answer, and likes all other tokens best.
+
+    ``fault`` of a request's number: "away", which it counts nothing of, "refuse", "missing" or "cut".
+    ``reason``: why its rows are dense.
+    """
+
+    def __init__(
+        self,
+        rank: Callable[[int], int],
+        fault: Callable[[int], str | None] = lambda n: None,
+        kept_of_100: int | None = None,
+    ) -> None:
+        self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
+        self.reason = Fallback.TOO_SHORT
+        self.encode = Words()
+        self.perplexities = [2.0]
+        """Of the prompts in their order, over again."""
+        self.root: Path | None = None
+        self.prompts: list[list[int]] = []
+        self.levels: list[object] = []
+        self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
+
+    def at(self, folder: Path) -> "Stub":
+        self.root = folder
+        return self
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def prompt_logprobs(self, ids: list[int]) -> list[dict | None]:
+        text = self.encode.decode(ids)
+        names = {i: token for token, i in self.encode.ids.items()}
+        starts = itertools.accumulate((len(names[i]) for i in ids), initial=0)
+        at = {character: token for token, character in enumerate(starts)}
+        stated = {match[1]: at[match.start(2)] for match in FACT.finditer(text)}
+        likely = -math.log(self.perplexities[(len(self.prompts) - 1) % len(self.perplexities)])
+        found: list[dict | None] = [None, *(entry(token, likely) for token in ids[1:])]
+        for match in QUESTION.finditer(text):
+            begin = at[match.start(2)]
+            found[begin + 6] = entry(ids[begin + 6], -9.0, self.rank(begin - stated[match[1]]))
+        return found
+
+    def metrics(self) -> str:
+        """Of each prompt so far 100 causal pairs; a server that counts but keeps -1 ran nothing sparse."""
+        if self.kept_of_100 is None:
+            return ""
+        dense = f'sparse_prefill_rows_total{{path="dense",reason="{self.reason}"}} {len(self.prompts)}\n'
+        kept, causal = self.kept_of_100 * len(self.prompts), 100 * len(self.prompts)
+        pairs = METRICS.format(kept=kept, causal=causal) if kept >= 0 else ""
+        return f"# TYPE sparse_prefill_rows counter\n{dense}{pairs}"
+
+    def complete(self, body: dict) -> tuple[int, dict]:
+        """No two at a time, though many may wait."""
+        with self.lock:
+            self.busy += 1
+            self.most_busy = max(self.most_busy, self.busy)
+        time.sleep(0.05)
+        with self.lock:
+            self.busy -= 1
+            return self.answer(body)
+
+    def answer(self, body: dict) -> tuple[int, dict]:
+        assert (body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == (1, 1, 0)
+        fault = self.fault(len(self.prompts))
+        if fault == "away":
+            return 503, {"error": "try again"}
+        self.prompts.append(body["prompt"])
+        self.levels.append(body.get("vllm_xargs", {}).get("sparse_prefill"))
+        found = self.prompt_logprobs(body["prompt"])
+        if fault == "refuse":
+            return 400, {"error": "prompt too long"}
+        if fault == "missing":
+            found[100] = entry(99999)
+        return 200, {"choices": [{"text": "x"} | ({} if fault == "cut" else {"prompt_logprobs": found})]}
+
+
+def run(*args: object):
+    return CliRunner().invoke(app, ["eval", "answers", *map(str, args)], catch_exceptions=False)
+
+
+LENGTHS = ("--lengths", "2000,6000", "--count", 2, "--facts", 12)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder, whose tokenizer names a first token that it does not add."""
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
+    return tmp_path
+
+
+def test_a_server_that_loses_far_facts(folder: Path) -> None:
+    stock, ours = Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1)
+    ours.encode = stock.encode
+    out = folder / "all.json"
+    with running(stock.at(folder)) as one, running(ours.at(folder)) as other:
+        urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
+        result = run(*urls, *LENGTHS, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert stock.prompts == ours.prompts
+    assert [len(prompt) for prompt in stock.prompts] == [2000, 2000, 6000, 6000]
+    assert all(prompt[0] == 0 for prompt in stock.prompts)
+    assert len({tuple(prompt[:16]) for prompt in stock.prompts}) == 4
+
+    cases = json.loads(out.read_text())["cases"]
+    lost = [answer for case in cases if case["label"] == "forgetful" for answer in case["answers"]]
+    assert all((answer["ranks"][-1] == 2) == (answer["distance"] >= 1024) for answer in lost)
+    found = {name: value for name, value, *_ in of_answers(cases)}
+    for length in (2000, 6000):
+        of = [answer for case in cases if case["tokens"] == length for answer in case["answers"]][24:]
+        near = sum(answer["distance"] < 1024 for answer in of)
+        assert 0 < near < 24
+        name = f"answers inside the prompt, {length:,} tokens, stub-model"
+        assert found[f"forgetful, {name}: right"] == pytest.approx(near / 24, abs=1e-3)
+        assert found[f"stock, {name}: right"] == 1
+        assert found[f"forgetful, {name}: perplexity"] == 2
+    assert re.search(rf"forgetful +│ +6,000 +│ +{near} of 24 ", result.output)
+
+
+def test_the_change_of_perplexity_is_told_with_its_standard_error_over_prompts(folder: Path) -> None:
+    stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1), folder / "all.json"
+    ours.encode, ours.perplexities = stock.encode, [2.1, 2.2]
+    with running(stock) as one, running(ours) as other:
+        urls = ("--url", one, "--label", "stock", "--url", other, "--label", "ours")
+        result = run(*urls, *LENGTHS, "--json", out)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["summary"]
+    of_stock, of_ours = ([row for row in rows if row["label"] == label] for label in ("stock", "ours"))
+    for row in of_stock:
+        assert row["perplexity_change"] is None
+        assert row["perplexity_change_error"] is None
+    # Differences of nats, log 1.05 and log 1.1: their mean, and half of their distance.
+    ratio = math.sqrt(1.05 * 1.1)
+    for row in of_ours:
+        assert row["perplexity_change"] == pytest.approx(100 * (ratio - 1))
+        assert row["perplexity_change_error"] == pytest.approx(100 * ratio * math.log(1.1 / 1.05) / 2)
+    assert result.output.count("+7.47") == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("refuse", "answered 400"), ("missing", "nothing came back for token"), ("cut", "has no prompt_logprobs")],
+)
+def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path, fault: str, said: str) -> None:
+    stub = Stub(lambda distance: 1, lambda n: fault if n == 1 else None)
+    out = folder / "all.json"
+    with running(stub.at(folder)) as url:
+        command = ("--url", url, "--label", "a", *LENGTHS, "--json", out)
+        result = run(*command)
+        assert result.exit_code == 1
+        assert said in result.output
+        assert "12 of 12" in result.output  # of the prompt that was answered
+        assert "24 of 24" in result.output
+        figures = [name for name, *_ in of_answers(json.loads(out.read_text())["cases"])]
+        assert all(", 6,000 tokens, " in name for name in figures)
+        again = run(*command)
+        assert again.exit_code == 0, again.output
+        assert len(stub.prompts) == 5
+        assert stub.prompts[4] == stub.prompts[1]
+        assert again.output.count("24 of 24") == 2
+        other = run(*command[:-4], "--facts", 11, "--json", out)
+        assert other.exit_code == 1
+        assert "holds answers to other prompts" in other.stderr
+
+
+def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path) -> None:
+    stub, out, concurrency = Stub(lambda distance: 1), tmp_path / "all.json", 3
+    with running(stub) as url:
+        command = ("--url", url, "--lengths", 1000, "--facts", 2, "--count", 8, "--concurrency", concurrency)
+        assert run(*command, "--json", out).exit_code == 0
+    assert stub.most_busy == concurrency
+    assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
+
+
+def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
+    """The same prompts for all, one level after the other: else a server's counters would mix their densities."""
+    stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1, kept_of_100=25), folder / "all.json"
+    ours.encode = stock.encode  # tokens have the same ids
+    with running(stock) as first, running(ours) as second:
+        given = ("--url", first, "--label", "stock", "--url", second, "--label", "ours", *LENGTHS, "--json", out)
+        levels = ("--level", "high", "--level", "0")
+        result = run(*given, *levels)
+        assert result.exit_code == 0, result.output
+        number = len(stock.prompts)
+        assert stock.levels == [None] * number  # it has none
+        assert ours.levels == ["high"] * number + [0] * number
+        assert ours.prompts == 2 * stock.prompts
+        cases = json.loads(out.read_text())["cases"]
+        assert {case["label"] for case in cases} == {"stock", "ours high", "ours 0"}
+        assert {c["density"] for c in cases if c["part"] == "density"} == {0.25}
+        assert run(*given, *levels, "--level", "fast").exit_code == 0  # only that is not there yet
+        assert ours.levels == ["high"] * number + [0] * number + ["fast"] * number
+
+
+def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -> None:
+    out = folder / "all.json"
+    with running(Stub(lambda distance: 1)) as one, running(Stub(lambda distance: 1)) as other:  # on two ports
+        assert run("--url", one, "--label", "a", *LENGTHS, "--json", out).exit_code == 0
+        result = run("--url", other, "--label", "a", *LENGTHS, "--json", out)
+    assert result.exit_code == 1
+    assert "name another file" in result.stderr
+
+
+@pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])
+def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_says_why(
+    folder: Path, reason: Fallback
+) -> None:
+    sparse, idle = Stub(lambda distance: 1, kept_of_100=30), Stub(lambda distance: 1, kept_of_100=-1)
+    idle.encode, idle.reason = sparse.encode, reason
+    out = folder / "all.json"
+    with running(sparse) as one, running(idle) as other:
+        urls = ("--url", one, "--label", "a", "--url", other, "--label", "b")
+        result = run(*urls, "--lengths", 2000, "--facts", 4, "--count", 2, "--json", out)
+    assert result.exit_code == 0, result.output
+    cases = [case for case in json.loads(out.read_text())["cases"] if case["part"] == "density"]
+    assert {case["label"]: case["density"] for case in cases} == {"a": 0.3, "b": None}
+    assert f"b: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
+    assert "a: no request ran sparse" not in result.output
+
+
+def test_tokenizers_that_differ_are_refused() -> None:
+    one, other = Stub(lambda distance: 1), Stub(lambda distance: 1)
+    other.encode.ids["before all others"] = 1
+    with running(one) as first, running(other) as second:
+        result = run("--url", first, "--url", second, "--label", "a", "--label", "b", *LENGTHS)
+    assert result.exit_code == 1
+    assert "b: its tokenizer is another than the first server's" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "expected a MODEL to serve, or --url"),
+        ((BUNDLED, "--url", "http://x"), "expected a MODEL to serve, or --url"),
+        (("--url", "http://x", "--label", "a", "--label", "b"), "--label: given 2"),
+        ((BUNDLED, "--lengths", "1024,8192"), "--facts: given 24, expected at most 8 in a prompt of 1,024 tokens"),
+        ((BUNDLED, "--lengths", "20000"), "has 16,384 positions, and 20,001 were asked for, answers included"),
+        ((BUNDLED, "--server-args", "--x 'unclosed"), '--server-args: given "--x \'unclosed"'),
+        (
+            ("--url", "http://x", "--settings", "{}", "--server-args", "--seed 7"),
+            "--settings, --server-args: given with running servers, expected only with a MODEL",
+        ),
+    ],
+)
+def test_wrong_commands_are_told_why_before_a_server_starts(args: tuple[object, ...], said: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 1
+    assert said in result.stderr

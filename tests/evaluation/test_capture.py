@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured queries, keys and values against what the layers of the same model compute without a capture."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.capture import capture
+from vllm_sparse_backend.calibration import capture as module
+from vllm_sparse_backend.calibration.capture import Capture, held_capture
+from vllm_sparse_backend.calibration.prompt_chunks import dense_attention
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.model_shape import ModelShape
+
+transformers = pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
+
+
+def attention_outputs(folder, token_ids: list[int]) -> list[torch.Tensor]:
+    """What each layer's output projection is given: [num_tokens, num_heads * head_dim]."""
+    network = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    outputs: list[torch.Tensor] = []
+    for layer in network.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0][0]))
+    with torch.inference_mode():
+        network(torch.tensor([token_ids]))
+    return outputs
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_dense_attention_over_a_capture_is_the_layers_own(llama, prompt, tmp_path, num_kv_heads):
+    folder = llama(num_key_value_heads=num_kv_heads)
+    captured = capture(folder, prompt, tmp_path, dtype=torch.float32)
+    assert captured.shape == ModelShape.from_folder(folder)
+    assert captured.num_tokens == len(prompt)
+    assert captured.scales == dict.fromkeys(range(3), pytest.approx(32**-0.5))
+    for layer, expected in enumerate(attention_outputs(folder, prompt)):
+        tensors = captured.read(layer)
+        assert [tuple(x.shape) for x in tensors] == [(333, 4, 32), (333, num_kv_heads, 32), (333, num_kv_heads, 32)]
+        got = dense_attention(tensors, captured.scales[layer])
+        torch.testing.assert_close(got.flatten(1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
+    folder = llama()
+    first = capture(folder, prompt, tmp_path)
+    written = (tmp_path / "layer-000.safetensors").stat().st_mtime_ns
+    assert capture(folder, prompt, tmp_path) == first == Capture.open(tmp_path)
+    assert (tmp_path / "layer-000.safetensors").stat().st_mtime_ns == written
+    (weights,) = folder.glob("*.safetensors")
+    *kept, last = weights.read_bytes()
+    weights.write_bytes(bytes([*kept, last ^ 1]))  # as a model that was trained on
+    assert held_capture(folder, prompt, tmp_path) is None
+    other = capture(folder, prompt[:100], tmp_path)
+    assert (other.num_tokens, other.prompt_sha256) == (100, module.prompt_sha256(prompt[:100]))
+    assert len(other.read(0).q) == 100
+
+
+def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
+    windows = {"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    model = llama(of="Qwen2", use_sliding_window=True, **windows)
+    captured = capture(model, list(range(90)), tmp_path / "capture")
+    assert list(captured.scales) == [1]
+    assert captured.left_out == {0: "a mask of its own (a sliding window, or chunks)"}
+    inside_window = capture(model, list(range(40)), tmp_path / "short")
+    assert list(inside_window.scales) == [0, 1]
+
+
+def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
+    """Even if only some layers are such: what follows them would be captured of other hidden states."""
+    model = llama("sinks", of="GptOss", num_local_experts=2, pad_token_id=0)
+    said = f"{model.name}: given layers with learnt sinks, expected plain attention"
+    with pytest.raises(ConfigurationError, match=said):
+        capture(model, list(range(40)), tmp_path / "capture")
+    assert held_capture(model, list(range(40)), tmp_path / "capture") is None
+
+
+def test_no_capture_is_an_error(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"no capture there, as capture\.json is missing"):
+        Capture.open(tmp_path)
+
+
+def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
+    captured = capture(llama(), prompt, tmp_path)
+    whole = (tmp_path / "layer-000.safetensors").read_bytes()
+    for part in (whole[:5], whole[:-9], b""):
+        (tmp_path / "layer-000.safetensors").write_bytes(part)
+        with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: its tensors cannot be read: ."):
+            captured.read(0)
+    (tmp_path / "layer-000.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: missing; capture the prompt again"):
+        captured.read(0)
+
+
+def test_a_model_that_is_not_whole_is_an_error(llama, prompt, tmp_path):
+    """Without weights, with some of them, and with a tokenizer that is none or not there."""
+    model = llama()
+    (weights,) = model.glob("*.safetensors")
+    for damage in (lambda: weights.write_bytes(weights.read_bytes()[:100]), weights.unlink):
+        damage()
+        with pytest.raises(ConfigurationError, match=r"its weights cannot be read: ."):
+            capture(model, prompt, tmp_path / "made")
+    for broken in (None, "{", "[]"):
+        if broken is not None:
+            (model / "tokenizer.json").write_text(broken)
+        with pytest.raises(ConfigurationError, match=r"its tokenizer cannot be read: ."):
+            module.load_tokenizer(model)
+
+
+def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama):
+    for model, tokens, problem in (
+        (Path("meta-llama/Llama-3.1-8B"), 100, "expected a model folder"),
+        (llama(), 10_000_000, "--tokens: given 10000000, expected at most"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            module.prompt_tokens(model, tokens, default=64)

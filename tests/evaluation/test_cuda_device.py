@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How times are taken, on a clock that is driven by hand, and what FlashAttention is given."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.batches import random_batch
+from vllm_sparse_backend.evaluation import cuda_device as module
+from vllm_sparse_backend.evaluation.cuda_device import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
+from vllm_sparse_backend.evaluation.report import BenchError
+
+
+class Clock:
+    """Milliseconds that pass when something runs; the device's own include what it was told to wait."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self.launching_ms = 0.0
+        self.slept = 0
+        self.waited_ms: list[float] = []
+
+    def takes(self, ms: float, host_ms: float = 0.0):
+        def run() -> None:
+            self.ms += ms
+            self.launching_ms += host_ms
+
+        return run
+
+    def sleep(self, cycles: int) -> None:
+        if cycles == AHEAD_CYCLES:
+            self.slept += 1
+        else:
+            self.waited_ms.append(cycles / CYCLES_A_MS)
+        self.ms += cycles / CYCLES_A_MS
+
+    def event(self, enable_timing: bool):
+        event = SimpleNamespace(at=None)
+        event.record = lambda: setattr(event, "at", self.ms)
+        event.elapsed_time = lambda stop: stop.at - event.at
+        return event
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.ms / 1e3)
+    monkeypatch.setattr(module.time, "thread_time", lambda: clock.launching_ms / 1e3)
+    return clock
+
+
+@pytest.fixture
+def card():
+    made = object.__new__(Card)
+    made.device, made.name, made.flash_version, made.dense_name = torch.device("cpu"), "x", 3, "FlashAttention-3"
+    return made
+
+
+def test_device_time_is_that_of_the_spans_alone(card, clock):
+    """Summed by name over a pass, less the wait before it, what runs until the clock is steady, and new passes."""
+    passes = []
+    dense = [("dense", clock.takes(40)), ("dense", clock.takes(30))]
+    ours = [("select", clock.takes(1)), ("attend", clock.takes(9))]
+    taken = card.spans_ms([dense, ours], lambda: passes.append(clock.takes(50)()), budget_s=0.0)
+    times = {"dense": 70, "select": 1, "attend": 9}
+    assert taken == {name: [pytest.approx(ms)] * MIN_PASSES for name, ms in times.items()}
+    assert clock.slept == (MIN_PASSES + 2) * 2  # two warm up; each contestant has its turn
+    # 70 ms reach the 60 that make a clock steady once, 10 ms six times; the first pass does not know that yet.
+    assert len(passes) == 2 + (MIN_PASSES + 1) * (2 + 7)
+
+
+def test_wall_time_is_a_runs_mean_and_contestants_take_turns(card, clock):
+    order = []
+
+    def contestant(name, ms):
+        return lambda: (order.append(name), clock.takes(ms)())
+
+    taken = card.wall_ms({"a": [contestant("a", 2), contestant("a", 4)], "b": [contestant("b", 8)] * 2}, budget_s=0.0)
+    assert taken == {"a": [pytest.approx(3)] * MIN_PASSES, "b": [pytest.approx(8)] * MIN_PASSES}
+    assert "".join(order[8:24]) == "aabb" + "bbaa" + "aabb" + "bbaa"
+
+
+def test_flash_attention_gets_the_batch(card, monkeypatch):
+    given = []
+    fake = SimpleNamespace(flash_attn_varlen_func=lambda **arguments: given.append(arguments))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(vllm_flash_attn=fake))
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", fake)
+    batch = random_batch([(70, 30), (0, 200)], 4, 2, 64, 16)
+    out = batch.empty_out()
+    card.dense(batch, out)()
+    (call,) = given
+    assert call["q"] is batch.q
+    assert call["out"] is out
+    assert call["cu_seqlens_q"].tolist() == [0, 30, 230]
+    assert call["seqused_k"].tolist() == [100, 200]
+    assert (call["max_seqlen_q"], call["max_seqlen_k"], call["fa_version"]) == (200, 200, 3)
+    assert call["causal"] is True
+    assert call["block_table"].max() < batch.cache.keys.shape[0]
+    assert torch.equal(call["block_table"][1, :13], batch.rows.block_table[1, :13])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_no_card_is_an_error_that_says_so():
+    with pytest.raises(BenchError, match="needs a CUDA device"):
+        Card()

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the counters back from a /metrics page."""
+
+import pytest
+
+from vllm_sparse_backend.evaluation.metrics_scrape import LayerCounts, parse
+
+PAGE = """\
+vllm:num_requests_running{engine="0"} 1.0
+sparse_prefill_rows_total{engine="0",path="sparse",reason=""} 5.0
+sparse_prefill_rows_total{engine="0",path="dense",reason="too_short"} 2.0
+sparse_prefill_tiles_total{engine="0",layer="0"} 64.0
+sparse_prefill_tiles_total{engine="0",layer="10"} 64.0
+sparse_prefill_kept_pairs_total{engine="0",layer="0"} 1.0e+09
+sparse_prefill_kept_pairs_total{engine="0",layer="10"} 4.0e+09
+sparse_prefill_causal_pairs_total{engine="0",layer="0"} 4.0e+09
+sparse_prefill_causal_pairs_total{engine="0",layer="10"} 8.0e+09
+sparse_prefill_compilations_total{engine="0",when="warmup"} 12.0
+sparse_prefill_arena_overflows_total{engine="0"} 1.0
+sparse_prefill_layers{engine="0",attention="hopper"} 30.0
+sparse_prefill_layers{engine="0",attention="dense"} 2.0
+"""
+
+
+def test_parse() -> None:
+    report = parse(PAGE)
+    assert report.rows == {("sparse", ""): 5, ("dense", "too_short"): 2}
+    assert report.layers == {
+        0: LayerCounts(64, 1_000_000_000, 4_000_000_000),
+        10: LayerCounts(64, 4_000_000_000, 8_000_000_000),
+    }
+    assert report.layers[0].density == 0.25
+    assert report.attention == {"hopper": 30, "dense": 2}
+    assert report.by("compilations", "when") == {"warmup": 12}
+    assert report.by("arena_overflows").total() == 1
+    assert report.problem() is None
+
+
+def test_engines_add_up() -> None:
+    """Each line with one engine's label, and once more with another's."""
+    one, both = parse(PAGE), parse(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
+    assert both.rows == one.rows + one.rows
+    assert both.attention == one.attention + one.attention
+    assert both.layers[0].kept_pairs == 2 * one.layers[0].kept_pairs
+    assert both.layers[0].density == one.layers[0].density
+
+
+def test_dense_rows_alone_are_a_problem_with_their_reason() -> None:
+    page = 'sparse_prefill_rows_total{path="dense",reason="too_short"} 3\n'
+    report = parse("# TYPE sparse_prefill_rows counter\n" + page)
+    assert report.problem() == "no row ran sparse (dense rows: too_short: 3)"
+
+
+@pytest.mark.parametrize(("kept", "causal"), [(0, 10), (10, 10), (11, 10), (0, 0)])
+def test_a_density_outside_0_and_1_is_a_problem(kept: int, causal: int) -> None:
+    report = parse(PAGE)
+    report.layers[3] = LayerCounts(1, kept, causal)
+    problem = report.problem()
+    assert problem is not None
+    assert problem.startswith("layer 3 has density ")

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench serve` against stub servers of known speed."""
+
+import json
+import random
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.figures import main as figures_of, of_serve, read_figures
+from tests.helpers.stub_server import Stub, running
+from tests.helpers.tiny_models import CONFIG
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.evaluation import compared_servers, serve_bench
+from vllm_sparse_backend.evaluation.client import Answer, Endpoint, Prompts, RequestError
+from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.serve_bench import Length
+from vllm_sparse_backend.evaluation.vllm_server import Settings
+
+
+def run(*args: object):
+    return CliRunner().invoke(app, ["bench", "serve", *map(str, args)], catch_exceptions=False)
+
+
+def cases_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["cases"]
+
+
+@pytest.fixture
+def log():
+    """(server, prompt) of every request, in order."""
+    return []
+
+
+@pytest.fixture
+def pair(log):
+    """Addresses of two stubs; ours is four times as fast."""
+    with ExitStack() as stack:
+
+        def start(**ours):
+            stubs = Stub("stock", log, lambda n: 0.08), Stub("ours", log, lambda n: 0.02, **ours)
+            return [stack.enter_context(running(stub)) for stub in stubs]
+
+        yield start
+
+
+def test_running_servers_are_compared(pair, log, tmp_path):
+    stock, ours = pair()
+    out = tmp_path / "all.json"
+    servers = ("--url", stock, "--url", f"{ours}/v1", "--label", "stock", "--label", "a_shape")
+    lengths = ("--lengths", "40,900,20+300", "--repeats", 4, "--output-tokens", 3)
+    result = run(*servers, *lengths, "--json", out)
+    assert result.exit_code == 0, result.output
+    cases = {case["case"]: case for case in cases_of(out) if case["part"] == "latency"}
+    assert list(cases) == ["40 tokens", "900 tokens", "20 new after 300 cached"]
+    for case in cases.values():
+        assert case["failures"] == 0
+        assert 2 < case["ttft_speed_up"] < 6
+        assert len(case["answers"]["stock"]) == len(case["answers"]["ours"]) == 4
+    figures_of(out, tmp_path / "results.json")
+    figures = {row["name"]: row["value"] for row in read_figures(tmp_path / "results.json")}
+    assert {
+        "vllm serve, a_shape, 900 tokens: TTFT, speed-up",
+        "vllm serve, a_shape, 20 new after 300 cached: TTFT, speed-up",
+        "vllm serve, a_shape, 40 tokens: TPOT, speed-up",
+        "vllm serve, a_shape, 40 tokens: density of its sparse rows",
+        "vllm serve, a_shape: density of its sparse rows",
+    } <= set(figures)
+    assert all(case["density"] == 0.25 for case in cases.values())
+    # Asked in turn, ABBA, each the same prompts; no prompt twice; a cached prefix goes before its question.
+    of_900 = [(name, tuple(prompt)) for name, prompt in log if len(prompt) == 900]
+    assert [name for name, _ in of_900] == ["stock", "ours", "ours", "stock"] * 2 + ["stock", "ours"]
+    assert all(count == 2 for count in Counter(prompt for _, prompt in of_900).values())
+    at = next(i for i, (_, prompt) in enumerate(log) if len(prompt) == 320)
+    assert log[at - 1][1] == log[at][1][:300]
+
+
+def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
+    stock, ours = pair()
+    servers = ("--url", stock, "--url", ours, "--label", "stock", "--label", "x", "--level", "half", "--level", "tenth")
+    lengths = ("--lengths", "40,900,20+300", "--repeats", 2, "--output-tokens", 2)
+    result = run(*servers, *lengths, "--json", tmp_path / "all.json")
+    assert result.exit_code == 0, result.output
+    for label, density in (("x half", 0.5), ("x tenth", 0.1)):
+        own = [case for case in cases_of(tmp_path / "all.json") if case["label"] == label]
+        assert [case["part"] for case in own] == ["latency"] * 3 + ["density"]
+        assert [case["density"] for case in own[:3]] == [density] * 3
+        assert all(case["ttft_speed_up"] > 1.3 for case in own[:3])
+        assert own[-1]["density"] == pytest.approx(density)
+    # One prompt to all of them in turn, there and back; stock once, however many levels.
+    of_900 = [name for name, prompt in log if len(prompt) == 900]
+    assert of_900 == ["stock", "half", "tenth", "tenth", "half", "stock", "stock", "half", "tenth"]
+    # A level's questions come after its own prefix: another level's is none of its own.
+    at = [i for i, (_, prompt) in enumerate(log) if len(prompt) == 320]
+    assert all(log[i - 1] == (log[i][0], log[i][1][:300]) for i in at)
+
+
+def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, tmp_path, monkeypatch):
+    """Stand-ins for servers that count how many of them run at a time."""
+    up = []
+
+    class OneServer:
+        def __init__(self, model, args, env):
+            self.is_ours = "sparse-prefill" in args
+
+        def __enter__(self):
+            name, first_s = ("ours", 0.02) if self.is_ours else ("stock", 0.08)
+            self.running = running(Stub(name, log, lambda n: first_s))
+            self.url = self.running.__enter__()
+            up.append(self)
+            assert len(up) == 1
+            return self
+
+        def __exit__(self, *error):
+            up.remove(self)
+            self.running.__exit__(*error)
+
+    monkeypatch.setattr(compared_servers, "Server", OneServer)
+    settings = ("--settings", '{"method": "a_shape"}', "--settings", "streaming")
+    out = tmp_path / "all.json"
+    result = run(BUNDLED, *settings, "--lengths", "40,900", "--repeats", 2, "--output-tokens", 2, "--json", out)
+    assert result.exit_code == 0, result.output
+    parts = [(case["label"], case["part"]) for case in cases_of(out)]
+    names = ("a_shape", "profile streaming")
+    assert parts == [(name, "latency") for name in names for _ in range(2)] + [(name, "density") for name in names]
+    assert all(case["ttft_speed_up"] > 1.3 for case in cases_of(out) if case["part"] == "latency")
+    asked = [tuple(prompt) for _, prompt in log]
+    assert asked == asked[:6] * 3
+
+
+SERVERS = ("--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--lengths", "-5"), "--lengths: given '-5', expected whole numbers above 0"),
+        (("--lengths", "20+"), "--lengths: given '20+'"),
+        (("--lengths", ""), "--lengths: given ''"),
+        (("--text", "none"), "--text: given 'none', expected a text file or a folder: No such file"),
+        (("--settings", "{}"), "--settings: given with running servers, expected only with a MODEL"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(given, said):
+    result = run(*SERVERS, *given)
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("fault", ["short", "nan", "error", "refuse"])
+def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
+    stock, ours = pair(fault=lambda length: fault if length > 400 else None)
+    lengths = ("--lengths", "40,900", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
+    result = run("--url", stock, "--url", ours, *lengths)
+    assert result.exit_code == 1, result.output
+    written = json.loads((tmp_path / "all.json").read_text())
+    good, bad = (case for case in written["cases"] if case["part"] == "latency")
+    assert (good["failures"], bad["failures"]) == (0, 4)  # the one that warms up too
+    assert good["ttft_speed_up"] > 1
+    assert bad["ours_first_s"] is None
+    assert "ttft_speed_up" not in bad
+    figures = [name for name, value, *_ in of_serve(written["cases"]) if value is not None]
+    assert not any("900" in name for name in figures)
+    says = {
+        "short": "1 tokens answered, asked for 2", "nan": "log-probability nan", "error": "out of cache",
+        "refuse": "answered 400",
+    }  # fmt: skip
+    assert any(says[fault] in said for said in bad["said"]), bad["said"]
+
+
+def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pair, log):
+    stock, ours = pair()
+    result = run("--url", stock, "--url", ours, "--level", "half", "--level", "third", "--lengths", "40")
+    assert result.exit_code == 1
+    assert "level 'third': answered 400: " in result.stderr
+    assert len(log) == 1  # which asked for the other level
+
+
+def test_levels_find_nothing_that_another_level_left_in_the_cache(monkeypatch):
+    """Their first blocks are one another's, and each is asked the same prompts."""
+    monkeypatch.setattr(Endpoint, "ask", lambda self, *_: None)
+    for level in ("high", 0):
+        extra = Endpoint("ours", "http://127.0.0.1:9", "m").at_level(level).extra
+        assert extra == {"vllm_xargs": {"sparse_prefill": level}, "cache_salt": f"level {level}"}
+
+
+def test_first_and_later_tokens_are_the_servers(pair):
+    """Also where several come at a time: what a token takes is from the first to the last, by their number."""
+    for burst in (1, 4):
+        _, ours = pair(token_s=0.02, burst=burst)
+        answer = Endpoint.connect("ours", ours).ask([5] * 50, 9)
+        assert 0.02 <= answer.first_token_s < 0.2
+        assert answer.tokens == 9
+        assert 0.018 < answer.token_s < 0.08
+        assert 0.019 * burst < answer.pause_s < 2
+
+
+def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
+    """As vLLM 0.33 sends them after a long prompt: what lies between them is the client's, not the server's."""
+    answer = Answer(0.5, 0.5 + 8e-6, 64, 8e-6)
+    assert answer.token_s is None
+    assert serve_bench.Taken([answer]).token_ms is None
+    assert (
+        serve_bench.case_of("x", Length(40), serve_bench.Taken([answer]), serve_bench.Taken([answer]))["ours_pause_ms"]
+        < 0.01
+    )
+
+
+def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
+    stock = serve_bench.Taken([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
+    ours = serve_bench.Taken([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
+    case = serve_bench.case_of("x", Length(40), stock, ours)
+    assert (case["stock_first_s"], case["ours_first_s"]) == (0.2, 0.1)
+    assert case["ttft_speed_up"] == pytest.approx(2)
+    assert case["stock_token_ms"] == pytest.approx(10) == case["ours_token_ms"]
+    assert (case["failures"], case["said"]) == (1, ["ours: no"])
+    assert serve_bench.Taken([Answer(0.1, 0.1, 1)]).token_ms is None
+
+
+def test_a_server_that_is_gone_is_named():
+    for url in ("http://127.0.0.1:9", "http://127.0.0.1:80a", "http://[::1"):
+        with pytest.raises(BenchError, match="stock: no model server answers at http"):
+            Endpoint.connect("stock", url)
+    with pytest.raises(RequestError, match=r"refused|ConnectionError|ConnectError"):
+        Endpoint("stock", "http://127.0.0.1:9", "m").ask([1], 1)
+    with pytest.raises(BenchError, match="expected a server's address such as"):
+        Endpoint.connect("stock", "localhost:80")
+
+
+def test_prompts_have_their_length_and_begin_apart():
+    chosen = random.Random(0)
+    prompts = Prompts([chosen.randrange(50) for _ in range(1500)])
+    made = [prompts.take(length) for length in [40, 16, 5000] * 40]
+    assert [len(prompt) for prompt in made] == [40, 16, 5000] * 40
+    assert len({tuple(prompt[:16]) for prompt in made}) == len(made)
+    with pytest.raises(BenchError, match="expected at least 1,024"):
+        Prompts([1] * 100)
+
+
+def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log):
+    assert [serve_bench.repeats_of(Length(n), 21) for n in (1000, 20_000, 131_072)] == [21, 10, 3]
+    assert serve_bench.repeats_of(Length(131_072), 2) == 2
+    with running(Stub("stock", log, lambda n: 0)) as url:
+        asked = [Endpoint.connect("stock", url)] * 2
+        list(serve_bench.ask_in_turn(asked, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
+    assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
+
+
+def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
+    for given in ('{"method": "sales"}', '{"min_token": 1}', "{", "[1]", "none.yaml", '{"profile": "none"}'):
+        with pytest.raises(BenchError, match="--settings"):
+            Settings.parse(given)
+    assert Settings.parse('{"profile": "auto"}').values == {"profile": "auto"}  # is left to the server
+    assert Settings.parse("streaming", model=BUNDLED).values == {"profile": "streaming"}
+    for text, problem in (
+        ("minference-llama-3.1-8b-instruct", "the profile is for .* 32 layers"),
+        ('{"crossover": "nosuch.json"}', "crossover: given 'nosuch.json'"),
+    ):
+        with pytest.raises(BenchError, match=problem):
+            Settings.parse(text, model=BUNDLED)
+
+
+def test_servers_get_room_for_what_is_asked(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert serve_bench.fitting(tmp_path, 64) == [1024, 8192]
+    assert serve_bench.fitting(None, 64) == list(serve_bench.LENGTHS)
+    with pytest.raises(BenchError, match=r"has 16,384 positions, and 20,000 were asked for"):
+        compared_servers.started(tmp_path, [], 20_000)

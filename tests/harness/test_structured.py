@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured data: what it says of itself, held against exact attention."""
+
+import pytest
+import torch
+
+from benchmarks.oracle import oracle_density
+from tests.helpers.lined import DEVICE
+from tests.helpers.structured import paged_batch, structured
+
+
+def probabilities(data, head):
+    """[query_len, seq_len] float64 of one head."""
+    kv_head = head // (data.q.shape[1] // data.k.shape[1])
+    scores = data.q[:, head].double() @ data.k[:, kv_head].double().T * data.scale
+    causal = torch.ones_like(scores, dtype=torch.bool).tril_(data.context_len)
+    return scores.masked_fill_(~causal, -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 3, 64), (4, 4, 16), (4, 2, 66)])
+def test_shapes_that_cannot_be_made_are_refused(heads, kv_heads, head_dim):
+    with pytest.raises(ValueError, match=f"given head_dim {head_dim}, {heads} heads on {kv_heads} kv heads"):
+        structured(8, 8, heads, kv_heads, head_dim)
+
+
+@pytest.mark.full
+def test_the_oracle_is_what_whole_matrices_say():
+    data = structured(300, 437, 16, 4, 64, device=DEVICE)
+    got = oracle_density(data, 0.9, num_queries=1000)  # more than there are: all of them
+    for head in range(16):
+        shares = []
+        for i, row in enumerate(probabilities(data, head)):
+            kept = row[: 437 + i + 1].sort(descending=True).values.cumsum(0)
+            shares.append((int((kept < 0.9).sum()) + 1) / (437 + i + 1))
+        assert float(got[head]) == pytest.approx(sum(shares) / len(shares), rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("context_len", [24576, 49152])
+def test_densities_spread_as_on_a_trained_model(context_len):
+    density = oracle_density(structured(8192, context_len, 16, 4, 128, torch.bfloat16, DEVICE), num_queries=32)
+    assert 0.02 < float(density.mean()) < 0.1
+    assert int((density < 0.08).sum()) >= 14
+    assert int((density < 0.01).sum()) >= 4
+    assert 0.4 < float(density.max()) < 0.65
+    assert 0.0003 < float(density.min()) < 0.006
+
+
+@pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (128, "HND")])
+def test_the_paged_batch_holds_the_same(page_size, layout):
+    data = structured(100, 333, 4, 2, 64, torch.float16, DEVICE)
+    batch = paged_batch(data, page_size, layout)
+    assert (batch.rows.query_lens, batch.rows.context_lens, batch.scale) == ((100,), (333,), 64**-0.5)
+    keys, values = batch.cache.gather(batch.rows.block_table[0], 433)
+    assert torch.equal(keys, data.k)
+    assert torch.equal(values, data.v)
+    assert batch.cache.keys.untyped_storage().data_ptr() == batch.cache.values.untyped_storage().data_ptr()
+    pages = batch.rows.block_table[0, : -(-433 // page_size)]
+    assert page_size == 128 or bool((pages.diff() < 0).any())

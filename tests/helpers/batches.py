@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random batches over a shuffled paged cache, and random indices over them: for tests and the lab.
+
+Caches are as vLLM lays them out, with shuffled pages whose unused places are poisoned with NaN.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypedDict, Unpack
+
+import torch
+
+from vllm_sparse_kernels.engine_trial import Batch, Expected
+from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.paged import FP8, PagedCache
+from vllm_sparse_kernels.rows import Rows, ceil_div
+
+
+def shuffled_cache(
+    seq_lens: Sequence[int],
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    layout: str = "NHD",
+) -> tuple[PagedCache, torch.Tensor]:
+    """A cache with room for rows of these lengths, all NaN, and their block table.
+
+    Pages are dealt out in random order, with spare ones between. Keys and values are halves of one tensor, as in vLLM,
+    of physical ``layout``: NHD, HND, or an order of layers, blocks, heads, tokens and elements as vLLM names them, of
+    which they are the second of three layers.
+    """
+    pages_needed = [ceil_div(seq_len, page_size) for seq_len in seq_lens]
+    num_pages = sum(pages_needed) + 3
+    name = {"NHD": "LBNHC", "HND": "LBHNC"}.get(layout, layout)
+    sizes = {"L": 1 if layout in ("NHD", "HND") else 3, "B": num_pages, "H": num_kv_heads, "N": page_size}
+    storage = torch.full([sizes.get(axis, 2 * head_dim) for axis in name], float("nan"), dtype=dtype, device=device)
+    storage = storage.permute([name.index(axis) for axis in "LBNHC"])[sizes["L"] // 2]
+    keys, values = storage.split(head_dim, -1)
+    order = torch.randperm(num_pages, generator=generator, device=device).int()
+    # One entry past each row's last page would be outside the cache: reading it is an error that shows.
+    block_table = torch.full((len(seq_lens), max(pages_needed) + 1), num_pages + 7, dtype=torch.int32, device=device)
+    for row, pages in enumerate(order[: sum(pages_needed)].split(pages_needed)):
+        block_table[row, : len(pages)] = pages
+    return PagedCache(keys, values), block_table
+
+
+def write_row(cache: PagedCache, block_table_row: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Put a row's keys and values [seq_len, num_kv_heads, head_dim] at its positions."""
+    positions = torch.arange(len(k), device=k.device)
+    slots = (block_table_row[positions // cache.page_size].long(), positions % cache.page_size)
+    cache.keys[slots], cache.values[slots] = k, v
+
+
+class Placement(TypedDict, total=False):
+    """How a random batch lies in memory."""
+
+    layout: str
+    """Of the cache, as ``shuffled_cache`` takes it; NHD unless given."""
+    gap_tokens: int
+    """Tokens of q between rows, which are NaN; none unless given."""
+
+
+def random_batch(
+    lengths: Sequence[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    **placement: Unpack[Placement],
+) -> Batch:
+    """Rows of (context_len, query_len) with standard normal q, k, v. The cache is ``shuffled_cache``'s."""
+    layout, gap_tokens = placement.get("layout", "NHD"), placement.get("gap_tokens", 0)
+    generator = torch.Generator(device).manual_seed(seed)
+    seq_lens = [c + n for c, n in lengths]
+    cache, block_table = shuffled_cache(
+        seq_lens, num_kv_heads, head_dim, page_size, dtype, torch.device(device), generator, layout
+    )
+    tokens, next_token = [], 0
+    for row, (context_len, query_len) in enumerate(lengths):
+        shape = (context_len + query_len, num_kv_heads, head_dim)
+        k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
+        write_row(cache, block_table[row], k, v)
+        tokens.append(next_token)
+        next_token += query_len + gap_tokens
+    q = torch.full((next_token, num_heads, head_dim), float("nan"), dtype=dtype, device=device)
+    for token, (_, query_len) in zip(tokens, lengths, strict=True):
+        new = torch.randn(query_len, num_heads, head_dim, generator=generator, device=device)
+        q[token : token + query_len] = new.to(dtype)
+    contexts, queries = zip(*lengths, strict=True)
+    rows = Rows(tuple(tokens), tuple(queries), tuple(contexts), block_table)
+    return Batch(q, cache, rows, head_dim**-0.5)
+
+
+def on_device(batch: Batch, device: str) -> Batch:
+    """The same batch there: numbers that are drawn on the host are the same for every device."""
+    rows, cache = batch.rows, batch.cache
+    keys, values = side_by_side(cache.keys.to(device), cache.values.to(device), cache)
+    moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, rows.block_table.to(device))
+    return replace(batch, q=batch.q.to(device), cache=replace(cache, keys=keys, values=values), rows=moved)
+
+
+def widened(batch: Batch, dtype: torch.dtype = torch.float16) -> Batch:
+    """A batch in fp8 with the same elements, of the same scales, in another dtype."""
+    cache = batch.cache
+    keys, values = side_by_side(cache.keys.to(dtype), cache.values.to(dtype), cache)
+    return replace(batch, q=batch.q.to(dtype), cache=replace(cache, keys=keys, values=values))
+
+
+def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) -> Batch:
+    """The same queries, keys and values over other pages."""
+    rows, cache = batch.rows, batch.cache
+    lengths = list(zip(rows.context_lens, rows.query_lens, strict=True))
+    other = random_batch(
+        lengths, batch.num_heads, cache.num_kv_heads, cache.head_dim, page_size, batch.q.dtype, str(batch.q.device),
+        seed, layout=layout,
+    )  # fmt: skip
+    for row, seq_len in enumerate(rows.seq_lens):
+        write_row(other.cache, other.rows.block_table[row], *cache.gather(rows.block_table[row], seq_len))
+    moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, other.rows.block_table)
+    return Batch(batch.q, other.cache, moved, batch.scale)
+
+
+def random_index(
+    batch: Batch, block_tokens: int, density: float, stripes: int = 0, seed: int = 0, share_group: bool = False
+) -> SparseIndex:
+    """An index of random blocks, each kept with probability ``density``, and up to ``stripes`` random positions a tile.
+
+    With ``share_group`` the query heads of a kv head keep the same blocks.
+    """
+    rows, num_heads = batch.rows, batch.num_heads
+    generator = torch.Generator(rows.device).manual_seed(seed)
+    layouts = {h: StripeLayout.per_tile(rows, stripes) for h in range(num_heads)} if stripes else None
+    index = SparseIndex.allocate(rows, num_heads, block_tokens, layouts)
+    index.block_ids.fill_(-1)
+    group = num_heads // batch.cache.num_kv_heads
+    kept = torch.empty(0)
+    for i_tile, tile in enumerate(rows.tile_list):
+        for head in range(num_heads):
+            if not share_group or head % group == 0:
+                draw = torch.rand(index.num_causal_blocks(tile), generator=generator, device=rows.device)
+                kept = draw < density
+            index.set_blocks(head, i_tile, kept)
+            if stripes and tile.position:
+                chosen = torch.randint(
+                    0, tile.position, (min(stripes, tile.position),), generator=generator, device=rows.device
+                )
+                index.set_stripes(head, i_tile, chosen)
+    return index
+
+
+def in_fp8(batch: Batch, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0) -> Batch:
+    """The batch rounded to fp8, an element of which counts these scales. NaN stay where they are."""
+
+    def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+        most = torch.finfo(FP8).max
+        return (x.float() / scale).clamp(-most, most).to(FP8)
+
+    cache = batch.cache
+    keys, values = side_by_side(rounded(cache.keys, k_scale), rounded(cache.values, v_scale), cache)
+    return Batch(
+        rounded(batch.q, q_scale), PagedCache(keys, values, q_scale * k_scale, v_scale), batch.rows,
+        batch.scale * q_scale * k_scale, None if batch.q.dtype == torch.float32 else batch.q.dtype,
+    )  # fmt: skip
+
+
+def side_by_side(keys: torch.Tensor, values: torch.Tensor, like: PagedCache) -> tuple[torch.Tensor, ...]:
+    """Copies as halves of one tensor, as in vLLM, NHD or HND as another cache is."""
+    both = torch.stack((keys, values), 3).flatten(3)
+    if like.keys.stride(2) > like.keys.stride(1):
+        both = both.transpose(1, 2).contiguous().transpose(1, 2)
+    return both.split(keys.shape[3], -1)
+
+
+def assert_close(expected: Expected, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    """Within the budget where a row has tokens, and untouched NaN elsewhere."""
+    for name, given, exact, budget in (
+        ("out", out, expected.out, expected.out_budget),
+        ("lse", lse, expected.lse, expected.lse_budget),
+    ):
+        if given is None:
+            continue
+        assert torch.equal(given.isnan(), exact.isnan()), f"{name}: NaN where there should be none, or written gaps"
+        error = float((given.double() - exact).nan_to_num().abs().max())
+        assert error <= budget, f"{name}: error {error:.3e}, budget {budget:.3e}"

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures of structured heads, without a model: of a layer each kind of head has its part."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.helpers.folders import model_folder
+from tests.helpers.structured import structured
+from vllm_sparse_backend.calibration.calibration_job import Job
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, finish_capture, held_capture
+from vllm_sparse_backend.calibration.layer_judge import Served
+from vllm_sparse_backend.calibration.prompts import PromptSet
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+}  # fmt: skip
+
+
+class StructuredCapturer:
+    """A ``Capturer`` whose layers are made of the prompt's tokens; ``captured`` are the folders it wrote."""
+
+    def __init__(self, left_out: Sequence[int] = ()) -> None:
+        self.left_out, self.captured = left_out, []
+
+    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path]) -> list[Capture]:
+        return [self.capture(model, ids, folder) for ids, folder in zip(prompts, folders, strict=True)]
+
+    def capture(self, model: Path, ids: Sequence[int], folder: Path) -> Capture:
+        if (held := held_capture(model, ids, folder)) is not None:
+            return held
+        made = begin_capture(model, ids, folder)
+        for layer in range(LAYERS):
+            if layer in self.left_out:
+                made.left_out[layer] = "a sliding window"
+                continue
+            made.add(layer, *self.layer(len(ids), random.Random(f"{layer}/{ids[:8]}").getrandbits(32)))
+        finish_capture(made)
+        self.captured.append(folder.name)
+        return made
+
+    def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
+        of = structured(num_tokens, 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
+        return LayerTensors(of.q, of.k, of.v), of.scale
+
+
+class TopicCapturer(StructuredCapturer):
+    """All heads but each layer's last look at one of the first four blocks of 128 keys, each tile of queries at another
+    one: a pattern that no lines have. The last head looks at every second key."""
+
+    def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
+        generator = torch.Generator().manual_seed(seed)
+        wanted = torch.randint(4, (num_tokens // 128 + 1,), generator=torch.Generator().manual_seed(num_tokens))
+        tokens = torch.arange(num_tokens)
+        axes = torch.eye(HEAD_DIM)
+        q, k, v = (torch.randn(num_tokens, n, HEAD_DIM, generator=generator) for n in (HEADS, KV_HEADS, KV_HEADS))
+        q, k = 0.1 * q, 0.1 * k
+        k += (8 * axes[(tokens // 128).clamp(max=4)] + 4 * (tokens % 2)[:, None] * axes[9])[:, None]
+        q[:, :-1] += axes[wanted[tokens // 128]][:, None]
+        q[:, -1] += axes[9]
+        return LayerTensors(q, k, v), 1.0
+
+
+def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
+    rng = random.Random(seed)
+    return PromptSet(tuple(tuple(rng.randrange(1000) for _ in range(num_tokens)) for _ in range(count)))
+
+
+def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> Job:
+    """Of 128-token chunks, the first 100 positions dense; one prompt unless told, and one held out."""
+    fields = {
+        "model": model_folder(folder.parent / "model", CONFIG), "prompts": random_prompts(num_prompts, num_tokens, 1),
+        "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,
+        "capturer": StructuredCapturer(),
+    } | changes  # fmt: skip
+    return Job(**fields)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton makes of the passes over the last queries, for Hopper and without one: JSON, by kernel.
+
+    python -m tests.helpers.compiled_sums
+
+Not in Triton's interpreter, so it runs in a process of its own.
+"""
+
+import json
+import re
+
+import torch
+
+from tests.helpers.batches import random_batch, random_index
+from tests.helpers.offline_compiler import Code, Recorder, compiling_for
+from vllm_sparse_kernels.selection import last_queries
+
+KERNELS = ("split_lse_kernel", "sums_kernel")
+
+
+def main() -> None:
+    batch = random_batch([(3000, 200)], 32, 8, 128, page_size=128, dtype=torch.bfloat16)
+    index, heads = random_index(batch, 128, 0.2, 0, 0), torch.arange(32, dtype=torch.int32)
+    recorders = {name: Recorder(getattr(last_queries, name)) for name in (*KERNELS, "block_diagonals_kernel")}
+    for name, recorder in recorders.items():
+        setattr(last_queries, name, recorder)
+    estimate = last_queries.Estimate(64, band=64)
+    with compiling_for():
+        last_queries.last_query_sums(batch.q, batch.cache, index, (0, 1), heads, batch.scale, estimate)
+    found = {}
+    for name in KERNELS:
+        (compiled,) = recorders[name].compiled
+        code = Code.of(compiled)
+        # How many copies may still be under way while a loop goes on; behind loops there are none.
+        waits = [int(count) for count in re.findall(r"async_wait [^\n]*num = (\d+)", compiled.asm["ttgir"])]
+        found[name] = {"registers": code.registers, "shared_bytes": code.shared_bytes, "copies_ahead": max(waits)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

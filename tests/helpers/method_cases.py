@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of several methods need: selections in poisoned indices, and their lists."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, product
+from typing import Any
+
+import torch
+
+from tests.helpers.lined import DEVICE
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.rows import Rows
+
+# Triton's interpreter multiplies bf16 tiles wrongly, without an error.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+F32 = DTYPES[-1] if DEVICE == "cuda" else torch.float32
+POISON = -7
+
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
+    "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "share_prefill": [{"cluster": 0}],
+    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0}],
+    "top_p": [{}, {"channels": "all"}],
+}
+"""Settings of a method that take other kernels, or other room, than its defaults."""
+
+Lists = tuple[list[int], list[int]]
+
+
+def by_turns(cases: Iterable[Any], *others: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Every case with everything else on a GPU; the interpreter is slow, and takes the others by turns."""
+    return product(cases, *others) if DEVICE == "cuda" else zip(cases, *map(cycle, others))
+
+
+def int32(values: Sequence[Any]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def select(
+    method: Method, batch: Batch, block_tokens: int = 64, heads: list[int] | None = None, by_reference: bool = False,
+    rows: Rows | None = None,
+) -> SparseIndex:  # fmt: skip
+    """The selection of ``heads`` (all unless told) by kernels or reference, in an index poisoned beforehand."""
+    rows = rows or batch.rows
+    heads = list(range(batch.num_heads)) if heads is None else heads
+    layout = method.stripe_layout(rows)
+    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout))
+    poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
+    for tensor in [*poisoned, index.stripe_counts] if layout.capacity else poisoned:
+        tensor.fill_(POISON)
+    run = METHODS[name_of(method)].reference if by_reference else type(method).select
+    run(method, batch.q, batch.cache, index, int32(heads), batch.scale)
+    if len(heads) == batch.num_heads:
+        index.check()
+    return index
+
+
+def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention's function, where no result is looked at."""
+    return out, torch.empty(q.shape[1], len(q))
+
+
+def lists(index: SparseIndex, head: int, i_tile: int) -> Lists:
+    return index.blocks_of(head, i_tile).tolist(), index.stripes_of(head, i_tile).tolist()
+
+
+def kept_blocks(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
+    """Bool [causal blocks]: which of them the tile keeps."""
+    flags = torch.zeros(index.num_causal_blocks(index.rows.tile_list[i_tile]), dtype=torch.bool, device=DEVICE)
+    flags[index.blocks_of(head, i_tile)] = True
+    return flags
+
+
+def all_lists(
+    index: SparseIndex, tiles: Iterable[int] | None = None, heads: Iterable[int] | None = None
+) -> list[list[Lists]]:
+    """By head and tile; of all of them unless told."""
+    tiles = range(index.rows.num_tiles) if tiles is None else list(tiles)
+    return [[lists(index, head, i) for i in tiles] for head in (range(index.num_heads) if heads is None else heads)]
+
+
+def row_alone(batch: Batch, row: int) -> Batch:
+    """One row of a batch as a batch, and a pass, of its own."""
+    rows, one = batch.rows, slice(row, row + 1)
+    alone = Rows(rows.tokens[one], rows.query_lens[one], rows.context_lens[one], rows.block_table[one])
+    return replace(batch, rows=alone)
+
+
+def row_parts(batch: Batch, row: int, head: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """A row's queries and keys of one head: [query_len, d], [seq_len, d]."""
+    token, query_len = batch.rows.tokens[row], batch.rows.query_lens[row]
+    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
+    i_kv = head // (batch.num_heads // batch.cache.num_kv_heads)
+    return batch.q[token : token + query_len, head].to(dtype), keys[:, i_kv].to(dtype)

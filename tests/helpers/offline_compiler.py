@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling for a GPU that is not there: what a kernel comes to, read from the machine code.
+
+Triton needs a driver to know its target. Here a stand-in says that it is Hopper; nothing can be launched on it, and
+``Recorder`` compiles in place of launching. Disassembly is by the tools that Triton brings along.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.top_p import hopper as top_p_hopper
+
+HOPPER_TARGET = GPUTarget("cuda", 90, 32)
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical
+specifications)."""
+
+
+class StandIn:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def compiling_for(target: GPUTarget = HOPPER_TARGET) -> Iterator[None]:
+    """Triton compiles for ``target`` within, whatever this machine has."""
+    before = driver._active
+    driver.set_active(StandIn(target))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Kernels of Triton and Gluon do nothing within: what the host asks a workspace for depends on none of them.
+
+    Tensors may be on any device and of any type, those for bulk copies too.
+    """
+
+    def nothing(*arguments: Any, **options: Any) -> None:
+        pass
+
+    with ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(patch.object(kind, "run", nothing))
+        for module in (top_p_hopper, sale_scores):
+            stack.enter_context(patch.object(module, "bulk_steps", lambda rows: rows))
+        yield
+
+
+@contextmanager
+def card(capability: int, bulk: bool = True) -> Iterator[None]:
+    """Kernels are compiled, sized and chosen within as on a card of this compute capability.
+
+    What asks the device for its capability or its shared memory is answered for the card; tensors stay on the CPU.
+    Gluon kernels for Hopper are left out: they are compiled by tests of their own.
+
+    Args:
+        capability: one of ``SHARED_KIB``, 90 for Hopper.
+        bulk: whether caches can be read by bulk copies, where the card has them.
+    """
+    from vllm_sparse_kernels import block_width
+    from vllm_sparse_kernels.attention.portable import engine as portable
+    from vllm_sparse_kernels.methods.anchor_attention import method as anchors
+    from vllm_sparse_kernels.methods.sale import method as sale
+    from vllm_sparse_kernels.methods.top_p import method as top_p
+
+    limit_bytes, fp8 = SHARED_KIB[capability] << 10, torch.float8_e4m3fn
+    answers = [
+        (portable, "shared_bytes", limit_bytes),
+        (block_width, "shared_bytes", limit_bytes),
+        (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card has room for
+        (top_p, "stored_dtype", fp8 if capability >= 89 else torch.float16),
+        (sale, "integer_dtype", fp8 if capability >= 90 else torch.int8),
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(compiling_for(GPUTarget("cuda", capability, 32)))
+        for module, name, answer in answers:
+            stack.enter_context(patch.object(module, name, return_value=answer))
+        for module in (portable, anchors):
+            stack.enter_context(
+                patch.object(module, "supports_bulk", lambda cache: bulk and _has_bulk(capability, cache))
+            )
+        yield
+
+
+def _has_bulk(capability: int, cache: Any) -> bool:
+    """As ``portable.supports_bulk`` answers on such a card."""
+    return capability >= 90 and cache.head_dim & (cache.head_dim - 1) == 0
+
+
+class Recorder:
+    """Stands in for a kernel: its launches compile, with the arguments as they are, and run nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+
+
+class Code(NamedTuple):
+    """Machine code of a kernel, one instruction a line, and what it takes up."""
+
+    sass: list[str]
+    registers: int  # at its start, of a thread
+    shared_bytes: int
+
+    @staticmethod
+    def of(compiled: Any) -> "Code":
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder, "kernel.cubin")
+            cubin.write_bytes(compiled.asm["cubin"])
+            sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+            usage = subprocess.run(
+                [tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
+            ).stdout
+        registers = re.search(r"REG:(\d+)", usage)
+        lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+        return Code(lines, int(registers[1]) if registers else 0, compiled.metadata.shared)
+
+    def places(self, mnemonic: str) -> list[int]:
+        """Lines of an instruction; ``mnemonic`` is a regular expression for its name."""
+        return [i for i, line in enumerate(self.sass) if re.search(rf"(?<![\w.])(?:{mnemonic})(?![\w])", line)]
+
+    def count(self, mnemonic: str, begin: int = 0, end: int | None = None) -> int:
+        """How often an instruction stands in lines [begin, end)."""
+        stop = len(self.sass) if end is None else end
+        return sum(begin <= place < stop for place in self.places(mnemonic))

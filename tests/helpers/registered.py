@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What registration and a configuration alter in vLLM, in a process of its own: prints names, one JSON list a stage.
+
+    python -m tests.helpers.registered FOLDER
+
+FOLDER: where a model's config.json goes. Stages: after ``register``; with a configuration of another backend, and an
+executor and a worker made with it; with one of ours that another process has checked, and an executor made with it; and
+a worker made with it.
+"""
+
+import importlib
+import inspect
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_backend.identity import NAMES
+from vllm_sparse_backend.plugin import register
+
+MODULES = (
+    "vllm.config", "vllm.engine.arg_utils", "vllm.platforms.cpu", "vllm.platforms.interface", "vllm.plugins",
+    "vllm.plugins.endpoint_plugins.interface", "vllm.v1.attention.backends.registry", "vllm.v1.attention.selector",
+    "vllm.v1.core.block_pool", "vllm.v1.core.kv_cache_manager", "vllm.v1.core.kv_cache_utils",
+    "vllm.v1.core.sched.scheduler", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.engine.core_client",
+    "vllm.v1.engine.input_processor", "vllm.v1.engine.llm_engine", "vllm.v1.executor.abstract",
+    "vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.worker_base",
+)  # fmt: skip
+"""Imported before, with all that these import."""
+
+
+def functions() -> Iterator[tuple[str, Any]]:
+    """All functions of vLLM's modules and classes that are loaded, by name."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != "vllm" or module is None:
+            continue
+        for attribute, value in list(vars(module).items()):
+            if inspect.isfunction(value):
+                yield f"{name}.{attribute}", value
+            elif inspect.isclass(value) and value.__module__ == name:
+                for member, part in list(vars(value).items()):
+                    if callable(part) or isinstance(part, staticmethod | classmethod | property):
+                        yield f"{name}.{attribute}.{member}", part
+
+
+def altered(before: dict[str, Any]) -> list[str]:
+    return sorted(name for name, value in functions() if name in before and before[name] is not value)
+
+
+def main(folder: Path) -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    class NoExecutor(Executor):
+        def _init_executor(self) -> None: ...
+
+        def collective_rpc(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        def check_health(self) -> None: ...
+
+    def begin(kind: type, config: Any) -> None:
+        """As far as the constructor comes without a device."""
+        arguments = (config,) if kind is NoExecutor else (config, 0, 0, "tcp://127.0.0.1:1")
+        with suppress(AttributeError, RuntimeError, AssertionError):
+            kind(*arguments)
+
+    before = dict(functions())
+    register()
+    stages = [altered(before)]
+
+    from tests.helpers.vllm_objects import make_config, make_model
+
+    model = make_model(folder)
+    before |= {name: value for name, value in functions() if name not in before}
+    stock = make_config(model, {"method": "dense"}, None)
+    begin(NoExecutor, stock)
+    begin(WorkerBase, stock)
+    stages.append(altered(before))
+
+    spawned = pickle.loads(pickle.dumps(stock))
+    spawned.attention_config.backend = type(spawned.attention_config).validate_backend_before(NAMES[1])
+    begin(NoExecutor, spawned)
+    stages.append(altered(before))
+    begin(WorkerBase, spawned)
+    stages.append(altered(before))
+    for stage in stages:
+        print(json.dumps(stage))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

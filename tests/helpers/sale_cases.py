@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of SALE run, and the paper's steps in float64 beside it: what is surely kept, what float32 may keep."""
+
+import math
+
+import torch
+
+from tests.helpers.batches import random_batch
+from tests.helpers.method_cases import DEVICE, int32, kept_blocks, row_parts
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, Selected
+from vllm_sparse_kernels.methods.sale.scores import half_refusal, marks_bytes
+from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.selection.channels import kept_channels
+from vllm_sparse_kernels.selection.engine import SelectSpec
+from vllm_sparse_kernels.selection.slabs import slabs_of
+from vllm_sparse_kernels.workspace import Workspace
+
+ROUNDING = 1e-4
+"""How far from a half, in steps, a value may lie that float32 rounds the other way."""
+ERROR = 1e-4
+"""Of a score and of the threshold in float32, in units of the softmax's exponent."""
+
+
+def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
+    """Queries and keys about a mean of their own: what smoothing takes away."""
+    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=3, **kwargs)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for x in (batch.q, batch.cache.keys):
+        x.add_(torch.randn(x.shape[-2:], generator=generator, device=DEVICE).to(dtype))
+    return batch
+
+
+def regions(method: Sale, position: int, length: int) -> list[tuple[slice, int, int]]:
+    """Per 64-query block of a tile at ``position``: its queries, its local region's begin, its causal 32-key blocks."""
+    blocks = []
+    for first in range(0, length, 64):
+        queries = slice(first, min(first + 64, length))
+        num_blocks = ceil_div(position + queries.stop, 32)
+        middle = num_blocks * 32 - method.sink_tokens
+        segments = middle // 128
+        while segments > 0 and middle - segments * 128 < method.local_tokens:
+            segments -= 1
+        blocks.append((queries, method.sink_tokens + max(segments, 0) * 128, num_blocks))
+    return blocks
+
+
+def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[n, d] in 1/7 of the largest magnitude of equal ``groups``; these steps; how many values are near a half."""
+    largest = torch.zeros(int(groups.max()) + 1, dtype=x.dtype, device=x.device)
+    largest = largest.scatter_reduce(0, groups, x.abs().amax(1), "amax")
+    steps = (largest / 7)[groups]
+    in_steps = x / steps[:, None].clamp_min(1e-30)
+    near = ((in_steps - in_steps.floor() - 0.5).abs() < ROUNDING).sum(1)
+    return in_steps.round() * steps[:, None], steps, near
+
+
+def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
+    """Channels that are multiplied: all, or the half that holds most of the energy, by a sort in plain Python."""
+    head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
+    if method.channels == "all" or head_dim <= 32:
+        return list(range(head_dim))
+    q = batch.q[batch.rows.tokens[row] :][: batch.rows.query_lens[row], head // group * group :][:, :group].double()
+    k = row_parts(batch, row, head)[1]
+    energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
+    heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
+    return sorted(heaviest[: {64: 32, 96: 64, 128: 64, 256: 128}[head_dim]])
+
+
+def compared_as(fits: bool = True) -> torch.dtype:
+    """What the kernel compares scores in that fit half precision or do not."""
+    by_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
+    return torch.float16 if fits and by_half else torch.float32
+
+
+def definition(batch: Batch, method: Sale, row: int, head: int):
+    """The paper's steps in float64. Per tile: (surely, maybe) kept, bool [64-query blocks, causal 32-key blocks].
+
+    The two differ where float32 could decide otherwise: by its error, and by integers that round the other way.
+    """
+    rows, scale = batch.rows, batch.scale
+    q, k = row_parts(batch, row, head)
+    j = torch.arange(len(k), device=DEVICE)
+    smooth_k, smooth_q = k - k.mean(0), q - q.mean(0)
+    kept_d = channels_of(batch, method, row, head)
+    left_out = [d for d in range(k.shape[1]) if d not in kept_d]
+    k4, k_steps, k_near = rounded(smooth_k[:, kept_d], j // 32 * 4 + j % 8 // 2)
+    q4, q_steps, q_near = rounded(smooth_q[:, kept_d], torch.arange(len(q), device=DEVICE))
+    deviation = (smooth_q[:, left_out] ** 2 @ (smooth_k[:, left_out] ** 2).mean(0)).sqrt()
+    for i_tile in rows.tiles_of(row):
+        tile = rows.tile_list[i_tile]
+        blocks = regions(method, tile.position, tile.length_tokens)
+        kept = torch.ones(2, len(blocks), blocks[-1][2], dtype=torch.bool, device=DEVICE)
+        for i, (queries, local, num_blocks) in enumerate(blocks):
+            first = tile.token - rows.tokens[row]
+            mine, end = slice(first + queries.start, first + queries.stop), tile.position + queries.stop
+            exact = q[mine] @ k[:end].T * scale
+            exact.masked_fill_(j[:end] > j[end - len(exact) : end, None], -torch.inf)
+            sink_local = exact[:, (j[:end] < method.sink_tokens) | (j[:end] >= local)]
+            m = sink_local.amax(1, keepdim=True)
+            l = (sink_local - m).exp().sum(1, keepdim=True)  # noqa: E741
+            middle = slice(method.sink_tokens, local)
+            product, bias = q4[mine] @ k4[middle].T, smooth_k[middle] @ q.mean(0)
+            estimate = product + bias + (q[mine] @ k.mean(0))[:, None]
+            half = compared_as() == torch.float16
+            error = ERROR + half * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
+            error = error + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
+            for which, sign in enumerate((-1, 1)):
+                lowered = estimate + deviation[mine, None]
+                passed = (lowered * scale + sign * error - m).exp() / l >= method.tau
+                kept[which, i, method.sink_tokens // 32 : local // 32] = passed.any(0).view(-1, 32).any(1)
+                kept[which, i, num_blocks:] = False
+        yield i_tile, kept[0], kept[1]
+
+
+def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
+    """Every block that the paper's steps surely keep is kept, and none that they surely do not."""
+    kept = total = undecided = 0
+    fine = index.block_tokens // 32
+    for row in range(batch.rows.num_rows):
+        for head in range(batch.num_heads):
+            for i_tile, surely, maybe in definition(batch, method, row, head):
+                tile = batch.rows.tile_list[i_tile]
+                ours = kept_blocks(index, head, i_tile)
+                surely, maybe = (
+                    torch.nn.functional.pad(x.any(0), (0, len(ours) * fine - x.shape[1])).view(-1, fine).any(1)
+                    for x in (surely, maybe)
+                )
+                diagonal = index.first_diagonal_block(tile)
+                assert bool(ours[surely].all()), f"head {head}, tile {i_tile}: lacks {(surely & ~ours).nonzero()}"
+                extra = (ours & ~maybe)[:diagonal]
+                assert not bool(extra.any()), f"head {head}, tile {i_tile}: {extra.nonzero()} are not to be kept"
+                kept, total = kept + int(ours.sum()), total + len(ours)
+                undecided += int((surely != maybe).sum())
+    assert undecided <= 3 + 0.03 * total, f"{undecided} of {total} blocks prove nothing"
+    assert total < 100 or 0.1 < kept / total < 0.9, f"{kept} of {total}: this data tells little"
+
+
+def selected_heads(method: Sale, batch: Batch) -> Selected:
+    """All of them."""
+    heads = int32(range(batch.num_heads))
+    return Selected(heads, torch.full((len(heads),), math.log(method.tau), device=DEVICE), len(heads))
+
+
+def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
+    """All rows, whose keys fit one slab."""
+    q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
+    selected, inputs = selected_heads(method, batch), LayerInputs(q, cache, rows, batch.scale)
+    regions = Regions(method.sink_tokens, method.local_tokens)
+    kept_d = kept_channels(cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
+    means = sale_means.row_means(q, cache, rows, kept_d, room)
+    integers = IntegerFormat(kept_d, module.integer_dtype(q.device))
+    queries = sale_rounding.round_queries(inputs, means, selected, regions, integers, room)
+    (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
+    sale_rounding.round_keys(inputs, means, selected, slab, keys)
+    return queries, keys

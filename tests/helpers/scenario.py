@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that one server after another answers, so that their tokens and log-probabilities can be compared.
+
+Prompts are token ids drawn with a fixed seed. Lengths align with nothing: neither chunks (512), nor pages, nor tiles.
+"""
+
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tests.helpers.tiny_models import VOCAB_SIZE
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.vllm_server import Server
+
+CHUNK_TOKENS = 512
+SERVER_ARGS = ("--max-model-len", "8192", "--enable-prompt-tokens-details")
+SERVER_ARGS += ("--max-num-batched-tokens", str(CHUNK_TOKENS))
+CONCURRENT_LENGTHS = (1, 63, 300, 777, 1000, 1301)
+PAGE_TOKENS = 128
+
+
+class Servers(NamedTuple):
+    stock: Server
+    ours: Server
+    """With every level of ``levels``, whose own is ``high``."""
+    untouched: Report
+    """Our server's counters before any test asked it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+
+
+def counted(server: Server, before: Report | None = None) -> Report:
+    """What /metrics says of rows and layers, less what it said ``before``."""
+    report = parse(server.get(FRESH_METRICS_PATH))
+    if before is None:
+        return report
+    return Report(report.samples - before.samples)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [0, *(generator.randrange(2, VOCAB_SIZE) for _ in range(length - 1))]
+
+
+CHUNKS = prompt(1501, seed=1)
+CACHED = {
+    f"prefix: {name}": n // PAGE_TOKENS * PAGE_TOKENS for name, n in (("same prompt", 1501), ("other tail", 1000))
+}
+"""So many tokens of these are found in the cache, by whoever may read what those before them wrote."""
+
+
+def tail_changed(token_ids: list[int]) -> list[int]:
+    half = len(token_ids) // 2
+    return token_ids[: len(token_ids) - half] + prompt(half + 1, seed=half)[1:]
+
+
+def ask(server: Server, token_ids: list[int], max_tokens: int = 8, level: object = None) -> Answer:
+    body: dict[str, Any] = {"model": server.model, "prompt": token_ids, "max_tokens": max_tokens, "logprobs": 0}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    if level is not None:
+        body["vllm_xargs"] = {"sparse_prefill": level}
+    answer = server.post("/v1/completions", body)
+    choice, details = answer["choices"][0], answer["usage"]["prompt_tokens_details"] or {}
+    assert len(choice["token_ids"]) == max_tokens
+    logprobs = choice["logprobs"]["token_logprobs"]
+    return Answer(tuple(choice["token_ids"]), tuple(logprobs), details.get("cached_tokens") or 0)
+
+
+def ask_together(server: Server, requests: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:
+    """Answers to (prompt, max_tokens, and the level if one is asked for) by name, all sent at once."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return dict(zip(requests, pool.map(lambda request: ask(server, *request), requests.values()), strict=True))
+
+
+def run(server: Server, level: object = None, beside: object = None) -> dict[str, Answer]:
+    """Answers by name, in an order that makes the prefix cache hit where the name says so.
+
+    level: what requests ask for; beside: what others ask for, sent along with those that are sent together, which
+    begin as they do.
+    """
+    shared = prompt(1000, seed=2)
+    alone = {
+        "chunks": CHUNKS,
+        "prefix: same prompt": CHUNKS,
+        "prefix: first tail": shared + prompt(401, seed=3)[1:],
+        "prefix: other tail": shared + prompt(634, seed=4)[1:],
+    }
+    # The first decodes for so long that the chunks of the others share its steps.
+    mixed = {
+        "mixed: decode": (prompt(70, seed=5), 64),
+        "mixed: prefill 901": (prompt(901, seed=6), 8),
+        "mixed: prefill 701": (prompt(701, seed=7), 8),
+    }
+    concurrent = {f"concurrent: {length}": (prompt(length, seed=100 + length), 8) for length in CONCURRENT_LENGTHS}
+    answers = {name: ask(server, token_ids, level=level) for name, token_ids in alone.items()}
+    for group in (mixed, concurrent):
+        asked = {name: (*request, level) for name, request in group.items()}
+        copies = {f"beside {name}": (tail_changed(ids), n, beside) for name, (ids, n) in group.items()}
+        answers |= ask_together(server, asked if beside is None else asked | copies)
+    return answers

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of other shapes than Llama's, one after the other in one process: their tokens.
+
+    python -m tests.helpers.server_shapes FOLDER stock|ours NAME...
+
+Random weights, made in FOLDER; float32 on a CPU, bfloat16 on a GPU. Each shape runs on stock's backend, or on this one
+with everything kept, and writes a line of JSON: the tokens, how often each layer ran sparse, and of one more prompt
+which share of its pairs of query and key did, by the counters and by what doctor foretells; the log-probabilities of
+the prompts' tokens, exact, all prompts together, and by stock's one by one too. Where one fails, the line holds the
+error instead. Not inside of pytest: there Triton interprets kernels, and vLLM has some of its own.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm_sparse_backend.cli.attention_share import prefill_share
+from vllm_sparse_backend.config.model_check import read_config
+from vllm_sparse_backend.evaluation.vllm_server import has_cuda
+
+VOCABULARY = 512
+SETTINGS = {"method": "dense", "min_tokens": 128, "min_query_tokens": 1}
+LENGTHS = (90, 701, 1000)
+ALONE_TOKENS = 2000
+SIZE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64 if has_cuda() else 32,
+    "max_position_embeddings": 4096, "initializer_range": 0.1, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+ON_CPU: dict[str, Any] = {"dtype": "float32", "gpu_memory_utilization": 0.3}
+ON_GPU: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 29}
+
+
+def llama(**more: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**(SIZE | more))
+
+
+def gemma() -> Any:
+    """Windows of 256 in three layers of four."""
+    from transformers import Gemma3TextConfig
+
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    return Gemma3TextConfig(**SIZE, layer_types=kinds, sliding_window=256, query_pre_attn_scalar=32)
+
+
+def llama4() -> Any:
+    """Chunks of 256 in three layers of four, no experts."""
+    from transformers import Llama4TextConfig
+
+    local = {"no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": 256}
+    return Llama4TextConfig(**SIZE, **local, moe_layers=[], interleave_moe_layer_step=0, intermediate_size_mlp=128)
+
+
+def qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    return Qwen3MoeConfig(**SIZE, **experts)
+
+
+def qwen3_next() -> Any:
+    """Attention in every fourth layer, a gated recurrence in the others.
+
+    With heads of 80, bfloat16 keys lie as the plugin reads them on CPUs with AMX too; 32 of them are rotated, as vLLM's
+    operation for CPUs takes multiples of 8.
+    """
+    from transformers import Qwen3NextConfig
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    recurrence = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
+    return Qwen3NextConfig(**(SIZE | {"head_dim": 80, "rope_parameters": rope}), **experts, **recurrence, **heads)
+
+
+def gpt_oss() -> Any:
+    """Learnt sinks in every layer, windows of 256 in every other one."""
+    from transformers import GptOssConfig
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return GptOssConfig(**SIZE, **experts, layer_types=kinds, sliding_window=256)
+
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "windows": (gemma, {}),
+    "chunks": (llama4, {}),
+    "experts": (qwen3_moe, {}),
+    "sinks": (gpt_oss, {}),
+    # Its recurrence takes no other dtype on a CPU, and on a GPU FlashInfer's kernels where none else are named.
+    "hybrid": (qwen3_next, {"dtype": "bfloat16"} | ({"gdn_prefill_backend": "triton"} if has_cuda() else {})),
+    "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
+    "n-grams": (llama, {"speculative_config": NGRAMS}),
+}
+"""By name: the model's configuration, and arguments of vLLM's ``LLM``.
+
+Drafts by n-grams come last: they load numba, and vLLM's CPU build cannot start another engine in a process with it.
+"""
+STOCK, OURS = "stock", "ours"
+
+
+def make(name: str, folder: Path) -> Path:
+    """A model with random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(SHAPES[name][0](), dtype=torch.float32)
+    for parameter, weights in model.named_parameters():
+        if parameter.endswith(".sinks"):
+            weights.data += 5.0  # about what all keys of a prompt weigh together
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+def adapter(folder: Path) -> Path:
+    """A LoRA adapter of rank 8 for the query and value projections, with weights that change what is answered."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    hidden, rank = SIZE["hidden_size"], 8
+    widths = {"q_proj": SIZE["num_attention_heads"], "v_proj": SIZE["num_key_value_heads"]}
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for layer in range(SIZE["num_hidden_layers"]):
+        for module, heads in widths.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+            weights[f"{name}.lora_B.weight"] = torch.randn(heads * SIZE["head_dim"], rank, generator=generator)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(widths), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
+    return folder
+
+
+def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    """Random tokens, each prompt's second half a copy of its first, so that n-grams find something."""
+    generator = random.Random(seed)
+    halves = [[generator.randrange(3, VOCABULARY) for _ in range(length // 2)] for length in lengths]
+    return [half + half for half in halves]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[int]]:
+    """Runs of sparse layers by their number."""
+    from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+
+    runs: Counter[int] = Counter()
+    original = SparsePrefillImpl.run
+
+    def run(self: Any, *args: Any, **more: Any) -> Any:
+        runs[self.number] += 1
+        return original(self, *args, **more)
+
+    with mock.patch.object(SparsePrefillImpl, "run", run):
+        yield runs
+
+
+def share(llm: Any, ask: Callable[[], object]) -> float | None:
+    """Of the pairs of what is asked for, those that went sparse, as /metrics adds them up; None by stock's backend."""
+    from vllm_sparse_backend.serving.frontend.engine_counts import engine_totals
+
+    def counted() -> list[float]:
+        totals = engine_totals(llm.collective_rpc("sparse_prefill_samples"))
+        return [sum(totals.get(name, {}).values()) for name in ("causal_pairs", "prefill_pairs")]
+
+    before = counted()
+    ask()
+    sparse, every = (now - then for now, then in zip(counted(), before))
+    return sparse / every if every else None
+
+
+def logprobs(llm: Any, requests: Sequence[Any], **more: Any) -> list[list[float]]:
+    """Of each prompt's tokens, all sent together."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0, **more)
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    return [[next(iter(at.values())).logprob for at in output.prompt_logprobs[1:]] for output in outputs]
+
+
+def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, Any]:
+    """Tokens, the share of one more prompt's pairs that went sparse, and log-probabilities."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
+
+    options = {"max_model_len": 2048, "max_num_batched_tokens": 512} | (ON_GPU if has_cuda() else ON_CPU)
+    llm = LLM(str(model), skip_tokenizer_init=True, enforce_eager=True, seed=0, **(options | more))
+    try:
+        sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
+        requests = [TokensPrompt(prompt_token_ids=one) for one in prompts()]
+        lora_request = None if lora is None else LoRARequest("adapter", 1, str(lora))
+        outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=lora_request)
+        alone = [TokensPrompt(prompt_token_ids=one) for one in prompts([ALONE_TOKENS], seed=1)]
+        found = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False))
+        exact = {"extra_args": {"sparse_prefill": 0}} if run == OURS else {}
+        # A server with LoRA gives none of a prompt's (vLLM 0.32, on a CPU).
+        together = logprobs(llm, requests, **exact) if lora is None else []
+        one_by_one = [logprobs(llm, [one])[0] for one in requests] if together and run == STOCK else []
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        return {"tokens": tokens, "share": found, "exact": together, "one by one": one_by_one}
+    finally:
+        with contextlib.suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def line_of(run: str, name: str, folder: Path) -> dict[str, Any]:
+    """One shape's line."""
+    model, more = make(name, folder), SHAPES[name][1]
+    lora = adapter(folder / "adapter") if "enable_lora" in more else None
+    ours = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": SETTINGS}}
+    try:
+        with counted() as runs:
+            told = answers(run, model, lora, **more, **(ours if run == OURS else {}))
+        foretold = prefill_share(read_config(model), ALONE_TOKENS).of_pairs
+        return {"name": name, "sparse": dict(runs), "foretold": foretold, **told}
+    except Exception as error:
+        traceback.print_exc()
+        return {"name": name, "error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that runs can be counted
+    for shape in sys.argv[3:]:
+        print(json.dumps(line_of(sys.argv[2], shape, Path(sys.argv[1]))), flush=True)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small Llama-shaped model folder, made locally: nothing is downloaded, and the same seed gives the same weights.
+
+The weights are random but not degenerate: every projection keeps its input's variance, and queries are scaled up so
+that attention is far from uniform. So what a prefill computes shows in the tokens that follow it.
+"""
+
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_sparse_backend.evaluation.prompt_texts import project_files
+
+MAX_POSITIONS = 16384
+VOCAB_SIZE = 2048
+START, END = "<s>", "</s>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+QUERY_GAIN = 2.0
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_POSITIONS,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "float32",
+    "torch_dtype": "float32",
+}
+
+
+def make_model(folder: Path, *, seed: int = 0) -> Path:
+    """Write the model to ``folder`` and return it; a folder that is already there is left as it is."""
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed at the end: a run that was broken off leaves no half model behind.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as aside:
+        made = Path(aside) / folder.name
+        made.mkdir()
+        (made / "config.json").write_text(json.dumps(CONFIG, indent=1))
+        write_tokenizer(made)
+        _write_weights(made, seed)
+        shutil.move(made, folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(project_files(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": START,
+        "eos_token": END,
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+
+
+def _write_weights(folder: Path, seed: int) -> None:
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def projection(out_features: int, in_features: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(out_features, in_features, generator=generator) * (gain / math.sqrt(in_features))
+
+    hidden, inner, head_dim = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
+    q_size, kv_size = CONFIG["num_attention_heads"] * head_dim, CONFIG["num_key_value_heads"] * head_dim
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCAB_SIZE, hidden, generator=generator),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": projection(VOCAB_SIZE, hidden),
+    }
+    for layer in range(CONFIG["num_hidden_layers"]):
+        weights |= {
+            f"model.layers.{layer}.{name}": tensor
+            for name, tensor in {
+                "input_layernorm.weight": torch.ones(hidden),
+                "self_attn.q_proj.weight": projection(q_size, hidden, QUERY_GAIN),
+                "self_attn.k_proj.weight": projection(kv_size, hidden),
+                "self_attn.v_proj.weight": projection(kv_size, hidden),
+                "self_attn.o_proj.weight": projection(hidden, q_size),
+                "post_attention_layernorm.weight": torch.ones(hidden),
+                "mlp.gate_proj.weight": projection(inner, hidden),
+                "mlp.up_proj.weight": projection(inner, hidden),
+                "mlp.down_proj.weight": projection(hidden, inner),
+            }.items()
+        }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

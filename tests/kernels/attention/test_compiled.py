@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine ``portable`` compiled by Triton for every card that the README names, without one.
+
+The interpreter, in which other tests run it, takes what the compiler refuses, and knows no shared memory.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.offline_compiler import SHARED_KIB
+from vllm_sparse_kernels.attention import widest_block
+
+QUICK = ["89-128-64-plain", "80-128-128-plain"]
+"""An L4, L40S or RTX 4090, and an A100, each without room for two blocks that are loaded ahead."""
+
+MATRIX = [
+    f"{capability}-{head_dim}-{block_tokens}-{wanted}"
+    for capability, limit_kib in SHARED_KIB.items()
+    for head_dim in (64, 128, 256)
+    for block_tokens in (128, 64)
+    if block_tokens <= (widest_block(head_dim, limit_kib << 10) or 0)
+    for wanted in ("plain", "options", "pages")
+]
+"""All blocks that the engine does not refuse; for head dim 256 on cards with 99 KiB it refuses all."""
+
+
+def compiled(cases: list[str]) -> dict[str, dict[str, int]]:
+    """Shared memory of each case's kernels, from a process in which kernels are not interpreted."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.helpers.compiled_attention", *cases]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def assert_all_fit(table: dict[str, dict[str, int]]) -> None:
+    for case, kernels in table.items():
+        limit_bytes = SHARED_KIB[int(case.split("-")[0])] << 10
+        assert kernels["attend_kernel"] > 0, f"{case}: no shared memory: was it compiled for a card?"
+        too_large = {name: size for name, size in kernels.items() if size > limit_bytes}
+        assert not too_large, f"{case}: {too_large} bytes of shared memory, the card has {limit_bytes}"
+
+
+def test_blocks_that_are_not_loaded_ahead_compile() -> None:
+    table = compiled(QUICK)
+    assert table.keys() == set(QUICK)
+    assert_all_fit(table)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_card_and_head_dim_compiles(capability: int) -> None:
+    cases = [case for case in MATRIX if case.startswith(f"{capability}-")]
+    table = compiled(cases)
+    assert table.keys() == set(cases)
+    assert_all_fit(table)

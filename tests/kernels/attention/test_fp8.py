@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches in fp8: every method and engine that reads them, against the same elements in fp16 and the references."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.batches import in_fp8, random_batch, random_index, repaged, widened
+from tests.helpers.masks import density_of, mask_of
+from tests.helpers.method_cases import select
+from tests.helpers.structured import paged_batch, structured
+from tests.kernels.attention.test_engines import ENGINES, check, run, same
+from vllm_sparse_kernels.attention import AttendSpec
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.reference import attend as reference
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.methods import METHODS, sparse_names
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.paged import FP8, PagedCache
+
+SCALES = (0.03, 0.05, 0.2)
+"""Of queries, keys and values: elements reach far beyond what fp16 holds products of."""
+
+READS_FP8 = [name for name in ENGINES if name != "hopper"]
+
+SMALL = {"anchor_attention": {"step_tiles": 1}, "block_sparse": {"top_blocks": 3}, "share_prefill": {"cluster": 0}}
+SMALL |= {"vertical_slash": {"vertical_tokens": 40, "slash_tokens": 128}}
+SMALL |= {"top_p": {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128}}
+READING = [name for name in sparse_names() if name != "a_shape"]
+"""Methods that look at keys."""
+METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in READING]
+METHODS_ASKED += [
+    METHODS["anchor_attention"].parameters(step_tiles=1, sample_tokens=32),
+    METHODS["sale"].parameters(channels="half"),
+]
+
+
+def apart(method: Method, batch: Batch, other: Batch, by_reference: bool = False) -> float:
+    """Share of pairs that one of two selections keeps and the other does not. Each is found alone: nothing of an
+    earlier one is at hand."""
+    method = method.merged([method] * batch.num_heads)
+    asked = ((batch, False), (other, by_reference))
+    kept = [select(method, b, method.block_tokens, None, way, replace(b.rows)) for b, way in asked]
+    assert 0.05 < float(density_of(kept[0])) < 0.98 or len(batch.q) > 1000
+    return float((mask_of(kept[0], 0) != mask_of(kept[1], 0)).float().mean())
+
+
+ON_GPU = [((2047, 1100), page_size, (8, 2, head_dim)) for page_size in (16, 128) for head_dim in (64, 128)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "shape"),
+    [
+        pytest.param((150, 170), 16, (2, 1, 64), marks=pytest.mark.full),
+        *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS_ASKED, ids=str)
+def test_methods_keep_what_they_keep_of_the_same_elements_in_fp16(method, lengths, page_size, shape, device):
+    """In the interpreter to the bit; matrix units add up products of fp8 less exactly."""
+    data = structured(*reversed(lengths), *shape, device=device)
+    batch = in_fp8(paged_batch(data, page_size), *SCALES)
+    assert apart(method, batch, widened(batch)) <= (0.0 if device == "cpu" else 0.01)
+    assert apart(method, batch, batch, by_reference=True) <= (0.01 if lengths == (150, 170) else 0.02)
+
+
+@pytest.mark.parametrize("engine", READS_FP8)
+@pytest.mark.parametrize(
+    ("page_size", "layout", "stripes", "sinks"), [(16, "NHD", 50, None), (64, "HND", 0, [2.0, 5.0])]
+)
+def test_engines(engine, stripes, page_size, layout, sinks, device):
+    lengths = [(200, 90), (0, 63), (0, 1)]
+    batch = random_batch(lengths, 2, 2, 64, page_size, device=device, gap_tokens=3, layout=layout)
+    batch = replace(in_fp8(batch, *SCALES), sinks=None if sinks is None else torch.tensor(sinks, device=device))
+    check(ENGINES[engine], batch, random_index(batch, 64, 0.4, stripes))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", READS_FP8)
+def test_a_rows_result_is_the_same_over_other_pages_and_beside_other_rows(engine, device):
+    exact = random_batch([(200, 150), (65, 70)], 2, 1, 64, 16, device=device)
+    batches = [in_fp8(b, *SCALES) for b in (exact, repaged(exact, 64, "HND"))]
+    out, other = (run(ENGINES[engine], b, random_index(b, 64, 0.4, 20)) for b in batches)
+    assert same(out, other)
+
+
+def test_eight_bit_scores_and_skips(device):
+    """They round anew, from fp8 as from fp16: results are as far from the reference as there."""
+    batch = in_fp8(random_batch([(300, 100)], 2, 1, 64, 16, device=device), *SCALES)
+    index = random_index(batch, 64, 0.6, 20)
+    options = AttendOptions.from_heads([-3.0, None], [True, False], torch.device(device))
+    found, truth = [], batch.empty_out().float()
+    reference(batch.q, batch.cache, index, truth, batch.scale, options=options)
+    for given in (batch, widened(batch)):
+        found.append(run(ENGINES["portable"], given, index, options)[0].float())
+    assert float((found[0] - truth).abs().max()) <= 1.5 * float((found[1] - truth).abs().max()) + 1e-3
+
+
+def test_scales_are_what_elements_count(device):
+    """By powers of two nothing changes but what elements are called, if none is so small that fp8 holds fewer bits."""
+    exact = random_batch([(100, 130)], 2, 1, 64, 16, device=device)
+    for x in (exact.q, exact.cache.keys, exact.cache.values):
+        x.mul_(4).round_().div_(4)
+    one = in_fp8(exact, 1.0, 1.0, 1.0)
+    other = in_fp8(exact, 0.5, 2.0, 0.25)
+    assert other.cache.score_scale == 1.0
+    assert other.cache.value_scale == 0.25
+    index = random_index(one, 64, 0.5, 20)
+    assert same(*(run(ENGINES["portable"], batch, index) for batch in (one, other)))
+    untold = PagedCache(one.cache.keys, one.cache.values)
+    assert (untold.score_scale, untold.value_scale) == (1.0, 1.0)
+
+
+def test_who_reads_fp8(device):
+    batch = in_fp8(random_batch([(0, 40)], 2, 1, 64, 16, device=device))
+    spec = AttendSpec.of(batch.cache, random_index(batch, 64, 1.0))
+    assert spec.dtype == FP8
+    assert ENGINES["portable"].refusal(spec) is None
+    assert ENGINES["hopper"].refusal(spec) is not None
+    if "flash" in ENGINES:
+        assert "no multiple of 16" in (ENGINES["flash"].refusal(replace(spec, head_dim=72)) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", READS_FP8)
+@pytest.mark.parametrize("block_tokens", [32, 64, 128])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+def test_engines_on_gpu(engine, block_tokens, head_dim, dtype):
+    if head_dim == 256 and block_tokens == 128:
+        pytest.skip("no engine has room for two buffers of such blocks")
+    batch = random_batch([(3000, 900), (0, 1), (127, 63), (0, 2049)], 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
+    batch = in_fp8(batch, *SCALES)
+    for stripes, sinks in ((0, None), (300, torch.linspace(-5, 9, 8, device="cuda"))):
+        batch = replace(batch, sinks=sinks)
+        check(ENGINES[engine], batch, random_index(batch, block_tokens, 0.2, stripes))

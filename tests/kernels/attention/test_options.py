@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attend's options: SpargeAttn's skip of products, SageAttention's 8-bit scores; kernel and reference."""
+
+import dataclasses
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.helpers.batches import assert_close, random_batch, random_index
+from tests.kernels.attention.test_engines import DTYPES, FULL, independent
+from vllm_sparse_kernels.attention import PORTABLE, reference, supports_bulk
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.portable import engine as portable
+from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
+from vllm_sparse_kernels.engine_trial import Batch, Expected, expected_attention
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.workspace import Workspace
+
+INT8_STEP, RUN = 64, 128
+CLEAR = 1e-3
+"""How far λ stays from every step's margin: kernels' scores are closer than this to float64."""
+
+
+def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD") -> Batch:
+    """A batch that 8 bits hold exactly: then 8-bit scores are exact ones, and attend's own budget holds for them.
+
+    Keys less their mean, and queries, are whole multiples −127 … 127 of a power of two (another one for every second
+    block of keys, in turn by kv head), each block of keys and tile of queries with a 127 in it. Runs of 128 keys lean
+    towards the queries and away from them in turn, so that some steps matter less than others.
+    """
+    batch = random_batch(
+        lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout=layout, gap_tokens=3
+    )
+    generator = torch.Generator(device).manual_seed(7)
+    lean = torch.randint(0, 2, (num_kv_heads, head_dim), generator=generator, device=device) * 36 - 18
+    bias = torch.randint(-60, 61, (num_kv_heads, head_dim), generator=generator, device=device)
+
+    def whole(length: int, heads: int) -> torch.Tensor:
+        return torch.randint(-90, 91, (length, heads, head_dim), generator=generator, device=device)
+
+    rows = batch.rows
+    for row, (token, query_len, seq_len) in enumerate(zip(rows.tokens, rows.query_lens, rows.seq_lens)):
+        keys = whole(seq_len, num_kv_heads) + lean
+        keys[::INT8_STEP, :, 0] = 127
+        paired = seq_len // (2 * RUN) * (2 * RUN)
+        runs = keys[:paired].unflatten(0, (-1, 2, RUN))
+        runs[:, 1] = -runs[:, 0]
+        rest = keys[paired : paired + (seq_len - paired) // 2 * 2].unflatten(0, (-1, 2))
+        rest[:, 1] = -rest[:, 0]
+        keys[seq_len - seq_len % 2 :] = 0
+        assert not keys.sum(0).any()
+        positions = torch.arange(seq_len, device=device)
+        unit = 1 - 0.5 * ((positions[:, None] // INT8_STEP + torch.arange(num_kv_heads, device=device)) % 2)
+        pages = rows.block_table[row, positions // page_size].long()
+        batch.cache.keys[pages, positions % page_size] = ((keys * unit[..., None] + bias) / 32).to(dtype)
+        queries = whole(query_len, num_heads) + lean.repeat_interleave(num_heads // num_kv_heads, 0)
+        queries[::128, :, 0] = 127
+        batch.q[token : token + query_len] = (queries / 128).to(dtype)
+    return dataclasses.replace(batch, scale=1.3 * batch.scale)
+
+
+def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
+    """Of each step of each tile, in float64."""
+    found = []
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        k, _ = batch.cache.gather(batch.rows.block_table[tile.row], batch.rows.seq_lens[tile.row])
+        kept, steps = reference.walk(index, head, i_tile)
+        q = batch.q[tile.token : tile.token + tile.length_tokens, head].double()
+        scores = q @ k[kept, head * k.shape[1] // batch.num_heads].double().T * batch.scale
+        positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
+        found.append(reference.step_margins(scores.masked_fill(kept > positions[:, None], -torch.inf), steps))
+    return torch.cat(found)
+
+
+def clear_margin(margins: torch.Tensor) -> float:
+    """λ in the widest gap between margins that has 0.6 to 0.9 of those below 0 under it: enough to show."""
+    ordered = torch.cat((margins[margins < -CLEAR].sort().values, margins.new_zeros(1)))
+    near = ordered[min(int(0.6 * len(ordered)), len(ordered) - 2) : int(0.9 * len(ordered)) + 2]
+    widest = int(near.diff().argmax())
+    assert float(near.diff()[widest]) > 2 * CLEAR
+    return float(near[widest : widest + 2].mean())
+
+
+def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: bool = False):
+    out = batch.empty_out()
+    lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
+    with patch.object(portable, "supports_bulk", lambda cache: bulk):
+        portable.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
+    return out, lse
+
+
+def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None, dtype=torch.float64):
+    out = torch.full_like(batch.q, float("nan"), dtype=dtype)
+    lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
+    attend = reference.ReferenceAttend(dtype)
+    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
+    return out, lse
+
+
+def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool = False) -> None:
+    """Within the budget of attention without options, whose log-sum-exp is the same."""
+    exact = expected_attention(batch, index)
+    out, lse = by_reference(batch, index, options)
+    torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
+    assert_close(Expected(out, lse, exact.out_budget, exact.lse_budget), *run(batch, index, options, bulk))
+    if (margins := options.skip_margins) is not None:
+        moved = (out - exact.out)[:, margins > -math.inf].nan_to_num().abs().max()
+        assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"
+
+
+def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:
+    """Of four heads in turn the first has both options, the others one each, or none."""
+    heads = range(batch.num_heads)
+    margins = [clear_margin(margins_of(batch, index, h)) if skips and h % 4 in (0, 1) else None for h in heads]
+    options = AttendOptions.from_heads(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)
+    assert options is not None
+    return options
+
+
+# lengths (context, new), heads, kv heads, head dim, page, block, stripes, layout
+CASES = {
+    "one": ([(1000, 1), (700, 63)], 2, 2, 64, 16, 64, 40, "NHD"),
+    "2049": ([(1920, 129)], 2, 1, 64, 64, 128, 0, "NHD"),
+    "mixed": ([(301, 150), (500, 40), (1000, 30)], 4, 2, 64, 16, 64, 90, "HND"),
+    "group": ([(571, 40)], 8, 1, 64, 48, 64, 0, "NHD"),
+    "wide": ([(700, 130)], 2, 2, 128, 128, 128, 70, "HND"),
+    "odd-head": ([(1100, 77)], 4, 1, 96, 32, 128, 0, "NHD"),
+    "short": ([(0, 1), (0, 63), (60, 5), (641, 129)], 2, 1, 64, 16, 64, 20, "NHD"),
+    "long": ([(0, 1000)], 2, 1, 64, 16, 64, 20, "NHD"),
+    "widest-head": ([(640, 20)], 2, 1, 256, 64, 64, 30, "NHD"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "asked"),
+    [
+        ("mixed", torch.float16, {}),
+        *(pytest.param(case, dtype, {}, marks=FULL) for case in CASES for dtype in DTYPES),
+        *(
+            pytest.param(case, torch.float16, asked, marks=FULL)
+            for case in ("short", "long")
+            for asked in ({"int8": False}, {"skips": False})
+        ),
+    ],
+)
+def test_heads_of_all_kinds_in_one_launch(device, case, dtype, asked):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES[case]
+    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout)
+    index = random_index(batch, block_tokens, 0.7, stripes)
+    check(batch, index, mixed_options(batch, index, **asked))
+
+
+def test_a_sink_is_told_what_smoothing_took_off_the_scores(device):
+    """Beside heads with other options; sinks weigh about as much as all keys."""
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES["mixed"]
+    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, torch.float16, device, layout)
+    index = random_index(batch, block_tokens, 0.7, stripes)
+    options = mixed_options(batch, index)
+    check(dataclasses.replace(batch, sinks=expected_attention(batch, index).lse.nanmean(1).float()), index, options)
+
+
+@pytest.mark.full
+def test_what_asks_for_nothing_changes_nothing(device):
+    """λ → −∞ beside no options at all, and flags of all heads beside a launch that knows of nothing else: bitwise."""
+    batch = random_batch([(333, 140), (0, 70)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
+    index = random_index(batch, 64, 0.6, stripes=90)
+    plain = run(batch, index, None)
+    for margin in (-math.inf, -1e30):
+        skip_margins = torch.full((2,), margin, device=device)
+        given = run(batch, index, AttendOptions(skip_margins, None))
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, given))
+    flags = torch.ones(2, dtype=torch.uint8, device=device)
+    given, other = (run(batch, index, AttendOptions(None, flags, all_int8=known)) for known in (False, True))
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(given, other))
+    assert not torch.equal(given[0].nan_to_num(), plain[0].nan_to_num())
+
+
+@pytest.mark.full
+def test_a_row_does_not_depend_on_its_neighbours(device):
+    batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
+    options = AttendOptions.from_heads([-1.0, -2.0], [True, False], batch.q.device)
+    independent(PORTABLE, batch, random_index(batch, 64, 1.0), range(3), options)
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (96, 128)])
+def test_keys_in_8_bits(device, head_dim, page_size):
+    """Against float64: a rounding may fall the other way only where float32 cannot tell. Zeros past a row's end."""
+    batch = random_batch([(0, 1), (500, 133), (0, 64)], 4, 2, head_dim, page_size, DTYPES[0], device, gap_tokens=1)
+    rows = batch.rows
+    smooth = smooth_keys(batch.cache, rows, None, 4, Workspace(rows.device))
+    for row, (start, seq_len) in enumerate(zip(smooth.starts.tolist(), rows.seq_lens)):
+        keys, _ = batch.cache.gather(rows.block_table[row], seq_len)
+        integers, steps, means = reference.smooth_keys(keys.double())
+        torch.testing.assert_close(smooth.means[row, :, :head_dim].double(), means, rtol=0, atol=1e-6)
+        got = smooth.integers[:, start : start + seq_len, :head_dim]
+        exact = (keys.double() - means[None]).transpose(0, 1) / steps[..., None]
+        assert float((got - exact).abs().max()) <= 0.5 + 1e-4
+        assert int((got != integers).sum()) <= 1e-3 * got.numel()
+        first, num_blocks = start // INT8_STEP, -(-seq_len // INT8_STEP)
+        given = smooth.steps[:, first : first + num_blocks].double()
+        torch.testing.assert_close(given, steps[:, ::INT8_STEP], rtol=1e-5, atol=1e-9)
+        end = start + -(-seq_len // 128) * 128
+        assert not smooth.integers[:, start + seq_len : end].any()
+        assert not smooth.integers[:, start:end, head_dim:].any()
+        assert smooth.steps[:, first : end // INT8_STEP].isfinite().all()
+
+
+def accuracy(out: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """SageAttention's cosine similarity and relative L1 of whole outputs."""
+    out, exact = out.double(), exact.double()
+    return float((out * exact).sum() / out.norm() / exact.norm()), float((out - exact).abs().sum() / exact.abs().sum())
+
+
+def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
+    """On normal q, k, v SageAttention's table 9 has a cosine of 1.0 and a relative L1 of 0.021 for its kernel B."""
+    batch = random_batch([(0, 700)], 1, 1, 128, 16, DTYPES[1], device)
+    index = random_index(batch, 64, 1.0)
+    options = AttendOptions.from_heads([None], [True], batch.q.device)
+    exact = expected_attention(batch, index)
+    wanted, wanted_lse = by_reference(batch, index, options)
+    out, lse = run(batch, index, options)
+    for given in (out, wanted):
+        cosine, relative = accuracy(given, exact.out)
+        assert cosine > 0.9995
+        assert 0.001 < relative < 0.021
+    # Few roundings fall the other way than in float64, and few show.
+    assert accuracy(out, wanted)[1] < 0.001
+    assert float((lse - wanted_lse).abs().mean()) < 1e-4
+    assert float((lse - exact.lse).abs().max()) < 0.05
+
+
+# The references themselves.
+
+
+@pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
+def test_the_reference_is_an_online_softmax_step_by_step(margin):
+    """Algorithm 1, lines 12 to 16, with a test of all queries together."""
+    generator = torch.Generator().manual_seed(4)
+    scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
+    scores[:, 20:50] -= 4
+    steps = torch.arange(70) // 10
+    online_max, total, acc = torch.full((5,), -5e6).double(), torch.zeros(5).double(), torch.zeros(5, 8).double()
+    skipped = 0
+    for s, v in zip(scores.split(10, 1), values.split(10)):
+        before, local = online_max, s.amax(1)
+        online_max = torch.maximum(before, local)
+        p, decay = (s - online_max[:, None]).exp(), (before - online_max).exp()
+        keep = bool((local - online_max).max() >= margin)
+        total = total * decay + p.sum(1)
+        acc = acc * decay[:, None] + (p @ v if keep else 0)
+        skipped += not keep
+    assert (skipped > 0) == (margin > -math.inf)
+    left_out = (reference.step_margins(scores, steps) < margin)[steps]
+    torch.testing.assert_close((scores.softmax(-1) * ~left_out) @ values, acc / total[:, None], rtol=0, atol=1e-12)
+    torch.testing.assert_close(scores.logsumexp(-1), online_max + total.log(), rtol=0, atol=1e-12)
+
+
+def test_options_that_nobody_asks_for():
+    device = torch.device("cpu")
+    assert AttendOptions.from_heads([None, None], [False, False], device) is None
+    assert AttendOptions.from_heads([None], [True], device).all_int8
+    assert AttendOptions.from_heads([-3.0], [False], device).int8_heads is None
+
+
+def test_options_that_do_not_fit(device):
+    batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
+    index = random_index(batch, 64, 1.0)
+    with pytest.raises(ValueError, match=r"skip_margins: given shape \(3,\), expected \(2,\)"):
+        run(batch, index, AttendOptions(torch.zeros(3, device=device), None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 64), (128, 128), (64, 128), (256, 64)])
+@pytest.mark.parametrize("lengths", [[(1000, 2049)], [(4000, 1000), (700, 63), (1300, 129)]], ids=str)
+def test_on_gpu(lengths, head_dim, block_tokens, bulk, dtype):
+    batch = lossless_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda")
+    if bulk and not supports_bulk(batch.cache):
+        pytest.skip("bulk tensor copies need Hopper or later")
+    index = random_index(batch, block_tokens, 0.5, stripes=200)
+    check(batch, index, mixed_options(batch, index), bulk)
+    check(batch, index, mixed_options(batch, index, int8=False), bulk)

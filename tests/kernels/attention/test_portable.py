@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The portable engine's own: blocks by bulk copies and by pointers, and what shared memory has room for."""
+
+import pytest
+import torch
+
+from tests.helpers.batches import assert_close, random_batch, random_index
+from tests.kernels.attention.test_engines import FULL, same
+from tests.kernels.attention.test_options import check, lossless_batch, mixed_options, run
+from vllm_sparse_kernels.attention import supports_bulk, widest_block
+from vllm_sparse_kernels.engine_trial import expected_attention
+
+
+@pytest.mark.parametrize("asked", [False, pytest.param(True, marks=FULL)], ids=["plain", "with options"])
+@pytest.mark.parametrize(
+    ("page_size", "block_tokens", "layout"),
+    [
+        (128, 64, "NHD"),
+        *(pytest.param(*c, marks=FULL) for c in ((64, 64, "HND"), (128, 128, "NHD"), (128, 128, "HND"))),
+    ],
+)
+def test_bulk_copies(device, page_size, block_tokens, layout, asked):
+    """Blocks fetched as matrices give what blocks fetched by pointers give."""
+    lengths = [(641, 40), (500, 70)] if asked else [(170, 40), (0, 50)]
+    batch = lossless_batch(lengths, 2, 2, 64, page_size, torch.float16, device, layout)
+    if device == "cuda" and not supports_bulk(batch.cache):
+        pytest.skip("bulk tensor copies need Hopper or later")
+    index = random_index(batch, block_tokens, 0.7 if asked else 0.5, stripes=30)
+    options = mixed_options(batch, index) if asked else None
+    by_copies = run(batch, index, options, bulk=True)
+    if options is None:
+        assert_close(expected_attention(batch, index), *by_copies)
+    else:
+        check(batch, index, options, bulk=True)
+    assert same(run(batch, index, options, bulk=False), by_copies)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "limit_kib", "widest"),
+    [(128, 227, 128), (64, 99, 128), (128, 163, 128), (128, 99, 64), (96, 99, 64), (256, 227, 64), (256, 99, None)],
+)
+def test_blocks_fit_shared_memory(head_dim, limit_kib, widest):
+    """H100 has 227 KiB a program, A100 163, an RTX 4090 99."""
+    assert widest_block(head_dim, limit_kib * 1024) == widest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[(0, 2049)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
+@pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 64), (128, 128), (64, 128), (256, 64)])
+def test_pointers_on_gpu(lengths, dtype, head_dim, block_tokens):
+    """What other devices run; Hopper takes bulk copies (test_engines.py) unless it is told not to."""
+    batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
+    index = random_index(batch, block_tokens, 0.2, stripes=200)
+    assert_close(expected_attention(batch, index), *run(batch, index, None, bulk=False))

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AnchorAttention: the kernel against the reference, the reference against the paper, and what follows from both."""
+
+from itertools import groupby
+
+import pytest
+import torch
+
+from tests.helpers.batches import random_batch
+from tests.helpers.masks import density_of, mask_of, tile_keys
+from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.anchor_attention import method as module
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
+from vllm_sparse_kernels.rows import Rows, ceil_div
+
+
+def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
+    """Queries of a head lean in one direction, so that their means score some keys far above others."""
+    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=3, **kwargs)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    batch.q.add_(torch.randn(num_heads, head_dim, generator=generator, device=DEVICE).to(dtype))
+    return batch
+
+
+def group_start(tile, method: AnchorAttention) -> int:
+    return window_start(tile, method.step_tiles, method.window_tokens)
+
+
+def groups_of(batch: Batch, method: AnchorAttention):
+    """(row, window start, [(tile id, tile)]) of every group."""
+    numbered = enumerate(batch.rows.tile_list)
+    for (row, start), members in groupby(numbered, lambda it: (it[1].row, group_start(it[1], method))):
+        yield row, start, list(members)
+
+
+def in_blocks(kept: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """Bool [a multiple of ``block_tokens``]: every key of a block of which any is kept."""
+    return kept.view(-1, block_tokens).any(1).repeat_interleave(block_tokens)
+
+
+def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
+    """Equation 2's left side in ``dtype``: [tiles, candidates]."""
+    k = row_parts(batch, row, head, dtype)[1]
+    settings = batch.scale, method.use_anchor, method.sample_tokens
+    return anchor_differences([tile for _, tile in tiles], batch.q[:, head].to(dtype), k, start, *settings).double()
+
+
+def assert_listed_as_blocks(index: SparseIndex) -> None:
+    """What a tile keeps all keys of is a block: together with ``check``, no form but one is left for a selection."""
+    for i_tile, tile in enumerate(index.rows.tile_list):
+        diagonal = index.first_diagonal_block(tile)
+        for head in range(index.num_heads):
+            keys = tile_keys(index, head, i_tile)[: diagonal * index.block_tokens]
+            whole = keys.view(-1, index.block_tokens).all(1).nonzero().flatten()
+            blocks = index.blocks_of(head, i_tile)
+            assert torch.equal(blocks[blocks < diagonal], whole), f"head {head}, tile {i_tile}"
+
+
+def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, reference: SparseIndex) -> None:
+    """Same keys, however listed, but for votes that float64 puts within twice the eager error of θ."""
+    assert_listed_as_blocks(index)
+    kept = candidates = 0
+    for row, start, tiles in groups_of(batch, method):
+        for head in range(batch.num_heads):
+            doubtful = torch.zeros(start, dtype=torch.bool, device=DEVICE)
+            if start > module.INITIAL_TOKENS:
+                exact = group_differences(batch, method, row, start, tiles, head, torch.float64)
+                eager = group_differences(batch, method, row, start, tiles, head, batch.q.dtype)
+                margin = 2 * (eager - exact).abs().max()
+                doubtful[module.INITIAL_TOKENS :] = (exact - method.theta).abs().amin(0) <= margin
+                if method.whole_blocks:
+                    doubtful = in_blocks(doubtful, index.block_tokens)
+            for i_tile, _ in tiles:
+                ours, theirs = (tile_keys(i, head, i_tile) for i in (index, reference))
+                differ = ours ^ theirs
+                differ[:start] &= ~doubtful
+                assert not differ.any(), f"head {head}, tile {i_tile}, keys {differ.nonzero().flatten().tolist()}"
+                kept += int(ours[module.INITIAL_TOKENS : start].sum())
+                candidates += max(start - module.INITIAL_TOKENS, 0)
+    assert candidates == 0 or 0.02 < kept / candidates < 0.98, f"{kept} of {candidates}: this data tells little"
+
+
+# lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, step_tiles
+CASES = [
+    ([(0, 1), (0, 63), (0, 1000)], 2, 2, 64, 16, 64, "NHD", 3),
+    ([(77, 400), (300, 63)], 4, 2, 64, 64, 128, "HND", 2),
+    ([(1041, 200)], 4, 1, 64, 128, 64, "HND", 3),
+    ([(333, 130), (129, 1), (255, 2)], 8, 1, 128, 16, 128, "NHD", 1),
+    ([(0, 2049)], 1, 1, 96, 64, 64, "NHD", 8),
+    ([(2100, 70)], 2, 1, 256, 16, 128, "NHD", 16),
+    ([(130, 10), (700, 520)], 8, 1, 64, 48, 64, "NHD", 1),  # more heads and groups than vote at once
+]
+
+
+# More tokens between those that vote where fewer votes keep a whole run: else random data keeps all of them.
+BEYOND = [
+    {"sample_tokens": 64, "whole_blocks": True},
+    {"sample_tokens": 2, "theta": 0.2},
+    {"sample_tokens": 16, "window_tokens": 128},
+    {"whole_blocks": True, "theta": 2.0},
+    {"sample_tokens": 128, "window_tokens": 256, "whole_blocks": True, "theta": 1.0},
+]
+LONG = [([(3 * module.SPLIT_TOKENS // 2, 60)], 2, 1, 64, 16, 64, "NHD", 16)]  # lists are written in stretches
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("case", "dtype", "settings"),
+    [*by_turns(CASES, DTYPES, [{"theta": 3.0}]), *by_turns(LONG, DTYPES[:1], [{"theta": 3.0}]),
+     *by_turns(CASES, DTYPES, BEYOND)],
+    ids=str,
+)  # fmt: skip
+def test_kernel_agrees_with_reference(case, dtype, settings):
+    """What is beyond the paper, too."""
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
+    block_tokens = 32 if "whole_blocks" in settings and head_dim != 96 else block_tokens
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
+    method = AnchorAttention(**{"theta": 0.5, "step_tiles": step_tiles} | settings)
+    index = select(method, batch, block_tokens)
+    assert_agree(batch, method, index, select(method, batch, block_tokens, by_reference=True))
+    assert not method.whole_blocks or method.stripe_layout(batch.rows).capacity == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
+    """Pages of whole blocks, which a GPU from Hopper on copies in bulk."""
+    batch = make_batch([(1400, 200), (333, 10)], 4, 2, 64, 128, torch.float16, layout=layout)
+    method = AnchorAttention(theta=3.0, step_tiles=3)
+    by_choice = [None] * 2
+    for i, bulk in enumerate((False, True)):
+        monkeypatch.setattr(module, "supports_bulk", lambda cache, bulk=bulk: bulk)
+        by_choice[i] = all_lists(select(method, batch))
+    assert by_choice[0] == by_choice[1]
+    assert any(stripes for of_head in by_choice[0] for _, stripes in of_head)
+
+
+@pytest.mark.full
+def test_groups_of_more_tiles_than_vote_at_once(monkeypatch):
+    monkeypatch.setattr(module, "MOST_VOTERS", 16)
+    batch = make_batch([(2176, 2060)], num_heads=1)
+    method = AnchorAttention(theta=0.5, step_tiles=17, use_anchor=False)
+    assert max(len(tiles) for _, _, tiles in groups_of(batch, method)) > 16
+    assert_agree(batch, method, select(method, batch), select(method, batch, by_reference=True))
+
+
+def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> torch.Tensor:
+    """Bool [query_len, seq_len] in float64, over whole score matrices, as the paper states it."""
+    rows, span = batch.rows, method.step_tiles * 128
+    context_len, query_len = rows.context_lens[row], rows.query_lens[row]
+    q, k = row_parts(batch, row, head)
+    positions = torch.arange(len(k), device=DEVICE)
+    group_of = [(context_len + i // 128 * 128) // span for i in range(query_len)]  # of each query's tile
+    kept = torch.zeros(query_len, len(k), dtype=torch.bool, device=DEVICE)
+    scores = (q @ k.T * batch.scale).masked_fill(kept.logical_not().triu(context_len + 1), -torch.inf)
+    for group in set(group_of):
+        anchor_region = (positions < 128) | (positions >= group * span - method.window_tokens)
+        queries = [i for i in range(query_len) if group_of[i] == group]
+        stripes = torch.zeros_like(anchor_region)
+        for _, tile in groupby(queries, lambda i: i // 128):
+            tile = list(tile)
+            x_a = scores[tile][:, anchor_region].amax(1)
+            if method.sample_tokens:
+                voters = {min(i | (method.sample_tokens - 1), len(tile) - 1) for i in range(len(tile))}
+                for i in voters:
+                    stripes |= x_a[i] - k @ q[tile[i]] * batch.scale <= method.theta
+            else:
+                mean_anchor = x_a.mean() if method.use_anchor else 0.0
+                stripes |= mean_anchor - k @ q[tile].mean(0) * batch.scale <= method.theta
+        stripes &= ~anchor_region
+        for i in range(0, len(k), 64) if method.whole_blocks else ():
+            stripes[i : i + 64] |= stripes[i : i + 64].any()
+        kept[queries] = anchor_region | stripes
+    return kept.tril_(context_len)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"theta": 3.0},
+        {"theta": 0.5, "use_anchor": False},
+        {"theta": 0.0, "sample_tokens": 16},
+        {"theta": 0.0, "sample_tokens": 64, "whole_blocks": True, "step_tiles": 1},
+        {"theta": 2.5, "window_tokens": 128, "step_tiles": 1},
+    ],
+    ids=str,
+)
+def test_reference_states_the_paper(settings):
+    """And what is beyond it: each as its definition says, over whole score matrices."""
+    batch = make_batch([(0, 500), (333, 200)], num_heads=4, num_kv_heads=2)
+    method = AnchorAttention(**{"step_tiles": 2} | settings)
+    index = select(method, batch, by_reference=True)
+    for row in range(2):
+        mask = mask_of(index, row)
+        for head in range(4):
+            assert torch.equal(mask[head], definition(batch, method, row, head)), f"row {row}, head {head}"
+    assert 0.3 < density_of(index) < 0.98
+
+
+def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
+    """A batch of pages of 16 gets scores {(row, position, dim): score} for queries of 1/scale in dim; all others 0."""
+    for tensor in (batch.q, batch.cache.keys):
+        tensor.masked_fill_(~tensor.isnan(), 0.0)
+    for (row, position, dim), score in scores.items():
+        page = int(batch.rows.block_table[row, position // 16])
+        batch.cache.keys[page, position % 16, 0, dim] = score
+
+
+def holed_batch(lengths, *holes, **kwargs) -> Batch:
+    """One head, which scores -30 with the keys at each row's ``holes`` (lists of positions) and 0 with all others."""
+    batch = make_batch(lengths, num_heads=1, **kwargs)
+    plant(batch, {(row, position, 0): -30.0 for row, positions in enumerate(holes) for position in positions})
+    for token, length in zip(batch.rows.tokens, batch.rows.query_lens):
+        batch.q[token : token + length, 0, 0] = batch.scale**-1
+    return batch
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
+    # The holes lie in blocks 3, 6 and 7 of 64 keys: at an edge, within, and at the other edge.
+    holes = [255, 400, 448]
+    batch, method = holed_batch([(600, 150)], holes, dtype=torch.float16), AnchorAttention(step_tiles=2)
+    index = select(method, batch, block_tokens)
+    holed = {position // block_tokens for position in holes}
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        # Both tiles look back on a window that begins at 512.
+        wanted = [block for block in range(index.num_causal_blocks(tile)) if block not in holed]
+        assert index.blocks_of(0, i_tile).tolist() == wanted
+        stripes = [n for n in range(512) if n // block_tokens in holed and n not in holes]
+        assert index.stripes_of(0, i_tile).tolist() == stripes
+    reference = select(method, batch, block_tokens, by_reference=True)
+    assert torch.equal(mask_of(index, 0), mask_of(reference, 0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_every_group_lists_its_own_blocks(block_tokens):
+    lengths = [(77, 500), (0, 300), (600, 200), (1041, 130)]
+    batch, method = holed_batch(lengths, [200], [150], [130, 300, 511], [255, 256, 900]), AnchorAttention(step_tiles=2)
+    index, reference = (select(method, batch, block_tokens, by_reference=it) for it in (False, True))
+    assert_listed_as_blocks(index)
+    for row in range(len(lengths)):
+        assert torch.equal(mask_of(index, row), mask_of(reference, row)), f"row {row}"
+    assert 0 < int(index.stripe_counts.sum()) < int(reference.stripe_counts.sum())
+
+
+@pytest.mark.full
+def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
+    """Across stretches of a list of stripes, and of a list of blocks: what is a block leaves no gap among stripes."""
+    monkeypatch.setattr(module, "CHUNK_BLOCKS", 32)
+    last = 2 * module.SPLIT_TOKENS
+    holes = [200, 323, module.SPLIT_TOKENS + 7, last - 1]
+    index = select(AnchorAttention(step_tiles=2), holed_batch([(last + 256, 20)], holes))
+    holed = {position // 64 for position in holes}
+    assert index.stripes_of(0, 0).tolist() == [n for n in range(last) if n // 64 in holed and n not in holes]
+    assert index.blocks_of(0, 0).tolist() == [i for i in range(ceil_div(last + 276, 64)) if i not in holed]
+
+
+def test_chunks_cut_between_groups_select_as_the_whole_prompt():
+    batch, method = make_batch([(0, 1000)], num_heads=1), AnchorAttention(theta=3.0, step_tiles=2)
+    chunk = Rows((512,), (488,), (512,), batch.rows.block_table)
+    assert all_lists(select(method, batch, rows=chunk)) == all_lists(select(method, batch), range(4, 8))
+
+
+def test_defaults_are_the_papers():
+    assert AnchorAttention() == AnchorAttention(
+        theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, whole_blocks=False
+    )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexPrefill's vertical-slash: kernels against the float32 reference, and what the paper promises."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.helpers.lined import assert_between, kept_keys, lined_batch
+from tests.helpers.masks import density_of
+from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, select
+from vllm_sparse_kernels.methods.flex_prefill import reference
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+
+MARGIN = 1e-4
+"""Kernels and reference see the same inputs and round float32 sums differently: lines may differ that decide over less
+than this share of the mass."""
+
+
+def check_between(method, batch, index):
+    """Its keys lie between those of the reference with a γ a little lower and a little higher."""
+    heads = range(batch.num_heads)
+    bounds = [
+        kept_keys(select(dataclasses.replace(method, gamma=g), batch, index.block_tokens, by_reference=True), heads)
+        for g in (method.gamma - MARGIN, method.gamma + MARGIN)
+    ]
+    assert_between(kept_keys(index, heads), *bounds)
+
+
+CASES = [
+    # lengths, query heads, kv heads, head_dim, page size, block, layout, gap
+    ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, "NHD", 3),
+    ([(500, 137)], 4, 1, 64, 64, 64, "HND", 0),
+    ([(37, 300), (191, 2)], 4, 2, 96, 16, 128, "NHD", 5),
+    ([(1920, 129)], 1, 1, 128, 128, 64, "NHD", 0),
+    ([(871, 129)], 8, 1, 64, 16, 128, "HND", 0),
+]
+
+
+METHODS = [
+    FlexVerticalSlash(0.8),
+    FlexVerticalSlash(0.8, last_queries=64, estimating="spread"),
+    FlexVerticalSlash(0.8, last_queries=17),
+    FlexVerticalSlash(0.8, last_queries=128),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("case", "dtype", "method"),
+    [*by_turns(CASES, DTYPES, METHODS[:1]), *by_turns([CASES[2]] * 3, DTYPES[:1], METHODS[1:])],
+    ids=str,
+)
+def test_kernels_keep_what_the_reference_keeps(case, dtype, method):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, gap = case
+    batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=gap)
+    index = select(method, batch, block_tokens)
+    check_between(method, batch, index)
+    if lengths[0][0] >= 500:
+        assert density_of(index) < 0.9
+
+
+def test_queries_spread_over_the_chunk_end_with_its_last():
+    spread = FlexVerticalSlash(last_queries=3, estimating="spread")
+    assert reference.estimating_queries(spread, 256).tolist() == [84, 169, 255]
+    assert reference.estimating_queries(spread, 2).tolist() == [0, 1]
+    assert reference.estimating_queries(FlexVerticalSlash(last_queries=3), 256).tolist() == [253, 254, 255]
+
+
+def test_diagonals_are_those_of_blocks():
+    """A query's block less a key's, wherever in the blocks they lie."""
+    weights = torch.zeros(2, 300)
+    weights[0, 63], weights[0, 64], weights[1, 63], weights[1, 290] = 1, 2, 4, 8
+    assert reference.block_diagonals(weights, torch.tensor([255, 290])).tolist() == [8, 0, 2, 1, 4]
+
+
+@pytest.mark.full
+def test_crowded_columns_become_whole_blocks():
+    """With room for few stripes nothing is lost, and no tile keeps more than its room."""
+    batch = lined_batch([(400, 130)], 2, 1, 64, 16)
+    method, roomy = FlexVerticalSlash(0.9, max_stripes=8), select(FlexVerticalSlash(0.9), batch, 64)
+    index = select(method, batch, 64)
+    assert int(index.stripe_counts.max()) <= 8 < int(roomy.stripe_counts.max())
+    check_between(method, batch, index)
+    for few, many in zip(kept_keys(index, range(2)), kept_keys(roomy, range(2))):
+        assert not bool((many & ~few).any())
+
+
+def test_kept_lines_hold_gamma_of_the_estimate():
+    """Columns alone, and diagonals of blocks alone, reach γ of Â's mass; one line less would not."""
+    batch = lined_batch([(300, 64)], 1, 1, 64, 16)
+    keys, _ = batch.cache.gather(batch.rows.block_table[0], 364)
+    positions = torch.arange(300, 364, device=DEVICE)
+    weights = reference.softmax_of(batch.q[:, 0], keys[:, 0], positions, batch.scale)
+    for sums in (weights.sum(0), reference.block_diagonals(weights, positions)):
+        kept = reference.fewest_with_mass(sums, 0.8)
+        mass = float(sums[kept].sum() / sums.sum())
+        assert mass >= 0.8 - 1e-6
+        assert mass - float(sums[kept].min() / sums.sum()) < 0.8
+        assert 0 < int(kept.sum()) < len(kept)
+
+
+def test_whole_blocks_are_the_fullest():
+    columns = torch.zeros(256, dtype=torch.bool)
+    columns[64:69], columns[128:131], columns[192:194] = True, True, True
+    assert reference.whole_blocks(columns, 10, 64).tolist() == [True, False, False, False]
+    assert reference.whole_blocks(columns, 5, 64).tolist() == [True, True, False, False]
+    assert reference.whole_blocks(columns, 4, 64).tolist() == [True, True, True, False]
+    assert reference.whole_blocks(columns, 0, 64).tolist() == [True, True, True, True]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What selection and attention take from the workspace stays under what they say beforehand."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from tests.helpers.batches import random_batch
+from tests.helpers.method_cases import VARIANTS, uncomputed
+from tests.helpers.offline_compiler import without_launches
+from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
+from vllm_sparse_kernels.attention import PORTABLE, FlashAttention, flash_engine, workspace_bytes
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.layer import attend_options
+from vllm_sparse_kernels.methods import METHODS
+
+WIDTHS = {"sale": (32, 64), "top_p": (32, 64)}
+CASES = [
+    (name, values, width)
+    for name, found in METHODS.items()
+    for values in VARIANTS.get(name, [{}])
+    for width in WIDTHS.get(name, (found.parameters.block_tokens,))
+]
+HEADS, KV_HEADS, DIM = 8, 2, 64
+LENGTHS = st.lists(st.tuples(st.integers(0, 150_000), st.integers(1, 1500)), min_size=1, max_size=24)
+
+
+@pytest.fixture
+def no_kernels() -> Iterator[None]:
+    """What the host asks for does not depend on what kernels compute: they are not run, Hopper's neither."""
+    with without_launches():
+        yield
+
+
+def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) -> list[tuple[int, int]]:
+    """(taken, announced) by the index, by selecting with each engine, and by attending, with either engine."""
+    method = METHODS[name].parameters(**values)
+    num_heads, num_kv_heads = batch.num_heads, batch.cache.keys.shape[2]
+    methods, heads = [method] * num_heads, torch.arange(num_heads, dtype=torch.int32)
+    merged, rows = method.merged(methods), batch.rows
+    layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
+    index = SparseIndex.allocate(rows, num_heads, block_tokens, dict.fromkeys(range(num_heads), layout), workspace)
+    shape = LayerShape(num_heads, num_kv_heads, batch.cache.head_dim, block_tokens, batch.q.element_size())
+    found = [(workspace.peak_bytes, SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity))]
+
+    def taken() -> int:
+        return workspace.peak_bytes - workspace.used_bytes
+
+    for engine in merged.select_engines:
+        workspace.peak_bytes = workspace.used_bytes
+        with workspace.frame():
+            engine.select(merged, batch.q, batch.cache, index, heads, batch.scale)
+        found.append((taken(), merged.workspace_bytes(rows, shape, num_heads, layout.capacity)))
+    workspace.peak_bytes = workspace.used_bytes
+    options = attend_options(methods, rows.device)
+    with workspace.frame():
+        PORTABLE.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+    int8_scores = options is not None and options.int8_heads is not None
+    announced = workspace_bytes(rows, shape, layout.capacity * num_heads, layout.longest, int8_scores)
+    found.append((taken(), announced))
+    if options is None and batch.q.dtype != torch.float32:
+        workspace.peak_bytes = workspace.used_bytes
+        with workspace.frame():
+            FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+        found.append((taken(), announced))
+    return found
+
+
+FLASH = flash_engine(FlashAttention.of_version(3, uncomputed))
+
+
+def without_data(lengths: list[tuple[int, int]], shape: tuple[int, int, int] = (HEADS, KV_HEADS, DIM)) -> Batch:
+    """Rows over a cache of one page, as nothing is read; ``shape``: heads, kv heads, head_dim."""
+    batch = random_batch([(0, 1)], *shape, 64, torch.float16)
+    contexts, queries = zip(*lengths, strict=True)
+    tokens = tuple(sum(queries[:i]) for i in range(len(queries)))
+    rows = Rows(tokens, queries, contexts, torch.zeros(len(lengths), 16, dtype=torch.int32))
+    q = torch.zeros(sum(queries), shape[0], shape[2], dtype=torch.float16)
+    return Batch(q, batch.cache, rows, batch.scale)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)
+def test_nothing_takes_more_than_it_announces(name: str, values: dict[str, Any], block_tokens: int) -> None:
+    @given(lengths=LENGTHS)
+    @settings(max_examples=8, deadline=None)
+    def check(lengths: list[tuple[int, int]]) -> None:
+        for taken, announced in peaks(name, values, without_data(lengths), block_tokens):
+            assert taken <= announced
+
+    check()
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(
+    ("name", "values", "shape", "lengths"),
+    [
+        # Rows that share a slab because the longest one, with which fewer would fit, comes after them.
+        ("flex_vertical_slash", {"last_queries": 256}, (8, 1, 128), [(320_000, 64), (320_000, 64), (439_000, 128)]),
+        ("share_prefill", {"cluster": 0, "last_queries": 256}, (8, 1, 96), [(320_000, 64)] * 2 + [(439_000, 128)]),
+        # More columns than are usual.
+        ("vertical_slash", {"vertical_tokens": 900_000}, (64, 8, 64), [(978_846, 128)]),
+        ("flex_vertical_slash", {"max_stripes": 1 << 20, "last_queries": 256}, (64, 8, 64), [(978_846, 128)]),
+        # Tiles of shorter rows, whose products are as wide as the longest row's.
+        ("block_sparse", {}, (8, 1, 256), [(259_579, 7715), (846_330, 7073), (635_180, 2732)]),
+    ],
+    ids=str,
+)
+def test_nor_where_rows_differ_much(
+    name: str, values: dict[str, Any], shape: tuple[int, int, int], lengths: list[tuple[int, int]]
+) -> None:
+    width = METHODS[name].parameters.block_tokens
+    for taken, announced in peaks(name, values, without_data(lengths, shape), width):
+        assert taken <= announced
+
+
+@pytest.mark.usefixtures("no_kernels")
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.sampled_from([(10, 2, 128), (14, 2, 128), (9, 3, 64), (16, 1, 128), (5, 1, 128), (32, 8, 128)]),
+    lengths=st.lists(st.tuples(st.integers(0, 120_000), st.integers(1, 8192)), min_size=1, max_size=3),
+)
+def test_nor_does_top_p_on_any_engine_for_other_heads(
+    shape: tuple[int, int, int], lengths: list[tuple[int, int]]
+) -> None:
+    """Hopper's tiles take half of what portable's take, and are dealt out to other runs."""
+    for taken, announced in peaks("top_p", {}, without_data(lengths, shape), 32):
+        assert taken <= announced
+
+
+@pytest.mark.parametrize("num_heads", [5, 10, 16, 32])
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.tuples(st.integers(1, 260), st.integers(0, 900), st.integers(0, 200), st.integers(0, 900)),
+)
+def test_what_top_p_announces_never_falls_as_a_row_gets_longer(num_heads: int, rows: tuple[int, ...]) -> None:
+    num_tiles, context_tiles, more_tiles, more_context = rows
+    shape, method = LayerShape(num_heads, 1, 128, 32, 2), METHODS["top_p"].parameters()
+    announced = []
+    for tiles, context in ((num_tiles, context_tiles), (num_tiles + more_tiles, context_tiles + more_context)):
+        row = Rows((0,), (128 * tiles,), (128 * context,), torch.zeros(1, 0, dtype=torch.int32))
+        announced.append(method.workspace_bytes(row, shape, num_heads, 0))
+    assert announced[0] <= announced[1]

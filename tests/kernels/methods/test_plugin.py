@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of other packages: the one of docs/adding_a_method.md, installed and used, and packages that are refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_sparse_kernels.methods import METHODS, registry
+from vllm_sparse_kernels.methods.registry import GROUP, PluginError, Registry
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "tests/plugin_method"
+DOCUMENT = ROOT / "docs/adding_a_method.md"
+SPEC = METHODS["dense"]
+TWO = (replace(SPEC, name="one"), replace(SPEC, name="two"))
+
+USE = """
+import json
+from pathlib import Path
+from vllm_sparse_backend.demo.run import settings_of
+from vllm_sparse_backend.evaluation.crossover_bench import methods_asked, told
+from vllm_sparse_backend.calibration.calibration_loop import by_themselves, calibrated
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile_schema import profile_schema
+from vllm_sparse_kernels.methods import METHODS, name_of
+
+shape = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
+config = SparsePrefillConfig(method="strided", params={"stride_tokens": 512})
+(group,) = Plan.build(config, shape).layer(0)
+names = [one["properties"]["method"]["const"] for one in profile_schema()["$defs"]["Method"]["oneOf"]]
+print(json.dumps({
+    "listed": "strided" in METHODS,
+    "plan": [name_of(group.method), group.method.stride_tokens, list(group.heads)],
+    "schema": "strided" in names,
+    "demo": settings_of("strided", bundled=False)["params"],
+    "calibrated": "strided" in calibrated() and "strided" in by_themselves(),
+    "measured": told(methods_asked([{"method": "strided", "params": {"stride_tokens": 512}}], shape)[0]),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """In which the document's package is installed, in a folder of its own."""
+    target = tmp_path_factory.mktemp("installed")
+    install = ("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target))
+    subprocess.run([sys.executable, "-m", *install, str(PACKAGE)], check=True, capture_output=True, text=True)
+    paths = [str(ROOT), str(ROOT / "kernels"), str(target)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.full
+def test_an_installed_method_is_one_like_any_other(environment: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", USE], env=environment, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == {
+        "listed": True,
+        "plan": ["strided", 512, [0, 1, 2, 3]],
+        "schema": True,
+        "demo": {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512},
+        "calibrated": True,
+        "measured": "strided stride_tokens=512",
+    }
+
+
+@pytest.mark.full
+def test_the_tests_of_all_methods_test_it(environment: dict[str, str]) -> None:
+    tests = str(ROOT / "tests/kernels/methods/test_all_methods.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "-k", "strided", tests]
+    done = subprocess.run(command, env=environment, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^10 passed", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.full
+@pytest.mark.server
+def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from tests.helpers import scenario
+    from tests.helpers.tiny_models import make_model
+    from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+    from vllm_sparse_backend.evaluation.metrics_scrape import parse
+    from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+
+    params = {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512}
+    settings = {"method": "strided", "params": params, "min_tokens": 256, "min_query_tokens": 1}
+    args = (*sparse_args(settings), *scenario.SERVER_ARGS)
+    path = {"PYTHONPATH": environment["PYTHONPATH"]}
+    with Server(make_model(tmp_path / "model"), args, env=path) as server:
+        scenario.ask(server, scenario.prompt(2001, seed=11))
+        report = parse(server.get(FRESH_METRICS_PATH))
+    assert report.problem() is None
+    assert all(0 < layer.density < 0.7 for layer in report.layers.values())
+
+
+def test_the_document_shows_the_packages_files() -> None:
+    file = re.compile(r"^\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    shown = dict(file.findall(DOCUMENT.read_text()))
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".toml") and "build" not in path.parts]
+    assert shown == {str(path.relative_to(PACKAGE)): path.read_text() for path in files}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
+    """A registry of ``dense`` alone, beside an entry point that gives whatever is told."""
+
+    def registry_of(given: Any) -> Registry:
+        def load(self: EntryPoint) -> Any:
+            if isinstance(given, Exception):
+                raise given
+            return given
+
+        monkeypatch.setattr(EntryPoint, "load", load)
+        point = EntryPoint("theirs", "their.module:SPEC", GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == GROUP else [])
+        return Registry((SPEC,))
+
+    return registry_of
+
+
+@pytest.mark.parametrize(("given", "names"), [(TWO[0], ["dense", "one"]), (TWO, ["dense", "one", "two"])])
+def test_an_entry_point_gives_one_method_or_several(installed: Callable[..., Registry], given: Any, names: list[str]):
+    assert list(installed(given)) == names
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (SPEC, "the method's name 'dense' is taken; expected a name other than dense"),
+        ((TWO[0], TWO[0]), "the method's name 'one' is taken; expected a name other than dense, one"),
+        (ImportError("no module named their"), "ImportError: no module named their"),
+        (SPEC.parameters, "expected a MethodSpec or a tuple of them"),
+        ((), "given (), expected a MethodSpec or a tuple of them"),
+    ],
+)
+def test_a_package_that_gives_no_method_is_named(installed: Callable[..., Registry], given: Any, reason: str) -> None:
+    with pytest.raises(PluginError, match=re.escape(reason)) as error:
+        list(installed(given))
+    assert "entry point theirs = their.module:SPEC of the group vllm_sparse_backend.methods" in str(error.value)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SALE: kernel and reference against the paper's steps in float64, the kernel's arithmetic bit for bit, and the memory
+that rounded keys take.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+from benchmarks.paper_density import sale_density
+from tests.helpers.batches import random_batch
+from tests.helpers.masks import density_of
+from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
+from tests.helpers.sale_cases import (
+    assert_agrees,
+    channels_of,
+    compared_as,
+    definition,
+    make_batch,
+    regions,
+    rounded_by_kernels,
+    selected_heads,
+)
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sale.reference import paper_blocks
+from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, room_for_keys
+from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.selection import slabs
+from vllm_sparse_kernels.selection.channels import kept_channels
+from vllm_sparse_kernels.selection.engine import SelectSpec
+from vllm_sparse_kernels.selection.slabs import slabs_of
+from vllm_sparse_kernels.workspace import Workspace
+
+# lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
+CASES = [
+    ([(0, 1), (0, 63), (0, 1000)], 1, 1, 64, 16, 64, "NHD", Sale(0.3)),
+    ([(477, 300), (300, 63)], 4, 2, 64, 64, 128, "HND", Sale(0.3)),
+    ([(841, 100)], 4, 1, 64, 128, 64, "HND", Sale(0.2, sink_tokens=0)),
+    ([(633, 130), (129, 1), (255, 2)], 8, 1, 64, 16, 128, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
+    ([(1800, 249)], 1, 1, 96, 64, 64, "NHD", Sale(0.3)),
+    ([(2300, 70)], 2, 1, 256, 16, 64, "NHD", Sale(0.3)),
+    ([(0, 2049)], 1, 1, 128, 128, 128, "NHD", Sale(0.5)),
+    ([(477, 300), (0, 63), (801, 1)], 4, 2, 64, 16, 32, "HND", Sale(0.3)),
+    ([(711, 130)], 6, 2, 64, 32, 32, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
+    ([(513, 64)], 1, 1, 64, 16, 32, "NHD", Sale(0.2, sink_tokens=0)),
+    ([(477, 300), (0, 63), (801, 1)], 4, 2, 128, 16, 32, "HND", Sale(0.3, channels="half")),
+    ([(633, 130), (129, 1), (255, 2)], 6, 2, 96, 64, 64, "NHD", Sale(0.4, channels="half")),
+    ([(900, 70)], 8, 1, 256, 32, 32, "NHD", Sale(0.4, channels="half")),
+    ([(633, 300), (0, 70)], 4, 2, 64, 16, 32, "NHD", Sale(0.3, channels="half")),
+    ([(500, 130)], 1, 1, 32, 16, 32, "NHD", Sale(0.2, channels="half")),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
+def test_kernel_agrees_with_the_paper(case, dtype):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
+    assert_agrees(batch, method, select(method, batch, block_tokens))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_agrees_with_the_paper(case):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, layout=layout)
+    assert_agrees(batch, method, select(method, batch, block_tokens, by_reference=True))
+    heads = torch.arange(num_heads)
+    ours = {(head, i): x for head, i, x in paper_blocks(method, batch.q, batch.cache, batch.rows, heads, batch.scale)}
+    for row, head in product(range(len(lengths)), range(num_heads)):
+        for i_tile, surely, maybe in definition(batch, method, row, head):
+            assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
+    density = sale_density(method, batch.q, batch.cache, batch.rows, heads, batch.scale)
+    assert density == pytest.approx(
+        sum(int(x.sum()) for x in ours.values())
+        / sum(b[2] for t in batch.rows.tile_list for b in regions(method, t.position, t.length_tokens)) / num_heads
+    )  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block_tokens", [32, 64])
+def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
+    """Half of 128 channels are the same in all keys of the first kv head, in all queries of the second: bitwise."""
+    batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, 128, dtype=torch.float16)
+    dead = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:64].to(DEVICE)
+    batch.cache.keys[:, :, 0, dead] = 0.5
+    batch.q[:, 2:, dead] = 0.5
+    halves, wholes = (select(Sale(0.3, channels=channels), batch, block_tokens) for channels in ("half", "all"))
+    assert all_lists(halves) == all_lists(wholes)
+    assert density_of(halves) < 0.9
+    queries, keys = rounded_by_kernels(Sale(0.3, channels="half"), batch)
+    assert queries.integers.shape[2] == keys.integers.shape[2] == 64
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_the_channels_that_weigh_most_are_multiplied(head_dim):
+    """Of the first kv head all keys of the first row are alike, and one channel of the second row holds a NaN."""
+    batch = make_batch([(300, 70), (0, 140)], 6, 3, head_dim, 64)
+    pages = batch.rows.block_table
+    batch.cache.keys[pages[0, :6], :, 0] = 1.0
+    batch.cache.keys[pages[1, 0], 5, 0, 7] = torch.nan
+    kept_d = kept_channels(head_dim, True, sale_means.LEAST_CHANNELS)
+    assert kept_d == {64: 32, 96: 64, 256: 128}[head_dim]
+    means = sale_means.row_means(batch.q, batch.cache, batch.rows, kept_d, Workspace(torch.device(DEVICE)))
+    assert means.channels[0, 0].tolist() == list(range(kept_d))
+    assert 7 not in means.channels[1, 0]
+    assert means.channels[1, 0].unique().numel() == kept_d
+    assert 0 <= means.channels.min() <= means.channels.max() < head_dim
+    for row, kv in product(range(2), (1, 2)):
+        expected = channels_of(batch, Sale(channels="half"), row, 2 * kv)
+        assert means.channels[row, kv].tolist() == expected
+        variance = row_parts(batch, row, 2 * kv)[1].var(0, correction=0)
+        variance[expected] = 0
+        torch.testing.assert_close(means.left_out[row, kv, :head_dim].double(), variance, rtol=1e-4, atol=0)
+        assert not means.left_out[row, kv, head_dim:].any()
+
+
+def test_defaults_are_the_papers():
+    assert Sale() == Sale(tau=0.004, sink_tokens=32, local_tokens=128)
+
+
+# Hopper's own type and everybody's. A GPU tests the one that it takes.
+INTEGERS = [torch.int8, torch.float8_e4m3fn] if DEVICE == "cpu" else [module.integer_dtype(torch.device(DEVICE))]
+
+
+def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
+    """Queries [heads, n, d] and keys [kv heads, m, d] that are integers; all steps are 1."""
+    largest = biases.abs().unflatten(1, (-1, 64)).amax(2)
+    squares = q.float().square().sum(2), k.float().square().sum(2).unflatten(1, (-1, 64)).amax(2)
+    ones = torch.ones_like(thresholds)
+    steps = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
+    queries = RoundedQueries(q.to(integers), thresholds, ones, squares[0], q.shape[1])
+    return queries, RoundedKeys(k.to(integers), steps, biases, biases.half(), squares[1], largest, k.shape[1])
+
+
+def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bool [heads, queries, 32-key blocks]: an element passes, by the kernel's arithmetic, operation by operation."""
+    products = queries.integers.float() @ keys.integers.float().repeat_interleave(group, 0).mT
+    steps, bias = queries.inverse_steps[:, :, None].to(dtype), keys.biases[:, None, :].to(dtype)
+    if DEVICE == "cuda":  # one rounding: a fused multiply-add
+        scores = (products.double() + steps.double() * bias.double()).to(dtype)
+    else:
+        scores = products.to(dtype) + steps * bias
+    largest = scores.float().unflatten(2, (-1, 4, 4, 2)).amax((3, 5))
+    steps = keys.steps.repeat_interleave(group, 0).unflatten(1, (-1, 4))
+    return (largest * steps[:, None] >= queries.thresholds[:, :, None, None]).any(3)
+
+
+def flags_twice(
+    method: Sale, queries, keys, batch: Batch, block_tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel says of row 0, and what its arithmetic, done over, says: uint8 in the layout of block_ids."""
+    index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
+    group = batch.num_heads // batch.cache.num_kv_heads
+    ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
+    expected = ours.clone()
+    (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
+    selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
+    sale_scores.first_flags(ours, index, selected, always)
+    by_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, run, by_half)
+    passed = flags_of(queries, keys, group, dtype)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
+        fine = fine.unflatten(1, (-1, block_tokens // 32)).any(2)
+        start = int(index.block_offsets[i_tile])
+        begin = ceil_div(method.sink_tokens, block_tokens)
+        end = regions(method, tile.position, tile.length_tokens)[0][1] // block_tokens
+        expected[:, start + begin : start + end] = fine[:, begin:end]
+    return ours, expected
+
+
+@pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.2, 4), (0.2, 60)])
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
+def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, monkeypatch):
+    """In half precision, but where means are so large that biases leave its range."""
+    monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
+    batch = make_batch([(1300, 260)], num_heads=2)
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    batch.q.add_(mean * torch.randn(64, generator=generator, device=DEVICE))
+    method = Sale(tau)
+    queries, keys = rounded_by_kernels(method, batch)
+    assert queries.integers.dtype == integers
+    assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
+    largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
+    assert (largest > 2048) == (mean == 60)
+    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(mean < 60))
+    assert torch.equal(ours, expected)
+    assert 0.1 < ours.float().mean() < 0.9
+
+
+def check_flags(row: tuple[RoundedQueries, RoundedKeys], batch: Batch, block_tokens: int, dtype: torch.dtype):
+    """The kernel's flags are those of its arithmetic, done over."""
+    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, dtype)
+    assert torch.equal(ours, expected)
+    return ours
+
+
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
+@pytest.mark.parametrize("block_tokens", [32, 64, 128])
+def test_scores_and_thresholds_below_zero(integers, block_tokens):
+    """Biases that fall from key to key: in one tile blocks fail and pass at scores that are all negative."""
+    batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randint(-3, 4, (1, 384, 64), generator=generator, device=DEVICE)
+    k = torch.randint(-7, 8, (1, 1664, 64), generator=generator, device=DEVICE)
+    thresholds = torch.full((1, 384), -600.0, device=DEVICE)
+    thresholds[:, 100:] = 200.0
+    thresholds[:, 260:] = torch.inf
+    biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
+    row = rounded_row(q, k, thresholds, biases, integers)
+    assert 0 in check_flags(row, batch, block_tokens, compared_as())[:, : 1300 // block_tokens]
+
+
+@pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
+def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
+    """Thresholds that a single key just reaches, and others that it misses by one, at sums up to 12,544 and 2,048."""
+    batch = random_batch([(700, 130)], 1, 1, head_dim, 64, torch.float32, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randint(0, 2, (1, 256, head_dim), generator=generator, device=DEVICE) * 2 * largest - largest
+    k = torch.randint(-largest, largest + 1, (1, 896, head_dim), generator=generator, device=DEVICE)
+    for query in range(130):
+        k[0, 37 + 4 * query] = q[0, query]
+        k[0, 37 + 4 * query, : query % 5] -= q[0, query, : query % 5].sign()  # sums of 12544, 12537, …
+    thresholds = (q.float() @ k.float().mT)[:, :, :600].amax(2)
+    assert thresholds[:, :130].min() == largest * (largest * head_dim - 4)
+    thresholds[:, 1::2] += 1
+    thresholds[:, 130:] = torch.inf
+    zeros = torch.zeros(1, 896, device=DEVICE)
+    # Of integers there are no roundings to tell apart, in half precision where it has all of them.
+    row = rounded_row(q, k, thresholds, zeros, integers)
+    assert 0 in check_flags(row, batch, 64, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("bias", "sevens", "fits"), [(0, 0, True), (-2048, 27, True), (-2050, 0, False), (0, 28, False)]
+)
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
+def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, fits):
+    """It has no number between 1,000 and 1,000.5: there a score of 1,000.3 reaches a threshold of 1,000.4."""
+    batch = random_batch([(700, 130)], 1, 1, 64, 64, torch.float32, DEVICE)
+    q, k = torch.zeros(1, 256, 64, device=DEVICE), torch.zeros(1, 896, 64, device=DEVICE)
+    q[0, 129, :sevens] = 7  # 27 · 49 · 64 · 49 < 2,048², 28 · 49 · 64 · 49 is more
+    k[0, 400] = -7
+    biases = torch.zeros(1, 896, device=DEVICE)
+    biases[0, 150], biases[0, 330] = 1000.3, bias
+    row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
+    dtype = compared_as(fits)
+    assert int(check_flags(row, batch, 64, dtype)[0, 150 // 64]) == (dtype == torch.float16)
+
+
+def test_memory_does_not_grow_with_the_number_of_cached_tokens():
+    """256 rows of 32 new tokens over a document of 131,072: below half a gigabyte but for the index itself."""
+    rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
+    assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
+    room = Workspace(torch.device("meta"))
+    room_for_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
+    assert room.peak_bytes < 165e6

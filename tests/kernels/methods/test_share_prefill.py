@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SharePrefill: kernels against the float32 reference, and what the paper promises."""
+
+import dataclasses
+import math
+from itertools import cycle
+
+import pytest
+import torch
+
+from tests.helpers.lined import assert_between, kept_keys, lined_batch
+from tests.helpers.method_cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+from vllm_sparse_kernels.methods.share_prefill.reference import block_average, js_distance
+
+MARGIN = 1e-4
+"""Kernels and reference see the same inputs and round float32 sums differently: blocks and lines may differ that decide
+over less than this share of the mass."""
+
+
+def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8, **more) -> SharePrefill:
+    heads = [SharePrefill(max_sparsity, max_distance, gamma, cluster, **more) for cluster in clusters]
+    return SharePrefill.merged(heads)
+
+
+def small_batch(lengths=((203, 140),), num_heads=3) -> Batch:
+    """Heads of one kv head, of which 0 and 1 are the same."""
+    batch = lined_batch(lengths, num_heads, 1, 64, 16, gap_tokens=1)
+    batch.q.mul_(0.5)
+    batch.q[:, 1] = batch.q[:, 0]
+    return batch
+
+
+def next_layer(batch: Batch) -> Batch:
+    """The same rows and keys with slightly other queries."""
+    noise = torch.randn(batch.q.shape, generator=torch.Generator().manual_seed(1)).to(batch.q)
+    return dataclasses.replace(batch, q=batch.q + 0.3 * noise)
+
+
+def estimate(batch: Batch, row: int, head: int, block_tokens: int) -> torch.Tensor:
+    """â in float64."""
+    q, keys = row_parts(batch, row, head)
+    return block_average(q[-128:], keys * batch.scale, block_tokens).softmax(-1)
+
+
+def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens: int) -> None:
+    """Kernels against the reference through the layers of one forward pass."""
+    passes, heads = [dataclasses.replace(batches[0].rows) for _ in range(2)], range(batches[0].num_heads)
+    for batch, method in zip(batches, methods, strict=True):
+        index = select(method, batch, block_tokens)
+        index.check()
+        bounds = [
+            kept_keys(select(changed, batch, block_tokens, by_reference=True, rows=rows), heads)
+            for rows, changed in zip(passes, (shifted(method, -MARGIN), shifted(method, MARGIN)), strict=True)
+        ]
+        assert_between(kept_keys(index, heads), *bounds)
+
+
+def shifted(method: SharePrefill, by: float) -> SharePrefill:
+    """With another γ, of each head where they differ."""
+    return method.merged([dataclasses.replace(one, gamma=one.gamma + by) for one in method.settings])
+
+
+def is_dense(index: SparseIndex, head: int, row: int) -> bool:
+    tiles = index.rows.tiles_of(row)
+    return all(len(index.blocks_of(head, t)) == index.num_causal_blocks(index.rows.tile_list[t]) for t in tiles)
+
+
+def of_head(index: SparseIndex, head: int) -> list[Lists]:
+    return all_lists(index, heads=[head])[0]
+
+
+CASES = [
+    # lengths, query heads, kv heads, head_dim, page size, block, layout, clusters of each layer
+    ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, "NHD", ((0, 0), (0, 0))),
+    ([(437, 200)], 4, 2, 64, 64, 64, "HND", ((2, 2, NOISE, 5), (5, 2, 2, 7))),
+    ([(150, 140), (37, 20)], 4, 1, 96, 16, 128, "NHD", ((1, 0, 0, 1), (1, 1, NOISE, 0))),
+    ([(450, 66)], 8, 1, 128, 128, 64, "NHD", ((0, 0, 0, 0, 1, 1, 1, 1),)),
+]
+
+
+GAMMAS = {"alike": (0.8,), "differing": (0.6, 0.69, 0.78, 0.87)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("case", "dtype", "gammas"),
+    [*((*one, "alike") for one in by_turns(CASES, DTYPES)), (CASES[1], torch.float32, "differing")],
+    ids=str,
+)
+def test_kernels_keep_what_the_reference_keeps(case, dtype, gammas):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, clusters = case
+    batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=2)
+    batch.q.mul_(0.5)
+    batches = [batch, next_layer(batch)][: len(clusters)]
+    more = {"estimating": "spread", "last_queries": 30} if gammas == "differing" else {}
+    heads = [[SharePrefill(0.25, 0.1, g, c, **more) for g, c in zip(cycle(GAMMAS[gammas]), cs)] for cs in clusters]
+    methods = [SharePrefill.merged(layer) for layer in heads]
+    check_layers(batches, methods, block_tokens)
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_averages_are_those_of_all_pairs(block_tokens):
+    """Estimates, exact to float32: (mean q) · (mean k) before the diagonal, causal pairs on it."""
+    batch = lined_batch([(333, 140), (5, 3)], 2, 1, 64, 16, gap_tokens=1)
+    index = SparseIndex.allocate(batch.rows, 2, block_tokens)
+    heads = int32([1, 0])
+    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index), int32([0, 0]))
+    estimates, sparsity = averages.estimates()
+    estimates = estimates.double()
+    expected = [torch.cat([estimate(batch, row, head, block_tokens) for row in (0, 1)]) for head in (1, 0)]
+    torch.testing.assert_close(estimates, torch.stack(expected), rtol=1e-5, atol=1e-9)
+    for place, head in enumerate((1, 0)):
+        for row in (0, 1):
+            one = estimate(batch, row, head, block_tokens)
+            distance = js_distance(one, torch.full_like(one, 1 / len(one)))
+            assert float(sparsity[place, row]) == pytest.approx(distance, abs=1e-4)
+
+
+def test_heads_of_no_cluster_cost_no_estimate():
+    """Nor do key heads that have no other: their keys are not read."""
+    batch = lined_batch([(70, 60)], 4, 2, 64, 16)
+    batch.cache.keys[:, :, 1] = float("nan")
+    index = SparseIndex.allocate(batch.rows, 4, 64)
+    index.workspace.buffer = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN
+    heads = int32([2, 0, 1, 3])
+    clusters = int32([NOISE, NOISE, 0, NOISE])
+    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index), clusters)
+    estimates, sparsity = averages.estimates()
+    assert averages.scores[2:].isnan().all()
+    assert estimates[[0, 1, 3]].isnan().all()
+    torch.testing.assert_close(estimates[2].double(), estimate(batch, 0, 1, 64), rtol=1e-5, atol=1e-9)
+    assert sparsity.isnan().flatten().tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_pivot_is_dense_and_equal_heads_take_its_pattern(by_reference):
+    """However small τ is, in the pivot's layer and in the next; noise never does; another step starts anew."""
+    batch = small_batch()
+    first = select(layer_of((4, 4, NOISE), 0.9, 1e-6, 0.6), batch, by_reference=by_reference)
+    assert is_dense(first, 0, 0)
+    assert not is_dense(first, 1, 0)
+    assert int(first.stripe_counts[1].max()) == 0
+    lines = select(FlexVerticalSlash(0.6), batch, by_reference=by_reference)
+    assert of_head(first, 2) == of_head(lines, 2)
+    assert of_head(first, 1) != of_head(lines, 1)
+    second = select(layer_of((4, NOISE, 4), 0.9, 1e-6, 0.6), batch, by_reference=by_reference)
+    assert of_head(second, 0) == of_head(first, 1)
+    assert of_head(second, 1) == of_head(lines, 1)
+    assert of_head(second, 2) == of_head(lines, 2)
+    next_step = dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))
+    for step, starts_anew in ((batch, False), (next_step, True)):
+        index = select(layer_of((4, NOISE, NOISE), 0.9, 1e-6, 0.6), step, by_reference=by_reference)
+        assert is_dense(index, 0, 0) == starts_anew
+
+
+@pytest.mark.parametrize("thresholds", [(1.01, 0.0), (0.0, 1.0)], ids=["no distance", "no sparsity"])
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_without_thresholds_nothing_is_shared_and_no_pivot_paid(by_reference, thresholds):
+    batch = small_batch()
+    index = select(layer_of((0, 0, 0), *thresholds), batch, by_reference=by_reference)
+    lines = select(FlexVerticalSlash(0.8), batch, by_reference=by_reference)
+    assert all_lists(index) == all_lists(lines)
+
+
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_a_head_too_sparse_is_no_pivot(by_reference):
+    """The next one in order is, and heads too far from it take their own lines."""
+    batch = small_batch(num_heads=4)
+    batch.q[:, 2] *= 6
+    heads = [2, 1, 0, 3]  # the order that counts
+    estimates = [estimate(batch, 0, head, 64) for head in heads]
+    sparsity = [js_distance(a, torch.full_like(a, 1 / len(a))) for a in estimates]
+    max_sparsity = (sparsity[0] + max(sparsity[1:])) / 2
+    max_distance = js_distance(estimates[1], estimates[3]) / 2
+    assert sparsity[0] > max_sparsity
+    assert max_distance > MARGIN
+    method = layer_of((0, 0, 0, 0), max_sparsity, max_distance, 0.6)
+    index = select(method, batch, 64, heads, by_reference)
+    lines = select(FlexVerticalSlash(0.6), batch, by_reference=by_reference)
+    assert of_head(index, 2) == of_head(lines, 2)
+    assert is_dense(index, 1, 0)
+    assert not is_dense(index, 0, 0)
+    assert of_head(index, 3) == of_head(lines, 3)
+
+
+@pytest.mark.full
+def test_rows_never_see_each_other():
+    """Two rows in one batch select bitwise what each selects alone, layer after layer, with pivots of their own."""
+    batch = small_batch(((75, 135), (230, 60)), num_heads=2)
+    batch.q[batch.rows.tokens[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
+    batches, method = [batch, next_layer(batch)], layer_of((0, 0), 0.3)
+    together = [select(method, b) for b in batches]
+    assert [is_dense(together[0], *head_and_row) for head_and_row in ((0, 0), (0, 1), (1, 1))] == [True, False, True]
+    for row in (0, 1):
+        rows = row_alone(batch, row).rows
+        for b, both in zip(batches, together, strict=True):
+            alone = select(method, dataclasses.replace(b, rows=rows))
+            assert all_lists(alone) == all_lists(both, batch.rows.tiles_of(row))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_each_head_takes_what_its_own_gamma_holds(by_reference):
+    """Heads that differ in γ share with each other, in this layer and in the next, each as if it were all heads' γ."""
+    batch = small_batch(((130, 140),), num_heads=4)
+    batch.q[:, 2] = batch.q[:, 0]
+    gammas, clusters = (0.6, 0.6, 0.9, 0.9), (0, 0, 0, NOISE)
+    alike = {
+        gamma: [select(layer_of(clusters, 0.9, 1e-6, gamma), b, by_reference=by_reference) for b in (a, a)]
+        for gamma in set(gammas)
+        for a in [dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))]
+    }
+    heads = [SharePrefill(0.9, 1e-6, gamma, c) for gamma, c in zip(gammas, clusters, strict=True)]
+    method = SharePrefill.merged(heads)
+    for layer in range(2):
+        index = select(method, batch, by_reference=by_reference)
+        assert is_dense(index, 0, 0) == (layer == 0)
+        assert not is_dense(index, 1, 0)
+        assert all(of_head(index, i) == of_head(alike[gamma][layer], i) for i, gamma in enumerate(gammas))
+    assert of_head(index, 1) != of_head(index, 2)
+
+
+def test_distance():
+    a, b = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.0, 1.0])
+    assert js_distance(a, a) == 0
+    assert js_distance(a, b) == pytest.approx(math.log(2) ** 0.5)
+    by_scipy = 0.1839078
+    assert js_distance(a, torch.tensor([0.25, 0.75, 0.0])) == pytest.approx(by_scipy, abs=1e-6)
+
+
+def test_heads_of_a_layer_are_merged():
+    heads = [SharePrefill(cluster=c) for c in (3, NOISE, 3)]
+    assert SharePrefill.merged(heads).of_heads(3) == tuple(heads)
+    with pytest.raises(ValueError, match=r"^methods: "):
+        SharePrefill.merged([SharePrefill(), SharePrefill(max_distance=0.1)])
+    differing = SharePrefill.merged([SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95)])
+    assert differing.of_heads(2) == tuple(SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95))
+    assert SharePrefill.summary([differing])["gamma"] == "0.8 to 0.95"
+    assert SharePrefill(gamma=0.8, cluster=3).unshared == SharePrefill(gamma=0.8)
+    with pytest.raises(ValueError, match=r"^settings: "):
+        select(differing, small_batch(((0, 5),)), 64)
+
+
+def test_a_model_whose_heads_can_share_nothing_is_objected_to():
+    """Sharing takes two heads of one cluster under equal thresholds, which must be above 0."""
+    a, b = SharePrefill(cluster=0), SharePrefill(cluster=1)
+    noise, other = SharePrefill(), SharePrefill(max_distance=0.3, cluster=0)
+    for heads in ([noise] * 3, [a, b, noise], [a, other], [SharePrefill(max_distance=0.0, cluster=0)] * 2):
+        objection = SharePrefill.objection(heads)
+        assert objection is not None
+        assert "flex_vertical_slash" in objection
+    assert SharePrefill.objection([a, b, noise, a]) is None
+    assert SharePrefill.objection([a, SharePrefill(gamma=0.95, cluster=0)]) is None
+
+
+def test_summary_counts_clusters_over_layers():
+    layers = [SharePrefill.merged([SharePrefill(cluster=c) for c in heads]) for heads in ((0, NOISE, 3), (3, 3, 1))]
+    thresholds = {"max_sparsity": 0.3, "max_distance": 0.2, "gamma": 0.9, "last_queries": 64, "estimating": "last"}
+    assert SharePrefill.summary(layers) == thresholds | {"clusters": 3, "clustered_heads": 5}
+    assert SharePrefill.summary([SharePrefill()]) == thresholds | {"clusters": 0, "clustered_heads": 0}

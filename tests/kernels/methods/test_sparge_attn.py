@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SpargeAttn: kernels against the paper's equations in float64, and what both promise."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.helpers.batches import random_batch
+from tests.helpers.method_cases import DEVICE, kept_blocks, row_parts, select
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.layer import attend_options
+from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.selection.pooled import KEY_BLOCK_TOKENS
+
+MARGIN = 1e-5
+"""Of similarities and of τ. Float32 sums of a tile's or a softmax's terms are closer than this to float64."""
+P_MARGIN = 1e-4
+"""Of one probability, relative: float32 scores of some tens are off by less, and the exponential by as much."""
+
+METHOD = SpargeAttn(kept_mass=0.7, min_similarity=0.4)
+
+
+def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
+    """Runs of 150 positions lean in one direction each, every third only a little: some blocks alike, some not.
+
+    All keys of a row lean in one direction besides, which smoothing takes away. q and keys depend on lengths and heads
+    alone, not on seed, pages or layout.
+    """
+    kwargs.setdefault("gap_tokens", 3)
+    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, **kwargs)
+    generator = torch.Generator(DEVICE).manual_seed(11)
+    rows = batch.rows
+    for row, seq_len in enumerate(rows.seq_lens):
+        positions = torch.arange(seq_len, device=DEVICE)
+        run = positions // 150
+        lean = torch.where(run % 3 == 1, 0.4, 1.5)[:, None, None]
+
+        def tokens(heads: int, run=run, lean=lean, seq_len=seq_len) -> torch.Tensor:
+            sizes = int(run[-1]) + 1, seq_len
+            direction, noise = (torch.randn(n, heads, head_dim, generator=generator, device=DEVICE) for n in sizes)
+            return lean * direction[run] + noise
+
+        pages = rows.block_table[row, positions // page_size].long()
+        common = 2 * torch.randn(num_kv_heads, head_dim, generator=generator, device=DEVICE)
+        batch.cache.keys[pages, positions % page_size] = (tokens(num_kv_heads) + common).to(dtype)
+        span = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
+        batch.q[span] = tokens(num_heads)[-rows.query_lens[row] :].to(dtype)
+    return batch
+
+
+def row_inputs(batch: Batch, row: int) -> tuple[torch.Tensor, ...]:
+    """A row's queries and keys of all query heads, in float64."""
+    return tuple(torch.stack(x, 1) for x in zip(*(row_parts(batch, row, head) for head in range(batch.num_heads))))
+
+
+def clear_of_ties(method: SpargeAttn, batch: Batch) -> SpargeAttn:
+    """The method with θ moved into the middle of the widest gap of similarities near it."""
+    near = [torch.tensor([method.min_similarity - 0.02, method.min_similarity + 0.02], device=DEVICE).double()]
+    for row in range(batch.rows.num_rows):
+        q, k = row_inputs(batch, row)
+        k = k - k.mean(0) if method.smooth_keys else k
+        near += [reference.compress(x, size)[1].flatten() for x, size in ((q, 128), (k, KEY_BLOCK_TOKENS))]
+    values = torch.cat(near).sort().values
+    values = values[(values >= near[0][0]) & (values <= near[0][1])]
+    widest = int(values.diff().argmax())
+    assert float(values.diff()[widest]) > 2 * MARGIN
+    return dataclasses.replace(method, min_similarity=float(values[widest : widest + 2].mean()))
+
+
+def halves_to_blocks(flags: torch.Tensor, index: SparseIndex) -> torch.Tensor:
+    halves = index.block_tokens // KEY_BLOCK_TOKENS
+    return torch.nn.functional.pad(flags, (0, -flags.shape[-1] % halves)).unflatten(-1, (-1, halves)).any(-1)
+
+
+def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) -> tuple[int, int, int]:
+    """What float64 keeps by more than the margins is kept, and nothing else; counts blocks: kept, causal, in doubt."""
+    kept = causal = doubtful = 0
+    for row in range(batch.rows.num_rows):
+        q, k = row_inputs(batch, row)
+        p, always, _ = reference.compressed_map(method, q, k, batch.scale)
+        fewest, most = (reference.top_cdf(p, method.kept_mass + side) for side in (-MARGIN, MARGIN))
+        largest_left = p.masked_fill(fewest, 0).amax(-1, keepdim=True)
+        smallest_kept = p.masked_fill(~most, torch.inf).amin(-1, keepdim=True)
+        surely = always | (fewest & (p > largest_left * (1 + P_MARGIN)))
+        perhaps = always | most | (p >= smallest_kept * (1 - P_MARGIN))
+        bounds = [halves_to_blocks(flags, index) for flags in (surely, perhaps)]
+        for i_tile in batch.rows.tiles_of(row):
+            tile = batch.rows.tile_list[i_tile]
+            for head in heads:
+                got = kept_blocks(index, head, i_tile)
+                low, high = (b[head, i_tile - batch.rows.tile_starts[row], : len(got)].clone() for b in bounds)
+                for bound in (low, high):
+                    bound[index.first_diagonal_block(tile) :] = True
+                assert bool((got | ~low).all()), f"head {head}, tile {i_tile}: a block is missing"
+                assert bool((high | ~got).all()), f"head {head}, tile {i_tile}: a block too many"
+                kept, causal = kept + int(got.sum()), causal + len(got)
+                doubtful += int((low != high).sum())
+    return kept, causal, doubtful
+
+
+# lengths (context, new), heads, kv heads, head dim, page, index's block, dtype, layout, smooth keys, sink, heads chosen
+CASES = {
+    "one-token": ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, torch.float32, "NHD", True, True, None),
+    "1000": ([(0, 1000)], 1, 1, 64, 64, 128, torch.float16, "NHD", True, False, None),
+    "2049": ([(1920, 129)], 8, 1, 128, 128, 64, torch.float16, "HND", True, True, [6, 1, 3]),
+    "mixed": ([(37, 63), (530, 1), (700, 150)], 2, 1, 96, 16, 64, torch.float32, "HND", True, False, None),
+    "mixed-sink": ([(37, 63), (530, 1), (700, 150)], 2, 1, 96, 16, 128, torch.float32, "HND", True, True, None),
+    "raw-keys": ([(333, 140), (1000, 30)], 4, 1, 64, 64, 128, torch.float32, "NHD", False, True, [3, 0]),
+    "wide": ([(463, 77)], 2, 2, 256, 16, 64, torch.float16, "NHD", True, True, [1]),
+}
+if DEVICE == "cuda":
+    CASES |= {f"{name}-bf16": (*case[:6], torch.bfloat16, *case[7:]) for name, case in CASES.items()}
+    CASES["long"] = ([(100_000, 8_192)], 32, 8, 128, 16, 128, torch.bfloat16, "NHD", True, True, None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_and_reference_select_what_float64_selects(name):
+    lengths, num_heads, num_kv_heads, head_dim, page, block_tokens, dtype, layout, smooth, sink, heads = CASES[name]
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page, dtype, layout=layout)
+    method = clear_of_ties(dataclasses.replace(METHOD, smooth_keys=smooth, keep_sink=sink), batch)
+    for by_reference in (False, True):
+        index = select(method, batch, block_tokens, heads, by_reference)
+        kept, causal, doubtful = assert_selects(method, batch, index, heads or range(num_heads))
+        assert doubtful <= 0.01 * causal
+        assert kept < causal or name.startswith("one-token"), "nothing was left out: the case shows nothing"
+
+
+def test_similarity_is_the_mean_cosine_over_pairs():
+    """Equation for CosSim by hand: tokens at 60 degrees, one of them twice as long; a lone token; a token of zeros."""
+    tokens = torch.tensor([[1.0, 0.0], [1.0, math.sqrt(3.0)], [0.0, 5.0], [3.0, 4.0], [0.0, 0.0]])[:, None]
+    mean, similarity = reference.compress(tokens, 2)
+    assert torch.allclose(similarity[0], torch.tensor([(1 + 1 + 0.5 + 0.5) / 4, (1 + 1 + 0.8 + 0.8) / 4, 0.0]))
+    assert torch.allclose(mean[0, 0], torch.tensor([1.0, math.sqrt(3.0) / 2]))
+    assert reference.compress(tokens[:3], 2)[1][0, 1] == 1.0
+
+
+def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False) -> torch.Tensor:
+    """The last kernel alone on rows of base-2 scores [heads, blocks] of one query each: bool of the same shape.
+
+    The query's own block comes after the others, with a score of −∞: it is kept and counts nothing.
+    """
+    num_heads, num_blocks = scores.shape
+    table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    wide = ceil_div(num_blocks * KEY_BLOCK_TOKENS, block_tokens) * block_tokens
+    rows = Rows((0,), (1,), (wide,), table)
+    index = SparseIndex.allocate(rows, num_heads, block_tokens)
+    similar = torch.ones(num_heads, 1, device=DEVICE) if similar is None else similar
+    padded = torch.full((num_heads, 1, ceil_div(wide // KEY_BLOCK_TOKENS + 1, 64) * 64), float("nan"), device=DEVICE)
+    padded[:, 0, :num_blocks] = scores
+    padded[:, 0, num_blocks : wide // KEY_BLOCK_TOKENS] = -1e30
+    padded[:, 0, wide // KEY_BLOCK_TOKENS] = -torch.inf
+    limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, 0.5))
+    heads = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
+    module.keep_top_mass(padded, similar, index, 0, heads, *limits, sink)
+    index.check()
+    flags = torch.stack([kept_blocks(index, head, 0) for head in range(num_heads)])
+    return flags[:, : wide // block_tokens]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 70, 2047, 5000])
+def test_top_mass_is_exact(num_blocks):
+    """Whole scores make exponentials powers of two, whose sums float32 holds exactly: many ties, no margin."""
+    generator = torch.Generator(DEVICE).manual_seed(num_blocks)
+    scores = torch.randint(-9, 1, (2, num_blocks), generator=generator, device=DEVICE).float()
+    for kept_mass in (0.125, 0.75):
+        wanted = reference.top_cdf(scores.double().exp2(), kept_mass)
+        assert torch.equal(keep_top_mass(scores, kept_mass), wanted)
+        with_sink = wanted.clone()
+        with_sink[:, 0] = True
+        assert torch.equal(keep_top_mass(scores, kept_mass, sink=True), with_sink)
+        mass = scores.double().exp2()
+        assert bool(((mass * wanted).sum(-1) >= kept_mass * mass.sum(-1)).all())
+
+
+def test_top_mass_at_its_edges():
+    inf = math.inf
+    scores = torch.tensor([
+        [-inf, 3.0, -inf, 3.0, 3.0, 3.0],  # ties: the earlier half; −∞: always
+        [-inf] * 6,  # nothing is left in the softmax
+        [-4e3, 900.0, -4e3, -4e3, 899.0, -inf],  # exponentials far below what float32 holds
+        [0.0, -1.0, -2.0, -3.0, -4.0, -5.0],
+    ], device=DEVICE)  # fmt: skip
+    similar = torch.tensor([[1.0], [0.5], [1.0], [0.4]], device=DEVICE)
+    wanted = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6, [0, 1, 0, 0, 0, 1], [1] * 6], device=DEVICE).bool()
+    assert torch.equal(keep_top_mass(scores, 0.5, similar=similar), wanted)
+    pairs = wanted.unflatten(1, (3, 2)).any(-1)
+    assert torch.equal(keep_top_mass(scores, 0.5, 128, similar), pairs)
+
+
+@pytest.mark.parametrize("min_similarity", [0.3, 0.5])
+def test_unlike_blocks_are_always_computed(min_similarity):
+    """Equation 5, with τ so small that nothing else but the largest block and the diagonal is kept."""
+    batch = make_batch([(900, 100)], 1, 1)
+    method = SpargeAttn(kept_mass=1e-6, min_similarity=min_similarity, keep_sink=False)
+    q, k = row_inputs(batch, 0)
+    unlike = reference.compress(k - k.mean(0), KEY_BLOCK_TOKENS)[1][0] < min_similarity
+    assert 0 < int(unlike.sum()) < len(unlike)
+    tile_unlike = bool(reference.compress(q, 128)[1][0, 0] < min_similarity)
+    flags = kept_blocks(select(method, batch), 0, 0)
+    assert bool(flags[unlike].all())
+    assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
+
+
+def test_what_heads_ask_of_attention():
+    skipping = SpargeAttn(skip_margin=-5.0)
+    methods = [METHOD, skipping, SpargeAttn(int8_scores=True)]
+    assert list(SpargeAttn.merged(methods).of_heads(3)) == methods
+    asked = attend_options(methods, torch.device(DEVICE))
+    assert asked.skip_margins.tolist() == [-math.inf, -5.0, -math.inf]
+    assert asked.int8_heads.tolist() == [0, 0, 1]

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``top_p``: kernels against its equations in float64, what its rule promises, and what may not break it."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn.functional import pad
+
+from tests.helpers.batches import Batch, random_batch
+from tests.helpers.masks import density_of
+from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, int32, kept_blocks, row_parts, select
+from vllm_sparse_kernels.methods.top_p import method as module, portable
+from vllm_sparse_kernels.methods.top_p.method import TopP
+from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
+from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
+from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
+
+METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0)
+HALF = replace(METHOD, channels="half")
+MASS_ERROR = 5e-3
+"""Of a tile's masses in all: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
+LENGTHS = [(0, 1), (700, 63), (130, 140), (321, 1)]
+
+
+def make_batch(
+    lengths: Any = LENGTHS, heads: tuple[int, int, int] = (2, 1, 64), page_size: int = 16, dtype: Any = torch.float32,
+    seed: int = 0,
+) -> Batch:  # fmt: skip
+    """Keys about a mean far from zero, and queries that like some blocks of keys much more than others."""
+    batch = random_batch(lengths, *heads, page_size, dtype, DEVICE, seed, gap_tokens=3)
+    generator = torch.Generator(DEVICE).manual_seed(seed + 1)
+    batch.cache.keys.add_(3 * torch.randn(heads[1:], generator=generator, device=DEVICE).to(dtype))
+    return replace(batch, q=batch.q * 2.5)
+
+
+def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """What the kernels choose from: [heads, tiles, blocks], 0 past a tile's causal blocks."""
+    rows = batch.rows
+    found = torch.zeros(batch.num_heads, rows.num_tiles, max(rows.block_capacities(32)), device=DEVICE)
+
+    def keep(masses: torch.Tensor, index: Any, first_tile: int, *others: Any) -> None:
+        for i in range(masses.shape[1]):
+            count = rows.block_capacities(32)[first_tile + i]
+            found[:, first_tile + i, :count] = masses[:, i, :count]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "choose", keep)
+        index = module.SparseIndex.allocate(rows, batch.num_heads, 32)
+        every = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
+        method.select(batch.q, batch.cache, index, every, batch.scale)
+    return found
+
+
+def exact_masses(batch: Batch, head: int, i_tile: int) -> torch.Tensor:
+    """By the equations, of scores that were never rounded, in float64."""
+    tile = batch.rows.tile_list[i_tile]
+    queries, keys = row_parts(batch, tile.row, head)
+    first = tile.position - batch.rows.context_lens[tile.row]
+    scores = queries[first : first + tile.length_tokens] @ keys[: tile.last_position + 1].T * batch.scale
+    scores = scores.masked_fill(torch.ones_like(scores).triu(tile.position + 1).bool(), -torch.inf)
+    top = pad(scores, (0, -scores.shape[1] % 32), value=-torch.inf).unflatten(1, (-1, 32)).amax(2).exp()
+    return (top / top.sum(1, keepdim=True)).mean(0)
+
+
+def check_masses(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
+    """They are the reference's."""
+    heads = int32(range(batch.num_heads))
+    for head, i_tile, shares in tile_shares(method, batch.q, batch.cache, batch.rows, heads, batch.scale):
+        theirs = shares.mean(0)
+        assert float((masses[head, i_tile, : len(theirs)] - theirs).abs().sum()) < MASS_ERROR, (head, i_tile)
+
+
+SHAPES = [(2, 1, 64), (3, 3, 128), (4, 1, 80), (2, 2, 256)]
+LONG = [(8100, 150), (0, 2049), (0, 1)]
+"""More than a span of keys; 2,049 new tokens; a row of one."""
+
+
+@pytest.mark.parametrize(
+    ("method", "heads", "dtype", "page_size", "lengths"),
+    [
+        *by_turns([METHOD, HALF] * 2, SHAPES, DTYPES, [16, 48, 128], [LENGTHS]),
+        pytest.param(METHOD, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
+    ],
+)
+def test_masses_are_those_of_the_reference(method, heads, dtype, page_size, lengths, monkeypatch) -> None:
+    batch = make_batch(lengths, heads, page_size, dtype)
+    check_masses(method, batch, masses_of(method, batch, monkeypatch))
+
+
+def test_eight_bits_are_close_to_exact_scores() -> None:
+    """Of tiles with some queries, where errors average out: half the masses' difference is what may go astray."""
+    batch = make_batch([(1500, 300)], (2, 1, 128), dtype=torch.float32)
+    for head, i_tile, shares in tile_shares(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+        assert float((shares.mean(0) - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
+
+
+def check_fewest(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
+    """Sink, local region and diagonal are kept; what is kept holds p, and would not without its least block between."""
+    index = select(method, batch, 32)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        count = batch.rows.block_capacities(32)[i_tile]
+        begin, end = method.sink_tokens // 32, max(tile.position - method.local_tokens, 0) // 32
+        for head in range(batch.num_heads):
+            kept = kept_blocks(index, head, i_tile)
+            assert bool(kept[:begin].all())
+            assert bool(kept[max(end, 0) :].all())
+            ours = masses[head, i_tile, :count].double()
+            between = torch.zeros_like(kept)
+            between[begin : max(end, begin)] = True
+            chosen, left = ours[kept & between], ours[~kept & between]
+            held, goal = float(ours[kept].sum()), method.kept_mass * float(ours.sum())
+            assert held >= goal - 1e-6
+            if len(chosen):
+                assert held - float(chosen.min()) < goal + 1e-6
+            if len(chosen) and len(left):
+                assert float(chosen.min()) >= float(left.max())
+
+
+@pytest.mark.parametrize("kept_mass", [0.02, 0.5, 0.9, 0.999999])
+def test_the_fewest_blocks_that_hold_p_are_kept(kept_mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(900, 130), (0, 63), (500, 1)])
+    method = replace(METHOD, kept_mass=kept_mass)
+    check_fewest(method, batch, masses_of(method, batch, monkeypatch))
+
+
+def test_rows_longer_than_what_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(2000, 49)])
+    expected = all_lists(select(METHOD, batch, 32))
+    monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 16)
+    assert all_lists(select(METHOD, batch, 32)) == expected
+
+
+def test_equal_masses_go_by_position() -> None:
+    """All keys alike: every block weighs the same, and the first ones between sink and local region are kept."""
+    batch = make_batch([(1023, 1)], (1, 1, 64))
+    batch.cache.keys.nan_to_num_(0.0).fill_(0.5)
+    blocks = select(replace(METHOD, kept_mass=0.5), batch, 32).blocks_of(0, 0).tolist()
+    forced = [0, *range((1023 - 128) // 32, 32)]
+    assert blocks == sorted({*forced, *range(1, 1 + 16 - len(forced))})
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.1, 32), (0.1, 4096), (0.3, 32)])
+def test_no_more_than_the_most_are_kept(share: float, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the largest masses; and fewer where fewer hold p."""
+    batch = make_batch([(2000, 130), (0, 63)])
+    monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", held)
+    method = replace(METHOD, kept_mass=0.9, most_share=share)
+    masses = masses_of(method, batch, monkeypatch)
+    index, without = select(method, batch, 32), select(replace(METHOD, kept_mass=0.9), batch, 32)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        count = batch.rows.block_capacities(32)[i_tile]
+        begin, end = method.sink_tokens // 32, max(tile.position - method.local_tokens, 0) // 32
+        most = math.ceil(share * count)
+        for head in range(batch.num_heads):
+            blocks = index.blocks_of(head, i_tile)
+            chosen = blocks[(blocks >= begin) & (blocks < end)].tolist()
+            every = without.blocks_of(head, i_tile)
+            assert len(chosen) == min(most, int(((every >= begin) & (every < end)).sum()))
+            if chosen:
+                expected = (masses[head, i_tile, begin:end].topk(len(chosen)).indices + begin).tolist()
+                assert sorted(chosen) == sorted(expected)
+
+
+@pytest.mark.parametrize("lengths", [[(900, 130), (0, 63), (500, 1)], [(2000, 49)]])
+def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And beside them the same ones as without: what is kept for a peak does not count towards p."""
+    batch = make_batch(lengths)
+    method = replace(METHOD, kept_mass=0.3, peak_share=0.1)
+    monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 32)
+    index, without = select(method, batch, 32), select(replace(method, peak_share=1.0), batch, 32)
+    several = 0
+    for head, i_tile, shares in tile_shares(method, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+        kept, most = set(index.blocks_of(head, i_tile).tolist()), shares.amax(0)
+        fewest = set(without.blocks_of(head, i_tile).tolist())
+        surely = set((most > 0.1 * 1.02).nonzero().flatten().tolist())
+        assert fewest | surely <= kept <= fewest | set((most > 0.1 * 0.98).nonzero().flatten().tolist())
+        several += len(surely - fewest)
+    assert several > 3
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-6, 10.0])
+def test_any_magnitude_selects_as_the_reference(factor: float) -> None:
+    """Vectors of zeros; and scores so far apart that of each query one block holds all."""
+    batch = make_batch([(600, 70)], (2, 1, 128), dtype=torch.float16)
+    batch.q.mul_(factor)
+    batch.cache.keys.mul_(factor)
+    ours, theirs = (select(METHOD, batch, 32, by_reference=way) for way in (False, True))
+    assert abs(density_of(ours) - density_of(theirs)) < 0.03
+
+
+def test_scores_beyond_half_precision_give_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(600, 70)], (2, 1, 128), dtype=torch.float16)
+    batch.q.mul_(1000)
+    batch.cache.keys.mul_(1000)
+    torch.testing.assert_close(masses_of(METHOD, batch, monkeypatch).sum(2), torch.ones(2, 1, device=DEVICE))
+
+
+def fails(error: Exception) -> Any:
+    """A module of kernels whose first launch fails."""
+
+    def masses(*arguments: Any) -> None:
+        raise error
+
+    return SimpleNamespace(PERMUTED=False, tile_bytes=portable.tile_bytes, room=portable.room, masses=masses)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no such instruction")])
+def test_what_an_engine_raises_in_a_step_surfaces_and_changes_no_later_step(error, monkeypatch) -> None:
+    """Out of memory or a broken kernel: no step is answered by another engine, and the engine stays the one chosen."""
+    batch = make_batch([(300, 40)])
+    expected = all_lists(select(METHOD, batch, 32))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "hopper", fails(error))
+        patch.setattr(module, "hopper_refusal", lambda spec: None)
+        for _ in range(2):
+            with pytest.raises(type(error), match=str(error)):
+                select(METHOD, batch, 32)
+        patch.setattr(module, "hopper", portable)
+        ran: list[str] = []
+        patch.setattr(module, "select_on_portable", lambda *given: ran.append("portable"))
+        assert all_lists(select(METHOD, batch, 32)) == expected
+        assert not ran
+
+
+def test_why_hopper_kernels_are_refused(monkeypatch) -> None:
+    spec = SelectSpec(METHOD, torch.device("cpu"), 128)
+    assert module.hopper_refusal(spec) == "it is for GPUs of compute capability 9.0 (H100, H200)"
+    monkeypatch.setattr(SelectSpec, "capability", (9, 0))
+    assert module.hopper_refusal(spec) is None
+    assert module.hopper_refusal(replace(spec, head_dim=512)) == "it multiplies at most 256 channels, not 512"
+    assert choose_select_engine(spec).engine.name == "hopper"
+    monkeypatch.setattr(module, "hopper", None)
+    monkeypatch.setattr(module, "MISSING_GLUON", "cannot import name 'tma'")
+    assert "cannot import name 'tma'" in str(module.hopper_refusal(spec))
+    engine, passed_over = choose_select_engine(spec)
+    assert engine.name == "portable"
+    assert list(passed_over) == ["hopper"]
+
+
+def test_rounding_without_fp8_is_that_of_fp8() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x, y):
+        o = tl.arange(0, 4096)
+        tl.store(y + o, in_e4m3(tl.load(x + o), tl.float16))
+
+    every = torch.arange(1 << 7, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every <= 15]
+    middles = (every[1:] + every[:-1]) / 2
+    x = torch.cat([every, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.linspace(0, 15, 3000)])
+    x = pad(torch.cat([x, -x])[:4096], (0, 4096 - min(4096, 2 * len(x)))).to(DEVICE)
+    y = torch.empty(4096, dtype=torch.float16, device=DEVICE)
+    kernel[(1,)](x, y)
+    assert torch.equal(y.float(), x.to(torch.float8_e4m3fn).float())
+
+
+def test_the_reference_rounds_by_block() -> None:
+    x = torch.randn(70, 2, 64)
+    rounded = round_to_e4m3(x, 32)
+    assert float((rounded - x).abs().max() / x.abs().max()) < 1 / 16
+    largest = x[:32, 0].abs().max()
+    torch.testing.assert_close(rounded[:32, 0].abs().max(), largest)
+
+
+@pytest.mark.full
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), min_size=1, max_size=3),
+    kept_mass=st.floats(0.01, 0.999),
+    half=st.booleans(),
+    page_size=st.sampled_from([16, 48, 64, 128]),
+    heads=st.sampled_from([(1, 1, 64), (4, 2, 64), (3, 1, 128), (2, 2, 32)]),
+    seed=st.integers(0, 1000),
+)
+def test_random_cases(lengths, kept_mass, half, page_size, heads, seed) -> None:
+    batch = make_batch(lengths, heads, page_size, torch.float16, seed)
+    method = replace(HALF if half else METHOD, kept_mass=kept_mass)
+    with pytest.MonkeyPatch.context() as patch:
+        masses = masses_of(method, batch, patch)
+    check_fewest(method, batch, masses)
+    check_masses(method, batch, masses)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("method", "head_dim"), [(METHOD, 64), (METHOD, 128), (HALF, 128), (METHOD, 256), (METHOD, 32)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hopper_and_portable_masses_agree(method, head_dim, dtype, monkeypatch) -> None:
+    """Two bits of mantissa: off by up to a ninth each, and by chance in either direction; so are what peaks are."""
+    if (reason := module.hopper_refusal(SelectSpec(method, torch.device(DEVICE), head_dim))) is not None:
+        pytest.skip(f"no Hopper kernels here: {reason}")
+    batch = make_batch([(20_000, 700), (0, 2049), (5000, 1)], (8, 2, head_dim), 16, dtype)
+    ours = masses_of(method, batch, monkeypatch)
+    few, many = (masses_of(replace(method, peak_share=0.2 * by), batch, monkeypatch) < 0 for by in (1.2, 1 / 1.2))
+    monkeypatch.setattr(module, "hopper_refusal", lambda spec: "not in this half of the test")
+    theirs = masses_of(method, batch, monkeypatch)
+    peaks = masses_of(replace(method, peak_share=0.2), batch, monkeypatch) < 0
+    assert bool(peaks.any())
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        own = tile.position // 128 * 4  # of the tile's own keys only the sum is told
+        for x in (ours, theirs):
+            x[:, i_tile, own] = x[:, i_tile, own:].sum(1)
+        a, b = ours[:, i_tile, : own + 1], theirs[:, i_tile, : own + 1]
+        assert bool(((a - b).abs() <= 0.02 * b + 0.13 * b.sqrt() / tile.length_tokens**0.5).all())
+        assert bool((few <= peaks)[:, i_tile, :own].all())
+        assert bool((peaks <= many)[:, i_tile, :own].all())

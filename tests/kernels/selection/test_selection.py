@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What selections are built of: slabs, products that do not depend on them, sums of listed pairs, widths of blocks."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.batches import random_batch, random_index
+from tests.helpers.masks import density_of
+from tests.helpers.method_cases import DEVICE, all_lists, select
+from vllm_sparse_kernels import block_width
+from vllm_sparse_kernels.block_width import index_block_tokens
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.sale import scores
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+from vllm_sparse_kernels.methods.top_p.method import TopP
+from vllm_sparse_kernels.pair_counts import CHUNK_LISTS, add_listed_pairs
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.selection import lines, pooled, slabs
+
+TOP_P = TopP(0.2, sink_tokens=32, local_tokens=128, most_share=1.0)
+LINES = VerticalSlash(30, 10, 64, 5, 5)
+HEADS_OF_SALE = Sale.merged([Sale(0.3), Sale(0.2)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("method", "module", "limit", "value"),
+    [
+        *((BlockSparse(2), pooled, "SLAB_BYTES", value) for value in (1, 3 * 2 * 2 * 64 * 4)),
+        (SpargeAttn(0.5, -1.0), pooled, "SLAB_BYTES", 1),
+        (SpargeAttn(0.5, -1.0, smooth_keys=False), pooled, "SLAB_BYTES", 3 * 2 * 64 * 4),
+        *((LINES, lines, "SLAB_BYTES", value) for value in (0, 2 * 4096 * 2 * lines.KEY_BYTES)),
+        (HEADS_OF_SALE, slabs, "SLAB_TOKENS", 512),
+        (TOP_P, slabs, "SLAB_TOKENS", 512),
+        (TOP_P, slabs, "RUN_BYTES", 1),
+    ],
+)  # fmt: skip
+def test_slabs_change_nothing(monkeypatch, method, module, limit, value):
+    """Slabs of one row or tile, and of several, take less memory and keep the same."""
+    batch = random_batch([(700, 70), (0, 3), (130, 140)], 2, 1, 64, 16, torch.float16, DEVICE)
+    whole = select(method, batch)
+    monkeypatch.setattr(module, limit, value)
+    apart = select(method, replace(batch, rows=replace(batch.rows)))
+    assert all_lists(apart) == all_lists(whole)
+    assert apart.workspace.peak_bytes < whole.workspace.peak_bytes
+    assert density_of(whole) < 0.95
+
+
+@pytest.mark.full
+def test_spans_of_keys_change_nothing(monkeypatch):
+    """Bitwise, in blocks of 32."""
+    batch = random_batch([(1211, 130), (700, 5)], 2, 1, 64, 16, torch.float16, DEVICE)
+    whole = all_lists(select(HEADS_OF_SALE, batch, 32))
+    monkeypatch.setattr(scores, "SPAN_TOKENS", 256)
+    assert all_lists(select(HEADS_OF_SALE, replace(batch, rows=replace(batch.rows)), 32)) == whole
+
+
+@pytest.mark.parametrize("stripes", [0, 24])
+@pytest.mark.parametrize("lengths", [[(0, 1)], [(1000, 300), (0, 63), (512, 129)]])
+def test_sums_of_layers_add_up_apart(lengths: list[tuple[int, int]], stripes: int) -> None:
+    batch = random_batch(lengths, 6, 2, 64, 64, device=DEVICE)
+    totals = torch.tensor([3, -1, 2**40], device=DEVICE)
+    expected = totals.tolist()
+    for i_total, density in ((2, 0.1), (0, 0.9), (2, 0.5)):
+        index = random_index(batch, 32, density, stripes)
+        add_listed_pairs(index, totals, i_total)
+        expected[i_total] += int(index.listed_pairs().sum())
+    assert totals.tolist() == expected
+    assert expected[1] == -1
+
+
+def test_more_lists_than_one_program_adds_up_and_more_pairs_than_32_bits_hold() -> None:
+    rows = Rows((0,), (9 * 128 + 5,), (10_000_000,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
+    index = SparseIndex.allocate(rows, 120, 128)
+    assert index.block_counts.numel() > CHUNK_LISTS
+    index.block_counts.fill_(70_000)
+    add_listed_pairs(index, totals := torch.zeros(1, dtype=torch.int64, device=DEVICE), 0)
+    assert totals.item() == 120 * rows.query_lens[0] * 70_000 * 128
+
+
+HOPPER, AMPERE, ADA, BLACKWELL = (9, 0), (8, 0), (8, 9), (10, 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SALE = [Sale(), Sale(tau=0.008), Sale(tau=0.0)]
+
+
+@pytest.fixture(params=[HOPPER, AMPERE, ADA, BLACKWELL], ids=str)
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """A GPU of that kind, with Hopper's shared memory, so that nothing else tells them apart."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
+    monkeypatch.setattr(block_width, "shared_bytes", lambda device: 227 << 10)
+    return request.param
+
+
+@pytest.mark.parametrize("engine", ["auto", "hopper", "flash", "portable"])
+def test_sale_alone(capability: tuple[int, int], engine: str) -> None:
+    narrow = capability == HOPPER and engine != "portable"
+    assert index_block_tokens(SALE, 128, CUDA, engine) == (32 if narrow else 64)
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        ([*SALE, Dense()], 64),
+        ([*SALE, SpargeAttn()], 64),
+        ([*SALE, Sale(int8_scores=True)], 64),  # which portable alone has
+        ([*SALE, SpargeAttn(skip_margin=-5.0)], 64),
+        ([Dense(), AShape()], 128),
+        ([AShape(), SpargeAttn()], 64),
+        ([AnchorAttention()], 128),
+        ([AnchorAttention(whole_blocks=True), AnchorAttention()], 128),
+    ],
+)
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_what_shares_an_index_with_others_is_as_wide_as_these(
+    methods: Sequence[Method], expected: int, device: torch.device, capability: tuple[int, int]
+) -> None:
+    assert index_block_tokens(methods, 128, device) == expected
+
+
+def test_without_a_gpu_as_on_hopper_and_shared_memory_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [index_block_tokens(SALE, 128, CPU, engine) for engine in ("auto", "portable")] == [32, 64]
+    assert index_block_tokens([AnchorAttention(whole_blocks=True)], 128, CPU) == 32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: AMPERE)
+    monkeypatch.setattr(block_width, "shared_bytes", lambda device: 99 << 10)
+    assert index_block_tokens([Dense()], 128, CUDA) == 64

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the plugin share. They need vLLM's CPU build, and no server."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def default_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.helpers.vllm_objects import make_model
+
+    return make_model(tmp_path_factory.mktemp("models") / "default")
+
+
+@pytest.fixture(scope="session")
+def default_config(default_model: Any) -> Any:
+    from tests.helpers.vllm_objects import make_config
+
+    return make_config(default_model)
+
+
+@pytest.fixture(autouse=True)
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of 1, without setting up process groups."""
+    from vllm_sparse_backend.serving import compat
+
+    monkeypatch.setattr(compat, "tensor_parallel", lambda config: (0, config.parallel_config.tensor_parallel_size))
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def configured(default_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function: settings → vLLM's configuration with them, without any layers yet."""
+
+    def configure(**settings: Any) -> Any:
+        default_config.compilation_config.static_forward_context.clear()
+        monkeypatch.setattr(default_config, "additional_config", {"sparse_prefill": settings})
+        return default_config
+
+    return configure
+
+
+@pytest.fixture
+def built(configured: Callable[..., Any]) -> Callable[..., Any]:
+    """A function: numbers of layers, settings → the layers and their builder. Rows go sparse early unless told."""
+    from tests.helpers.vllm_objects import make_builder, make_layers
+
+    def build(*numbers: int, **settings: Any) -> Any:
+        method = {} if "profile" in settings else {"method": "dense"}
+        config = configured(**({"min_tokens": 100, "min_query_tokens": 1} | method | settings))
+        layers = make_layers(config, numbers)
+        return layers, make_builder(config, layers)
+
+    return build
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function: the level of each row, or its name → as if a runner were at a step that has them."""
+
+    from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
+    from vllm_sparse_backend.serving.worker import step_context
+
+    def begin(rows: Sequence[str | RequestLevel]) -> None:
+        asked = [level if isinstance(level, RequestLevel) else RequestLevel(level) for level in rows]
+        levels = {str(i): level for i, level in enumerate(asked) if level != SERVER_LEVEL}
+        step = step_context.Step(levels, {str(i): 1 for i in range(len(rows))})
+        step.req_ids = lambda: [str(i) for i in range(len(rows))]
+        monkeypatch.setattr(step_context.RunnerRequests, "step", step)
+
+    return begin
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the plugin logs. Once vLLM has set up logging, its logger does not pass lines on to pytest's own handler."""
+    from vllm_sparse_backend.plugin import LOGGER
+
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger(LOGGER), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a request was prefilled, for those that ask: what workers tally, and where the answer has it."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.vllm_objects import make_step
+from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.request_levels import Ticket
+from vllm_sparse_backend.serving.frontend import prefill_reports
+from vllm_sparse_backend.serving.worker import request_tallies
+
+MIN_TOKENS = 120
+
+
+@pytest.fixture(autouse=True)
+def none_before() -> Iterator[None]:
+    yield
+    request_tallies.TALLIES.clear()
+
+
+class TestTally:
+    def test_tokens_and_pairs_are_those_that_are_counted(self, built: Callable[..., Any], at_step: Any) -> None:
+        """Of a request that asks, beside one that does not; decodes are not prefilled."""
+        params = {"sink_tokens": 16, "local_tokens": 64}
+        layers, builder = built(0, 1, method="a_shape", params=params, min_tokens=MIN_TOKENS)
+        at_step([DEFAULT] * 3)
+        steps = [(50, 1), (0, 400)], [(50, 1), (400, 131), (0, 60)], [(51, 1), (531, 1), (0, 500)]
+        for i, lengths in enumerate(steps):
+            before, step = pairs(builder), make_step(layers[0], lengths)
+            if i == 1:
+                request_tallies.begin("1", DEFAULT, "ticket")
+            metadata = builder.build(0, step.common)
+            for layer in layers:
+                step.forward(layer, metadata)
+            if i == 1:
+                own = {name: n - before[name] for name, n in pairs(builder).items()}
+        (told,) = request_tallies.about("ticket")
+        assert (told["level"], told["dense_tokens"], told["sparse_tokens"]) == (DEFAULT, 0, 131)
+        assert {name: told[name] for name in own} == own
+        assert 0 < told["kept_pairs"] < told["causal_pairs"]
+
+    def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
+        """Whatever their ids, which clients choose: also such as begin with another's, or are another's."""
+        tickets = {"cmpl-a-0-ff00": "t", "cmpl-a-1-ff01": "t", "cmpl-a-1-1-ff02": "u", "cmpl-a-0": "tt", "t": "v"}
+        for req_id, ticket in tickets.items():
+            request_tallies.begin(req_id, DEFAULT, ticket)
+        request_tallies.begin("cmpl-a", DEFAULT)  # of one whose report is in the log alone
+        assert [len(request_tallies.about(ticket)) for ticket in ("t", "u", "tt", "cmpl-a", "cmpl-a-0", "")] == [
+            2,
+            1,
+            1,
+            0,
+            0,
+            0,
+        ]
+        for i in range(request_tallies.MOST_KEPT):
+            request_tallies.begin(str(i), DEFAULT)
+        assert (len(request_tallies.TALLIES), request_tallies.about("t")) == (request_tallies.MOST_KEPT, [])
+
+
+def pairs(builder: Any) -> dict[str, float]:
+    samples, _ = builder.recorder.samples()
+    return {name: sum(n for found, _, n in samples if found == name) for name in ("kept_pairs", "causal_pairs")}
+
+
+def test_each_http_request_has_a_report_of_its_own() -> None:
+    """Two clients at a time with the same id, of which one's begins as the other's: neither reads other counts."""
+    sent: dict[str, list[bytes]] = {"a": [], "b": []}
+
+    class Client:
+        engine_core = SimpleNamespace()
+
+        async def collective_rpc(self, method: str, timeout: Any, args: Any) -> Any:
+            return [request_tallies.about(*args)]
+
+    async def answer(name: str, num_requests: int, pause_s: float) -> None:
+        async def keep(message: dict[str, Any]) -> None:
+            sent[name].append(message.get("body", b""))
+
+        ticket = Ticket(f"drawn for {name}")
+        send = prefill_reports.Reporting(keep, Client(), ticket)
+        for number in range(num_requests):
+            extra_args = prefill_reports.plain_ticket({"sparse_prefill_report": ticket, "other": 1})
+            assert extra_args is not None
+            request_tallies.begin(f"cmpl-x-{number}-{name}", DEFAULT, request_tallies.ticket_in(extra_args) or "")
+            request_tallies.TALLIES[f"cmpl-x-{number}-{name}"].dense_tokens = 10 if name == "a" else 1
+            await asyncio.sleep(pause_s)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b'{"id": "cmpl-x"}'})
+
+    async def run() -> None:
+        await asyncio.gather(answer("a", 3, 0.01), answer("b", 2, 0.012))
+
+    asyncio.run(run())
+    told = {name: json.loads(b"".join(parts))["sparse_prefill_report"]["dense_tokens"] for name, parts in sent.items()}
+    assert told == {"a": 30, "b": 2}
+
+
+@pytest.mark.parametrize("value", [True, 1, "forged", ["forged"]])
+def test_a_ticket_is_never_a_clients_own(value: Any) -> None:
+    """Where nothing waits for the report, as in the log alone, there is none."""
+    assert prefill_reports.plain_ticket({"sparse_prefill_report": value, "other": 1}) == {
+        "sparse_prefill_report": True,
+        "other": 1,
+    }
+    assert prefill_reports.plain_ticket({"sparse_prefill_report": False}) == {"sparse_prefill_report": False}
+    assert prefill_reports.plain_ticket(None) is None
+
+
+def test_ranks_and_stages_make_one_report() -> None:
+    tally = {"level": "fast", "dense_tokens": 100, "sparse_tokens": 300, "kept_pairs": 10, "causal_pairs": 80}
+    silent = {**tally, "dense_tokens": 0, "sparse_tokens": 0, "kept_pairs": 30}
+    told = prefill_reports.merged([[tally, tally], [silent, silent], []])
+    assert told == {"level": "fast", "dense_tokens": 200, "sparse_tokens": 600, "share_kept": 0.25}
+    assert prefill_reports.merged([[{**tally, "causal_pairs": 0}]])["share_kept"] is None  # type: ignore[index]
+    assert prefill_reports.merged([[], []]) is None
+
+
+@pytest.mark.parametrize("body", [b'{"error": {}}', b"no JSON", b"[]"])
+def test_what_is_no_answer_stays_as_it_is(body: bytes) -> None:
+    """What is one, in a body and in a stream, a real server answers (tests/server/test_serve.py)."""
+    sent: list[dict[str, Any]] = []
+
+    async def keep(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        send = prefill_reports.Reporting(keep, None, Ticket("t"))
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"3")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part, more in (body[:2], True), (body[2:], False):
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    asyncio.run(run())
+    assert [message.get("body") for message in sent] == [None, body]
+    assert dict(sent[0]["headers"])[b"content-length"] == str(len(body)).encode()

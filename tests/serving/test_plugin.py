@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin in vLLM's registry and platform: there once, for those who ask for it.
+
+That processes which vLLM spawns have it, and none that VLLM_PLUGINS leaves it out of, real servers show (tests/server).
+"""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+
+import torch
+from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.folders import profile_file
+from tests.helpers.vllm_objects import make_config, make_model
+from vllm_sparse_backend import plugin
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.serving import hooks
+from vllm_sparse_backend.serving.frontend.metrics_endpoint import MetricsEndpoint
+from vllm_sparse_backend.serving.unread import unread_settings
+
+CUSTOM = registry.AttentionBackendEnum.CUSTOM
+WRAPPED = ("check_and_update_config", "get_attn_backend_cls")
+SELECTION = AttentionSelectorConfig(head_size=32, dtype=torch.float32, kv_cache_dtype="auto", block_size=32)
+UNAVAILABLE = [
+    (lambda patch: patch.setattr("vllm.__version__", "0.25.1"), "vLLM 0.25.1 is here, and it is made for 0.26 to 0.33"),
+    (lambda patch: patch.delattr(registry, "register_backend"), "(ImportError: cannot import name 'register_backend'"),
+    (
+        lambda patch: setattr(type(current_platform), WRAPPED[0], None),
+        "check_and_update_config is missing, expected it as in 0.26 to 0.33",
+    ),
+    (
+        lambda patch: registry.register_backend(CUSTOM, "other.plugin.Backend"),
+        "(other.plugin.Backend). Choose plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill",
+    ),
+]
+
+
+def is_wrapped() -> bool:
+    """Whether one of the platform's methods is ours."""
+    methods = [vars(type(current_platform))[name] for name in WRAPPED]
+    return any(getattr(method.__func__, "sparse_prefill", False) for method in methods if method is not None)
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """vLLM as it was before any plugin, and again as it is now afterwards."""
+    members = registry.AttentionBackendEnum._member_map_
+    for name in plugin.NAMES:
+        monkeypatch.delitem(members, name, raising=False)
+    monkeypatch.delitem(registry._ATTN_OVERRIDES, CUSTOM, raising=False)
+    platform = type(current_platform)
+    kept = {name: vars(platform)[name] for name in WRAPPED}
+    for name in WRAPPED:
+        method = kept[name].__func__
+        while getattr(method, "sparse_prefill", False):  # down to vLLM's own
+            (method,) = [c.cell_contents.__func__ for c in method.__closure__ if hasattr(c.cell_contents, "__func__")]
+        setattr(platform, name, classmethod(method))
+    yield platform
+    for name in WRAPPED:
+        setattr(platform, name, kept[name])
+
+
+def path_of(backend: Any) -> str:
+    return current_platform.get_attn_backend_cls(backend, SELECTION, num_heads=4)
+
+
+class TestRegistration:
+    @pytest.mark.parametrize("flag", ["sparse-prefill", "SPARSE-PREFILL", "sparse_prefill", "Sparse_Prefill"])
+    def test_the_flag_means_the_backend(self, untouched: type, flag: str) -> None:
+        plugin.register()
+        backend = AttentionConfig(backend=flag).backend
+        assert backend is CUSTOM
+        assert backend.get_class().__name__ == "SparsePrefillBackend"
+        assert registry.AttentionBackendEnum[backend.get_class().get_name()] is backend
+
+    def test_without_a_place_for_levels_a_server_of_ours_does_not_start(
+        self, untouched: type, default_model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its requests' levels would not be read. A server of another backend starts as ever."""
+        monkeypatch.delattr("vllm.plugins.load_endpoint_plugins")
+        plugin.register()
+        assert lines == []
+        make_config(default_model, backend=None)
+        with pytest.raises(ConfigurationError, match=r"vllm\.plugins\.load_endpoint_plugins is missing"):
+            make_config(default_model, {"method": "dense"})
+
+    @pytest.mark.parametrize("backend", ["sparse-prefill", None])
+    def test_only_servers_of_this_backend_have_a_page(self, untouched: type, backend: str | None) -> None:
+        plugin.register()
+        config = SimpleNamespace(
+            attention_config=AttentionConfig(backend=backend), model_config=SimpleNamespace(served_model_name="m"),
+            additional_config={"sparse_prefill": {"method": "a_shape"}},
+        )  # fmt: skip
+        asyncio.run((endpoint := MetricsEndpoint()).init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
+        assert endpoint.page.is_open == (backend is not None)
+
+    def test_again_changes_nothing(self, untouched: type) -> None:
+        plugin.register()
+        names = dict(registry.AttentionBackendEnum._member_map_)
+        methods = {name: vars(untouched)[name].__func__ for name in WRAPPED}
+        for _ in range(3):
+            plugin.register()
+        assert dict(registry.AttentionBackendEnum._member_map_) == names
+        assert {name: vars(untouched)[name].__func__ for name in WRAPPED} == methods
+        assert CUSTOM.get_path() == plugin.BACKEND
+        assert list(registry.AttentionBackendEnum).count(CUSTOM) == 1  # aliases are not members of their own
+
+    def test_another_plugin_that_comes_later_is_not_taken_for_ours(self, untouched: type) -> None:
+        plugin.register()
+        assert path_of(CUSTOM) == plugin.BACKEND
+        registry.register_backend(CUSTOM, "other.plugin.Backend")
+        assert path_of(CUSTOM) != plugin.BACKEND
+
+    def test_the_flag_is_refused_where_another_plugin_takes_its_place_later(
+        self, untouched: type, lines: list[str]
+    ) -> None:
+        """In the words of the other order. Who asks for CUSTOM asks for the other plugin."""
+        plugin.register()
+        registry.register_backend(CUSTOM, "other.plugin.Backend")
+        with pytest.raises(ConfigurationError) as caught:
+            AttentionConfig(backend="sparse-prefill")
+        for part in ("not available: another plugin has taken", "(other.plugin.Backend). Choose plugins with VLLM_PLU"):
+            assert part in str(caught.value)
+        assert AttentionConfig(backend="CUSTOM").backend is CUSTOM
+        plugin.register()
+        assert str(caught.value).partition("not available: ")[2] == lines[0].partition("not available: ")[2]
+
+    def test_a_process_in_which_its_place_is_taken_does_not_serve_under_its_flag(
+        self, untouched: type, default_model: Any
+    ) -> None:
+        """Another plugin may load in workers alone: what the front process checked as ours would run on its backend."""
+        config = make_config(default_model, {"method": "dense"})
+        assert hooks.serves(config)
+        registry.register_backend(CUSTOM, "other.plugin.Backend")
+        with pytest.raises(ConfigurationError, match=r"not available in this process: .*\(other\.plugin\.Backend\)"):
+            hooks.serves(config)
+        assert not hooks.serves(make_config(default_model, backend=None))
+
+    @pytest.mark.parametrize(("change", "why"), UNAVAILABLE)
+    def test_where_it_cannot_be_a_line_says_why(
+        self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, why: str
+    ) -> None:
+        """It must not end the servers of other backends, which load the plugin too: only its flag stays unknown."""
+        change(monkeypatch)
+        plugin.register()
+        (line,) = lines
+        assert line.startswith("sparse-prefill is not available: ")
+        assert why in line
+        assert not {*plugin.NAMES} & {*registry.AttentionBackendEnum._member_map_}
+        assert not is_wrapped()
+        with pytest.raises(ValueError, match="Unknown attention backend: 'SPARSE-PREFILL'"):
+            AttentionConfig(backend="sparse-prefill")
+
+    @pytest.mark.parametrize(
+        ("versions", "are_known"),
+        [
+            (("0.26.0", "0.33.1", "0.32.0+cpu", "0.1.dev1+g1234567", "dev"), True),
+            (("0.25.1", "0.34.0", "0.34.0rc1", "1.0.0"), False),
+        ],
+    )
+    def test_releases_that_it_is_made_for(self, versions: tuple[str, ...], are_known: bool) -> None:
+        """Builds that do not say are taken for such."""
+        assert [plugin.unsupported(version) is None for version in versions] == [are_known] * len(versions)
+
+
+def test_a_process_of_another_backend_is_left_alone(tmp_path: Path) -> None:
+    """Registration alters what it names and nothing else, nor does a configuration of another backend. A spawned
+    process gets its hooks as its executor or its worker is made, from the configuration that came to it."""
+    command = [sys.executable, "-m", "tests.helpers.registered", str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    stages = [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
+    registered, with_another, in_core, in_worker = stages
+    named = {hook.function for hook in hooks.HOOKS if hook.where in hooks.REGISTRATION}
+    assert {name.rpartition(".")[2] for name in registered} == named
+    assert with_another == registered
+    modules = ("block_pool", "kv_cache_utils")
+    hashes = {f"vllm.v1.core.{module}.generate_block_hash_extra_keys" for module in modules}
+    core = {f"vllm.v1.engine.core.EngineCore.{name}" for name in ("preprocess_add_request", "collective_rpc")}
+    assert in_core - registered == hashes | core
+    assert in_worker - in_core == {"vllm.v1.worker.worker_base.WorkerWrapperBase.__getattr__"}
+
+
+class TestUnreadSettings:
+    """A line says that settings of this backend are not read, and what attention runs on."""
+
+    @pytest.fixture(autouse=True)
+    def said_anew(self) -> None:
+        from vllm import logger
+
+        for cached in ("_print_info_once", "_print_debug_once", "_print_warning_once"):
+            if hasattr(function := getattr(logger, cached, None), "cache_clear"):
+                function.cache_clear()
+
+    @pytest.mark.parametrize(
+        ("backend", "runs"),
+        [(None, "CPU_ATTN, vLLM's own choice, as no --attention-backend"), ("CPU_ATTN", "CPU_ATTN, as configured")],
+    )
+    def test_with_another_backend(self, default_model: Any, lines: list[str], backend: Any, runs: str) -> None:
+        for _ in range(3):
+            make_config(default_model, {"min_tokens": 4096}, backend)
+        (line,) = [line for line in lines if "is not read" in line]
+        assert line.startswith(
+            f"sparse-prefill: sparse_prefill in --additional-config is not read: attention runs on {runs}"
+        )
+        assert "add --attention-backend sparse-prefill" in line
+
+    def test_with_the_variable_of_older_releases(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "SPARSE_PREFILL")
+        assert "(VLLM_ATTENTION_BACKEND=SPARSE_PREFILL is set, and this release of vLLM" in unread_settings(None)
+
+    def test_nothing_is_said_without_such_settings(self, default_model: Any, lines: list[str]) -> None:
+        make_config(default_model, None, None)
+        make_config(default_model, {"method": "dense"})
+        assert not [line for line in lines if "is not read" in line]
+
+
+class TestPlatform:
+    @pytest.mark.parametrize("backend", [None, registry.AttentionBackendEnum.CPU_ATTN])
+    def test_other_backends_are_chosen_as_before(self, untouched: type, backend: Any) -> None:
+        before = path_of(backend)
+        plugin.register()
+        assert path_of(backend) == before != plugin.BACKEND
+
+    def test_ours_is_chosen_if_asked_for_but_never_for_mla(self, untouched: type) -> None:
+        plugin.register()
+        assert path_of(CUSTOM) == plugin.BACKEND
+        mla = SELECTION._replace(use_mla=True)
+        with contextlib.suppress(NotImplementedError):  # 0.26 has none on a CPU
+            assert current_platform.get_attn_backend_cls(CUSTOM, mla, num_heads=4) != plugin.BACKEND
+
+    def test_a_configuration_is_checked_if_ours_is_asked_for(self, default_model: Any) -> None:
+        wrong = {"method": "dense", "min_token": 5}
+        with pytest.raises(ConfigurationError, match=r"sparse_prefill\.min_token: unknown field"):
+            make_config(default_model, wrong)
+        for backend in (None, "CPU_ATTN"):
+            assert make_config(default_model, wrong, backend).additional_config == {"sparse_prefill": wrong}
+
+    def test_parts_of_a_model_that_is_loading_are_not_checked(self, default_model: Any, tmp_path: Path) -> None:
+        """Text stacks and draft models get configurations derived from the served model's, with shapes of their own."""
+        shape = {"architecture": "LlamaForCausalLM", "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+        settings = {"profile": profile_file(tmp_path, model=shape, default={"method": "dense"})}
+        config = make_config(default_model, settings)
+        other = make_model(tmp_path / "draft", num_hidden_layers=1, num_attention_heads=2)
+        with pytest.raises(ConfigurationError):
+            make_config(other, settings)
+        with set_current_vllm_config(config):
+            part = make_config(other, settings)
+        assert isinstance(part, VllmConfig)
+        assert part.attention_config.backend is CUSTOM

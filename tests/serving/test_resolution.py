@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings are parsed once in a process, and resolved alike in all of a server's, whatever their devices."""
+
+import asyncio
+import json
+import pickle
+from argparse import Namespace
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.vllm_objects import CPU, make_config
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.serving import compat, resolution
+from vllm_sparse_backend.serving.frontend import worker_agreement
+from vllm_sparse_backend.serving.level_policy import choices
+from vllm_sparse_backend.serving.resolution import resolve, settings_of
+from vllm_sparse_backend.serving.worker.shared_worker import Worker
+
+FRONT, WORKER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+
+
+@pytest.fixture
+def table(tmp_path: Any) -> str:
+    """Measurements by which auto stands for other numbers on each of the two devices."""
+    entry = {
+        "engine": "hopper", "method": "a_shape", "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vllm": "0.32",
+        "triton": "3.9", "date": "2026-11-25",
+    }  # fmt: skip
+    numbers = {FRONT: (20480, 2048), WORKER: (4096, 512)}
+    entries = [
+        {**entry, "device": device, "min_tokens": tokens, "min_query_tokens": queries}
+        for device, (tokens, queries) in numbers.items()
+    ]
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"format": 1, "entries": entries}))
+    return str(path)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function: this process's device from now on."""
+    return lambda device: monkeypatch.setattr(compat, "device_name", lambda: device)
+
+
+@pytest.fixture
+def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
+    """A configuration that was checked beside one device, as it arrives in a process beside another."""
+    on(FRONT)
+    config = make_config(default_model, {"method": "a_shape", "crossover": table})
+    on(WORKER)
+    return pickle.loads(pickle.dumps(config))
+
+
+def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on: Callable[[str], None]) -> None:
+    """Else rows would go sparse from 4,096 positions on, in blocks that all levels share up to 16,384."""
+    own = Resolved.of({"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), WORKER)
+    assert own.thresholds("default", ["hopper"]).min_tokens == 4096
+    resolved = resolve(sent)
+    assert resolved.device == FRONT
+    assert resolved.thresholds("default", ["hopper"]).min_tokens == 20480
+    assert resolved.exact_tokens() == choices(sent).exact_tokens == 16384
+    on(FRONT)
+    assert resolve(sent).numbers() == resolved.numbers()
+
+
+def test_a_worker_says_that_its_device_is_another(sent: Any, lines: list[str], on: Callable[[str], None]) -> None:
+    worker = Worker(sent, CPU)
+    (line,) = [line for line in lines if "auto stands for" in line]
+    assert f"rank 0 runs on {WORKER}, but auto stands for what was measured on {FRONT}" in line
+    assert worker.resolved.device == FRONT
+    on(FRONT)
+    Worker(sent, CPU)
+    assert len([line for line in lines if "auto stands for" in line]) == 1
+
+
+def test_nothing_is_said_where_no_number_is_looked_up(
+    default_model: Any, lines: list[str], on: Callable[[str], None]
+) -> None:
+    on(FRONT)
+    config = make_config(default_model, {"method": "a_shape", "min_tokens": 64, "min_query_tokens": 1})
+    on(WORKER)
+    Worker(config, CPU)
+    assert not [line for line in lines if "auto stands for" in line]
+
+
+def test_a_process_parses_its_settings_once(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    real = resolution.load_config
+    monkeypatch.setattr(resolution, "load_config", lambda given: parsed.append(given) or real(given))
+    resolution._settings.cache_clear()
+    resolution._resolved.cache_clear()
+    assert resolve(sent) is resolve(pickle.loads(pickle.dumps(sent)))
+    assert settings_of(sent) is settings_of(sent)
+    assert len(parsed) == 1
+    changed = pickle.loads(pickle.dumps(sent))
+    changed.additional_config["sparse_prefill"]["min_tokens"] = 96
+    assert resolve(changed).exact_tokens() == 96
+
+
+def test_settings_that_others_share_a_store_by_differ_with_what_auto_stands_for(
+    default_model: Any, table: str, on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salts = []
+    for device in (FRONT, WORKER):
+        on(device)
+        config = make_config(default_model, {"method": "a_shape", "crossover": table})
+        store = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
+        monkeypatch.setattr(config, "kv_transfer_config", store)
+        salts.append(choices(config).salts["default"])
+    assert salts[0] != salts[1]
+
+
+class TestAgreement:
+    """A headless node builds a configuration of its own: the server asks its workers before it serves."""
+
+    def client(self, config: Any, *workers: Any) -> Any:
+        async def collective_rpc(method: str, timeout: Any, args: Any) -> Any:
+            return list(workers)
+
+        return SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
+
+    def start(self, client: Any) -> None:
+        asyncio.run(worker_agreement.AgreementEndpoint().init_state(client, None, Namespace()))
+
+    def test_workers_of_the_same_configuration_agree(self, sent: Any, on: Callable[[str], None]) -> None:
+        told = worker_agreement.worker_numbers(SimpleNamespace(vllm_config=sent, rank=0))
+        on(FRONT)
+        self.start(self.client(sent, json.loads(json.dumps(told))))
+
+    def test_a_node_of_another_device_is_refused(
+        self, sent: Any, default_model: Any, table: str, on: Callable[[str], None]
+    ) -> None:
+        on(WORKER)
+        headless = make_config(default_model, {"method": "a_shape", "crossover": table})
+        told = worker_agreement.worker_numbers(SimpleNamespace(vllm_config=headless, rank=3))
+        on(FRONT)
+        with pytest.raises(ConfigurationError) as caught:
+            self.start(self.client(sent, json.loads(json.dumps(told))))
+        for part in ("engine 0, rank 3, on NVIDIA H200", "default.hopper: (4096, 512)", "expected default.hopper: (20"):
+            assert part in str(caught.value)
+
+    def test_servers_of_other_backends_are_not_asked(self, default_model: Any) -> None:
+        self.start(self.client(make_config(default_model, backend=None), "nonsense"))

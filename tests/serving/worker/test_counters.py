@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker counts: each row and pair once, and of one moment, without waiting for the device."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.batches import random_batch, random_index
+from tests.helpers.masks import mask_of
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.serving.worker import counters
+from vllm_sparse_backend.serving.worker.counters import Recorder, not_counting
+
+CPU = torch.device("cpu")
+SPARSE, DECODE, PADDING = ("sparse", None, "default"), ("decode", None, ""), ("padding", None, "default")
+SHORT = ("dense", Fallback.TOO_SHORT, "default")
+CAUSAL = 4 * 200 * 201 // 2
+
+
+def make(**options: Any) -> Recorder:
+    recorder = Recorder(CPU, **options)
+    recorder.add_layers((1, 5), ("default", "fast"))
+    return recorder
+
+
+def full_index() -> Any:
+    return random_index(random_batch([(0, 200)], 4, 2, 16, 16), 64, 1.0)
+
+
+def found(recorder: Recorder, start: bool = True) -> dict[str, float]:
+    """Samples but those of time; of labels all but the level where it is the server's own."""
+    samples, _ = recorder.samples(start)
+    keys = [" ".join([name, *labels]).removesuffix(" default").strip() for name, labels, _ in samples]
+    return {key: value for key, (_, _, value) in zip(keys, samples)}
+
+
+def test_rows_by_path_and_reason() -> None:
+    recorder = make()
+    assert found(recorder) == {}
+    recorder.count_rows(SPARSE)
+    recorder.count_rows(("sparse", None, "fast"))
+    recorder.count_rows(SHORT, 3)
+    for way in (DECODE, DECODE, SHORT, PADDING):
+        recorder.count_rows(way)
+    assert found(recorder) == {"rows sparse": 1, "rows sparse  fast": 1, "rows decode": 2, "rows dense too_short": 4}
+
+
+def test_pairs_of_steps_add_up() -> None:
+    batch = random_batch([(100, 300), (0, 131)], 4, 2, 16, 16)
+    causal = 4 * (300 * 100 + 300 * 301 // 2 + 131 * 132 // 2)
+    indices = [random_index(batch, 64, density, stripes=20, seed=i) for i, density in enumerate((0.1, 0.5, 0.9))]
+    kept = [sum(int(mask_of(index, row).sum()) for row in range(2)) for index in indices]
+    recorder = make()
+    for index in indices[:2]:
+        recorder.count_pairs(1, index)
+    recorder.count_pairs(5, indices[2], level="fast")
+    expected = {
+        "tiles 1": 10, "tiles 5 fast": 5, "causal_pairs 1": 2 * causal, "causal_pairs 5 fast": causal,
+        "kept_pairs 1": kept[0] + kept[1], "kept_pairs 5 fast": kept[2],
+    }  # fmt: skip
+    assert found(recorder) == expected
+    recorder.count_pairs(1, indices[2])
+    assert found(recorder) == expected | {"tiles 1": 15, "causal_pairs 1": 3 * causal, "kept_pairs 1": sum(kept)}
+
+
+def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
+    totals: dict[str, float] = {}
+    for rank in range(4):
+        recorder = make(is_first_rank=rank == 0)
+        recorder.count_rows(SPARSE)
+        recorder.count_pairs(1, full_index())
+        for name, value in found(recorder).items():
+            totals[name] = totals.get(name, 0) + value
+    assert totals == {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": 4 * CAUSAL, "kept_pairs 1": 4 * CAUSAL}
+
+
+class TestOnItsWay:
+    """A copy that takes its time, as from a device."""
+
+    class Event:
+        arrived = False
+
+        def query(self) -> bool:
+            return self.arrived
+
+    @pytest.fixture
+    def event(self, monkeypatch: pytest.MonkeyPatch) -> Event:
+        event, set_out = self.Event(), Recorder._set_out
+
+        def late(self: Recorder) -> None:
+            set_out(self)
+            assert self._on_its_way is not None
+            self._on_its_way.listed._event = event  # type: ignore[assignment]
+
+        monkeypatch.setattr(Recorder, "_set_out", late)
+        return event
+
+    def test_what_arrives_is_of_one_moment(self, event: Event) -> None:
+        recorder = make()
+        recorder.count_pairs(1, full_index())
+        recorder.count_rows(SPARSE)
+        assert recorder.samples() == ([], True)
+        recorder.count_pairs(1, full_index())  # past that moment, on the host and on the device
+        recorder.count_rows(SPARSE)
+        assert recorder.samples() == ([], True)
+        event.arrived = True
+        once = {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
+        assert found(recorder, start=False) == once
+        assert recorder.samples(start=False)[1] is False
+        assert found(recorder) == {name: 2 * value for name, value in once.items()}
+
+    def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
+        recorder = make()
+        recorder.count_rows(DECODE)
+        assert recorder.samples() == ([], True)
+        recorder.count_rows(DECODE)
+        event.arrived = True
+        assert found(recorder) == {"rows decode": 2}
+
+
+class TestCountsPastSixtyFourBits:
+    """Of a server that runs for years: messages between vLLM's processes hold no integer past 2^64."""
+
+    MANY = 3 * 2**62
+
+    def test_the_hosts(self) -> None:
+        recorder = make()
+        for _ in range(4):
+            recorder.count("prefill_pairs", {}, self.MANY)
+        assert found(recorder) == {"prefill_pairs": 4 * self.MANY}
+        recorder.count("prefill_pairs", {}, 2**64)
+        assert sent(recorder.samples()) == [[["prefill_pairs", [], float(4 * self.MANY + 2**64)]], False]
+
+    def test_the_devices(self) -> None:
+        """Its own counters have 64 bits, and a sign."""
+        recorder = make()
+        recorder.count_pairs(1, full_index())
+        counted = []
+        for _ in range(8):
+            recorder._listed += self.MANY  # wraps
+            counted.append(found(recorder)["kept_pairs 1"])
+        assert counted == [float(CAUSAL + n * self.MANY) for n in range(1, 9)]
+        ((_, _, kept),) = (sample for sample in sent(recorder.samples())[0] if sample[0] == "kept_pairs")
+        assert kept == counted[-1]
+
+    def test_layers_that_come_later(self) -> None:
+        recorder = make()
+        recorder.count_pairs(1, full_index())
+        assert found(recorder)["kept_pairs 1"] == CAUSAL
+        recorder.add_layers((7,))
+        recorder.count_pairs(7, full_index())
+        assert (found(recorder)["kept_pairs 1"], found(recorder)["kept_pairs 7"]) == (CAUSAL, CAUSAL)
+
+
+def sent(answer: Any) -> Any:
+    """An engine's answer as its server gets it."""
+    serial_utils = pytest.importorskip("vllm.v1.serial_utils", reason="needs vLLM")
+    buffers = serial_utils.MsgpackEncoder().encode(serial_utils.UtilityResult(answer))
+    return serial_utils.MsgpackDecoder(serial_utils.UtilityResult).decode(buffers).result
+
+
+def test_what_runs_for_no_request_is_not_counted() -> None:
+    recorder = make()
+    with not_counting():
+        with not_counting():
+            recorder.count_rows(DECODE)
+        recorder.count_rows(SHORT)
+        recorder.count_pairs(1, full_index())
+        assert not counters.is_counting()
+    assert found(recorder) == {}
+    recorder.count_rows(DECODE)
+    assert found(recorder) == {"rows decode": 1}
+
+
+@pytest.mark.gpu
+def test_on_a_device() -> None:
+    """Counts set out behind the work that they are of, and nothing waits for either."""
+    device = torch.device("cuda", 0)
+    recorder, index = Recorder(device), random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0)
+    recorder.add_layers([1])
+    torch.cuda.synchronize()
+    for _ in range(4):
+        torch.cuda._sleep(100_000_000)
+        recorder.count_pairs(1, index)
+    assert recorder.samples() == ([], True)
+    torch.cuda.synchronize()
+    samples, behind = recorder.samples(start=False)
+    assert not behind
+    assert ("kept_pairs", ["1", "default"], 4 * CAUSAL) in samples
+
+
+class TestMore:
+    def test_counters_and_gauges_of_others(self) -> None:
+        recorder = make()
+        place = {"layer": 3, "level": "default"}
+        recorder.gauge("guard_error", place, 0.25)
+        recorder.gauge("guard_error", place, 0.5)
+        recorder.count("guard_checks", place)
+        recorder.count("guard_checks", place, 2)
+        assert found(recorder) == {"guard_error 3": 0.5, "guard_checks 3": 3}
+
+    def test_none_that_is_not_in_the_table(self) -> None:
+        for name, labels in (("guard_mistake", {"layer": 1}), ("guard_checks", {"layer": 1}), ("guard_error", {})):
+            with pytest.raises(ValueError, match=f"given gauge '{name}'"):
+                make().gauge(name, labels, 1.0)

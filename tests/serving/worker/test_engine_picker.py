@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of engines at start-up: by refusal and by trial, in the log and in the error where none is left."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+
+if torch.cuda.is_available():
+    pytest.skip("engines are chosen in Triton's interpreter here", allow_module_level=True)
+
+from tests.helpers.batches import random_batch, random_index
+from tests.helpers.paged_varlen import STAND_IN
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, failure, refuse_on_cpu
+from vllm_sparse_kernels.attention import PORTABLE, Engine, flash_engine
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.reference import attend as reference
+from vllm_sparse_kernels.engine_trial import expected_attention
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.layer import Layer, layer_plan, run
+from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.methods.top_p.method import TopP, select_on_portable
+from vllm_sparse_kernels.selection.engine import SelectEngine
+
+CPU = torch.device("cpu")
+BATCH = random_batch([(200, 140)], 2, 1, 64, 32, torch.float32)
+for side in (BATCH.cache.keys, BATCH.cache.values):
+    side.nan_to_num_(nan=1e3)  # FlashAttention multiplies what lies past a row's end by zero
+SELECTED = random_batch([(900, 140)], 2, 1, 64, 32, torch.float32)
+BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, stripes=20)
+
+
+def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> Engine:
+    """An engine that is right, as the reference is, and then something done to its result."""
+
+    def attend(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
+        reference(q, cache, index, out, scale, lse, options=options, sinks=sinks)
+        change(out)
+
+    return Engine(name, PORTABLE.refusal, attend)
+
+
+def raises(out: torch.Tensor) -> None:
+    raise RuntimeError("no kernel image\n is available")
+
+
+def table(*found: Engine) -> dict[str, Engine]:
+    return {engine.name: engine for engine in found}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda out: None, None),
+        (raises, "it fails: RuntimeError: no kernel image is available"),
+        (lambda out: out[3, 1, 5].fill_(float("nan")), "holds NaN"),
+        (lambda out: out[3, 1, 5].add_(1e-3), "is off by 1.0"),
+    ],
+)
+def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | None) -> None:
+    found = failure(broken(change), BATCH, STRIPES, None, expected_attention(BATCH, STRIPES))
+    assert found is None if says is None else says in str(found)
+    options = AttendOptions.from_heads([-1.0, None], [False, True], CPU)  # with these nothing but NaN can be found
+    found = failure(broken(change), BATCH, BLOCKS, options, None)
+    assert found is None if says is None or "off" in says else says in str(found)
+
+
+def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:
+    """Refused or found wrong: ``flash`` has no skip of products, whose trial can find nothing but NaN."""
+    wrong = broken(lambda out: out.mul_(1.01), "hopper")
+    picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
+    options = AttendOptions.from_heads([-1.0, None], [False, False], CPU)
+    asked = [(BLOCKS, None), (STRIPES, None), (BLOCKS, options)]
+    chosen = [picker.pick(BATCH, *given) for given in asked]
+    assert [engine.name for engine in chosen] == ["flash", "flash", "hopper"]
+    others = EnginePicker(table=table(flash_engine(STAND_IN), PORTABLE))
+    assert others.pick(BATCH, BLOCKS, options).name == "portable"
+    picker.report({0: chosen[0], 1: chosen[0], 5: chosen[1], 3: chosen[2]})
+    *reasons, last = lines
+    assert last == "sparse-prefill: attention: layers 3 on hopper; layers 0-1,5 on flash"
+    assert reasons
+    for line in reasons:
+        assert line.startswith("sparse-prefill: engine hopper not taken: its result in a trial is off by")
+
+
+def test_an_engine_that_forgets_sinks_is_not_taken_for_layers_that_have_them() -> None:
+    def attend(*given, sinks=None, **more) -> None:
+        reference(*given, **more)
+
+    picker = EnginePicker(table=table(Engine("hopper", PORTABLE.refusal, attend), PORTABLE))
+    sunk = replace(BATCH, sinks=torch.tensor([5.0, -5.0]))
+    assert [picker.pick(batch, BLOCKS, None).name for batch in (BATCH, sunk)] == ["hopper", "portable"]
+
+
+METHOD = TopP(0.5, sink_tokens=32, local_tokens=128, most_share=1.0)
+LAYER = replace(Layer.of(layer_plan([METHOD, METHOD]), 64, CPU), by_kernels=True)
+
+
+def select_engine(name: str, change: Callable[[SparseIndex], None] = lambda index: None) -> SelectEngine:
+    """A selection engine that keeps what the portable one keeps, and then something done to its lists."""
+
+    def select(method, q, cache, index, heads, scale) -> None:
+        select_on_portable(method, q, cache, index, heads, scale)
+        change(index)
+
+    return SelectEngine(name, lambda spec: None, select)
+
+
+def out_of_memory(index: SparseIndex) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def keep_others(index: SparseIndex) -> None:
+    """Lists in order, with the diagonal, of other blocks than the heaviest."""
+    for i_tile, head in product(range(index.rows.num_tiles), range(index.num_heads)):
+        tile = index.rows.tile_list[i_tile]
+        kept = torch.ones(index.num_causal_blocks(tile), dtype=torch.bool)
+        kept[index.blocks_of(head, i_tile)] = False
+        kept[index.first_diagonal_block(tile) :] = True
+        index.set_blocks(head, i_tile, kept)
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, first: SelectEngine) -> None:
+    """``top_p`` has this engine before its portable one."""
+    monkeypatch.setattr(TopP, "select_engines", (first, select_engine("portable")))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda index: None, None),
+        (out_of_memory, "it fails: OutOfMemoryError: CUDA out of memory"),
+        (keep_others, "its selection in a trial agrees with the portable engine's on "),
+        (lambda index: index.block_counts.zero_(), "its selection in a trial breaks the index: head 0, tile 0"),
+    ],
+)
+def test_selection_is_tried_at_start_up(change, says: str | None, monkeypatch, lines: list[str]) -> None:
+    """The engine before the portable one is taken where its lists agree with the latter's; the log has the reason."""
+    offered(monkeypatch, select_engine("hopper", change))
+    picker = EnginePicker(table=table(PORTABLE))
+    (engine,) = picker.pick_selection(LAYER, SELECTED)
+    assert engine.name == ("hopper" if says is None else "portable")
+    picker.report_selection({0: replace(LAYER, select_engines=(engine,))})
+    assert lines[-1] == f"sparse-prefill: selection by top_p: layers 0 on {engine.name}"
+    if says is not None:
+        assert lines[0].startswith(f"sparse-prefill: selection engine hopper not taken: {says}")
+
+
+def test_no_engine_is_left_to_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = (select_engine("hopper", out_of_memory), select_engine("portable", out_of_memory))
+    monkeypatch.setattr(TopP, "select_engines", engines)
+    with pytest.raises(ConfigurationError, match=r"no engine can run selection: hopper: it fails.*portable: it fails"):
+        EnginePicker(table=table(PORTABLE)).pick_selection(LAYER, SELECTED)
+
+
+def test_out_of_memory_in_a_step_surfaces_and_the_layer_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails: list[bool] = [False]
+    offered(monkeypatch, select_engine("hopper", lambda index: out_of_memory(index) if fails[0] else None))
+    layer = replace(LAYER, select_engines=EnginePicker(table=table(PORTABLE)).pick_selection(LAYER, SELECTED))
+    inputs = LayerInputs(SELECTED.q, SELECTED.cache, SELECTED.rows, SELECTED.scale)
+    fails[0] = True
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        run(layer, inputs, SELECTED.empty_out())
+    fails[0] = False
+    run(layer, inputs, SELECTED.empty_out()).check()
+    assert [engine.name for engine in layer.select_engines] == ["hopper"]
+
+
+def test_tensor_parallel_ranks_take_the_same_engines(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """One that fails on one rank alone, of selection and of attention, is taken on none, and each rank says so."""
+    right = broken(lambda out: None, "hopper")
+    pickers = [
+        EnginePicker(table=table(right, PORTABLE)),
+        EnginePicker(table=table(broken(raises, "hopper"), PORTABLE)),
+    ]
+
+    def choose(rank: int) -> tuple[str, str]:
+        offered(monkeypatch, select_engine("hopper", out_of_memory if rank == 1 else lambda index: None))
+        (selects,) = pickers[rank].pick_selection(LAYER, SELECTED)
+        return selects.name, pickers[rank].pick(BATCH, BLOCKS, None).name
+
+    assert [choose(0), choose(1)] == [("hopper", "hopper"), ("portable", "portable")]
+    reports = [picker.passed_over for picker in pickers]
+    assert [picker.settle(reports) for picker in pickers] == [False, False]
+    assert [choose(0), choose(1)] == [("portable", "portable")] * 2
+    assert all(picker.settle([picker.passed_over for picker in pickers]) for picker in pickers)
+    assert sum("as all tensor-parallel ranks take the same: on rank 1 it fails" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("hopper", "no engine is named 'hopper'; there are flash, portable"),
+        ("flash", "flash: there is no FlashAttention for this device"),
+        ("portable", "portable: its result in a trial holds NaN"),
+    ],
+)
+def test_an_engine_that_is_asked_for_and_cannot_be_had(asked: str, says: str) -> None:
+    found = table(flash_engine(None), broken(lambda out: out.fill_(float("nan")), "portable"))
+    with pytest.raises(ConfigurationError) as error:
+        EnginePicker(asked, found).pick(BATCH, BLOCKS, None)
+    assert str(error.value).startswith(f"--additional-config sparse_prefill.engine: given '{asked}', but ")
+    assert says in str(error.value)
+
+
+def test_on_a_cpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "IS_CPU", True)
+    refuse_on_cpu("auto")
+    with pytest.raises(ConfigurationError, match="given 'flash', expected 'auto': vLLM runs on a CPU here"):
+        refuse_on_cpu("flash")
+    assert compat.flash_attention() is None
+    monkeypatch.setattr(compat, "IS_CPU", False)
+    refuse_on_cpu("flash")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a batch to what each row runs on."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.config.test_crossover_table import entry, written
+from tests.helpers.vllm_objects import make_common
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, RowKind
+from vllm_sparse_backend.serving.worker.counters import DECODE, DENSE, SPARSE
+from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
+
+MIN_TOKENS, MIN_QUERY_TOKENS = 100, 20
+DECODES, SPARSES = DECODE_ROW, RowKind(SPARSE)
+PADDING = RowKind("padding")
+
+
+def dense(reason: Fallback) -> RowKind:
+    return RowKind(DENSE, reason)
+
+
+@pytest.fixture
+def builder(built: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
+    return built(*range(4), min_query_tokens=MIN_QUERY_TOKENS)[1]
+
+
+def kinds(
+    builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]], common_prefix_len: int = 0, **changes: Any
+) -> list[RowKind]:
+    return [row.kind for row in builder._classify(common_prefix_len, make_common(lengths, **changes))]
+
+
+class TestClassification:
+    def test_each_row_by_its_own_lengths(self, builder: SparsePrefillMetadataBuilder) -> None:
+        short, short_query = dense(Fallback.TOO_SHORT), dense(Fallback.SHORT_QUERY)
+        expected = {
+            (500, 1): DECODES, (0, 1): DECODES, (0, 2): short, (0, 99): short, (0, 100): short, (98, 2): short,
+            (98, 3): short_query, (0, 119): short_query, (0, 120): SPARSES, (4000, 19): short_query,
+            (4000, 20): SPARSES, (90, 30): SPARSES, (90, 29): short_query,
+        }  # fmt: skip
+        assert kinds(builder, list(expected)) == list(expected.values())
+
+    def test_where_sparse_never_pays_every_row_says_so(self, built: Callable[..., Any], tmp_path: Path) -> None:
+        """Not even the arena is there then; where the operator sets a number, that counts."""
+        table = tmp_path / "table.json"
+        shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+        never = entry(None, None, device="cpu", engine="portable", method="dense", **shape)
+        table.write_text(written(never))
+        layers, builder = built(*range(4), crossover=str(table), min_tokens="auto", min_query_tokens="auto")
+        assert kinds(builder, [(0, 5000), (9, 1)]) == [dense(Fallback.NEVER_FASTER), DECODES]
+        assert type(builder.build(0, make_common([(0, 5000)]))) is compat.DenseMetadata
+        assert layers[0].impl.worker.memory is None
+        _, builder = built(*range(4), crossover=str(table), min_tokens=2000)
+        assert kinds(builder, [(0, 5000), (0, 2000)]) == [SPARSES, dense(Fallback.TOO_SHORT)]
+
+    def test_rows_that_decode_are_no_prefill_at_any_length(self, builder: SparsePrefillMetadataBuilder) -> None:
+        """A request that was preempted recomputes its own output: vLLM says which rows are past their prompt."""
+        got = kinds(builder, [(300, 50), (300, 50)], is_prefilling=torch.tensor([False, True]))
+        assert got == [DECODES, SPARSES]
+        assert kinds(builder, [(300, 50), (300, 1)], is_prefilling=None) == [SPARSES, DECODES]
+
+    @pytest.mark.parametrize("is_prefilling", [None, torch.tensor([True, True])], ids=["unknown", "rows without pads"])
+    def test_rows_that_fill_up_a_batch(
+        self, builder: SparsePrefillMetadataBuilder, is_prefilling: torch.Tensor | None
+    ) -> None:
+        got = kinds(builder, [(0, 200), (200, 1), (0, 0), (0, 0)], is_prefilling=is_prefilling)
+        assert got == [SPARSES, DECODES, PADDING, PADDING]
+        assert kinds(builder, [(200, 1), (0, 0)], is_prefilling=is_prefilling) == [DECODES, PADDING]
+
+    def test_drafts_under_speculation_are_decodes(
+        self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(builder, "reorder_batch_threshold", 24)
+        assert kinds(builder, [(300, 24), (300, 25), (300, 1)]) == [DECODES, SPARSES, DECODES]
+        assert kinds(builder, [(300, 24), (300, 2)]) == [DECODES, DECODES]
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"mm_req_doc_ranges": {0: [], 1: [(5, 60)], 2: [(5, 60)]}}, Fallback.PREFIX_LM),  # a row may have no range
+            ({"causal": False}, Fallback.NON_CAUSAL),
+            ({"causal": torch.tensor([0, 1, 1], dtype=torch.int32)}, Fallback.NON_CAUSAL),
+            ({"common_prefix_len": 256}, Fallback.CASCADE),
+        ],
+    )
+    def test_rows_that_attend_otherwise(
+        self, builder: SparsePrefillMetadataBuilder, changes: Any, reason: Fallback
+    ) -> None:
+        got = kinds(builder, [(300, 200), (300, 300), (400, 1)], **changes)
+        assert got == [SPARSES if reason is Fallback.PREFIX_LM else dense(reason), dense(reason), DECODES]
+
+    def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
+        """The upper bound alone decides; without it, and off the CPU, nothing could."""
+        common = make_common([(0, 200)], seq_lens=torch.zeros(1, dtype=torch.int32, device="meta"))
+        assert [row.kind for row in builder._classify(0, common)] == [SPARSES]
+        with pytest.raises(RuntimeError, match="no sequence lengths on the host"):
+            builder._classify(0, dataclasses.replace(common, seq_lens_cpu_upper_bound=None))
+
+
+class TestMetadata:
+    LENGTHS = ((40, 1), (60, 1), (50, 70), (0, 130), (0, 30), (70, 90), (7, 1), (0, 20))
+
+    def test_without_a_sparse_row_it_is_the_delegates_own(self, builder: SparsePrefillMetadataBuilder) -> None:
+        for lengths in ([(40, 1), (300, 1)], [(0, 99)], [(90, 1), (0, 80), (0, 1)]):
+            common = make_common(lengths)
+            metadata = builder.build(0, common)
+            assert type(metadata) is compat.DenseMetadata
+            expected = compat.DenseBuilder.build(builder, 0, common)
+            same = [f.name for f in dataclasses.fields(expected) if f.name != "scheduler_metadata"]
+            assert all(getattr(metadata, name) is getattr(expected, name) for name in same)
+
+    @pytest.mark.parametrize("lengths", [[(300, 1)], [(300, 1)] * 5 + [(0, 0)] * 3])
+    def test_decodes_alone_are_counted_and_not_looked_at(
+        self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]]
+    ) -> None:
+        monkeypatch.setattr(SparsePrefillMetadataBuilder, "_classify", None)
+        common = make_common(lengths)
+        assert type(builder.build(0, common)) is compat.DenseMetadata
+        assert builder.recorder.samples()[0] == [("rows", [DECODE, "", ""], sum(q for _, q in lengths))]
+
+    @pytest.mark.full
+    @given(lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=12))
+    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_each_token_belongs_to_one_part(
+        self, builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]]
+    ) -> None:
+        """And none of a position under min_tokens is sparse."""
+        lengths = [*lengths, (0, 200)]
+        sparse = builder.build(0, make_common(lengths)).sparse
+        tokens = [t for run in sparse.dense_runs for t in range(run.tokens.start, run.tokens.stop)]
+        assert all(run.rows.stop - run.rows.start > 0 for run in sparse.dense_runs)
+        for slab in sparse.slabs:
+            assert min(slab.rows.context_lens) >= MIN_TOKENS
+            assert min(slab.rows.query_lens) >= MIN_QUERY_TOKENS
+            for start, query_len in zip(slab.rows.tokens, slab.rows.query_lens):
+                tokens += range(start, start + query_len)
+        assert sorted(tokens) == list(range(sum(query_len for _, query_len in lengths)))
+
+    def test_what_numbers_the_whole_batch_does_not_come_along(self, builder: SparsePrefillMetadataBuilder) -> None:
+        common = make_common(self.LENGTHS, positions=torch.arange(343), mm_req_doc_ranges={4: [(3, 9)]})
+        common._token_to_req_indices_cache = torch.zeros(343, dtype=torch.int32)
+        common.compute_num_computed_tokens()
+        part = builder._part_of(common, slice(4, 5), slice(202, 232))
+        for name in ("positions", "mm_req_doc_ranges", "_token_to_req_indices_cache", "_num_computed_tokens_cache"):
+            assert getattr(common, name) is not None
+            assert getattr(part, name) is None
+        assert part.compute_num_computed_tokens().tolist() == [0]
+        assert part.is_prefilling.tolist() == [True]
+        assert part.seq_lens_cpu_upper_bound.tolist() == [30]
+
+    def test_decodes_beside_sparse_rows_may_be_as_long_as_drafts_get(
+        self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM may deal out drafts on the device: the host's query lengths are then only right in sum."""
+        monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
+        (run,) = builder.build(0, make_common([(40, 2), (40, 2), (100, 200)])).sparse.dense_runs
+        assert run.metadata.max_query_len == 4
+
+    def test_the_caller_finds_its_batch_as_it_was(self, builder: SparsePrefillMetadataBuilder) -> None:
+        common, before = make_common(self.LENGTHS), make_common(self.LENGTHS)
+        builder.build(0, common)
+        for f in dataclasses.fields(common):
+            now, then = getattr(common, f.name), getattr(before, f.name)
+            assert torch.equal(now, then) if isinstance(then, torch.Tensor) else now == then, f.name
+
+    def test_graphs_are_for_uniform_decodes_at_most(self, builder: SparsePrefillMetadataBuilder) -> None:
+        from vllm.v1.attention.backend import AttentionCGSupport as Support
+
+        assert compat.uniform_decode_graphs(Support.ALWAYS) is Support.UNIFORM_BATCH
+        for support in (Support.UNIFORM_BATCH, Support.UNIFORM_SINGLE_TOKEN_DECODE, Support.NEVER):
+            assert compat.uniform_decode_graphs(support) is support
+        support = type(builder).get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
+        assert support is compat.DenseBuilder.get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
+        assert not builder.supports_update_block_table
+
+    def test_schedules_are_kept_apart_where_the_delegate_has_one_buffer_for_all(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As FlashAttention has with graphs. The CPU build's holds pointers into itself: a copy's would dangle."""
+        buffer = torch.arange(8)
+        part = SimpleNamespace(scheduler_metadata=buffer[:5])
+        compat.keep_schedule(part)
+        assert part.scheduler_metadata.data_ptr() == buffer.data_ptr()
+        monkeypatch.setattr(compat, "IS_CPU", False)
+        compat.keep_schedule(part)
+        buffer.zero_()
+        assert part.scheduler_metadata.tolist() == [0, 1, 2, 3, 4]
+        compat.keep_schedule(SimpleNamespace(scheduler_metadata=None))
+
+    def test_ranges_that_attend_both_ways_follow_the_whole_batch(self) -> None:
+        """Per row or per token, whichever a version of vLLM has; a model clears the whole's for some layers."""
+        rows, tokens = slice(1, 3), slice(10, 30)
+
+        @dataclasses.dataclass
+        class Metadata:
+            mm_prefix_range_tensor: torch.Tensor | None = None
+            mm_prefix_query_range_tensor: torch.Tensor | None = None
+
+        part, whole = Metadata(), Metadata(torch.arange(4), torch.arange(50))
+        compat.take_prefix_ranges(part, whole, rows, tokens)
+        assert part.mm_prefix_range_tensor.tolist() == [1, 2]
+        assert part.mm_prefix_query_range_tensor.tolist() == list(range(10, 30))
+        compat.take_prefix_ranges(part, Metadata(), rows, tokens)
+        assert part == Metadata()

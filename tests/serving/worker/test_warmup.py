@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warm-up meets every kernel that a mixed load launches: by Triton's own keys on a CPU, by counting on a GPU."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.helpers.kernel_keys import HOPPER, Key, recorded_keys
+from tests.helpers.method_cases import uncomputed
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
+from vllm_sparse_backend.serving.worker.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
+from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
+from vllm_sparse_backend.serving.worker.counters import Recorder
+from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.step import own_block_table
+from vllm_sparse_backend.serving.worker.warmup import in_turn, warm_up
+from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels.attention import Engine, FlashAttention
+from vllm_sparse_kernels.attention.portable import engine as portable
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.layer import Layer, run
+from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.paged import FP8
+from vllm_sparse_kernels.selection.engine import SelectEngine
+
+HAS_CUDA, CPU = torch.cuda.is_available(), torch.device("cpu")
+SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
+DTYPE = torch.float16
+LONGEST, LARGEST_CHUNK = 24_000, 1500
+
+PARAMS: dict[str, list[dict[str, Any]]] = {
+    "share_prefill": [{"cluster": 0}],
+    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "top_p": [{}, {"channels": "all"}],
+    "vertical_slash": [{}],
+}
+CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
+OF_FP8 = ("anchor_attention", "sale", "share_prefill", "sparge_attn", "top_p", "vertical_slash")
+IN_FP8 = [(name, PARAMS.get(name, [{}])[0]) for name in OF_FP8]
+
+Steps = Sequence[Sequence[tuple[int, int]]]
+
+
+# Steps of one token, of whole sixteens, of neither; with and without room for stripes.
+SINGLE: Steps = [[(4097, n)] for n in (1, 160, 129)] + [[(0, n)] for n in (1, 32, 65)]
+
+
+def random_steps(seed: int, number: int) -> Steps:
+    """Steps of 1 to 64 rows of (context_len, query_len): odd chunks, prefix hits, single tokens."""
+    generator = random.Random(seed)
+    steps = []
+    for _ in range(number):
+        num_rows = generator.choice([1, 1, 2, 3, 7, 16, 64])
+        contexts = [generator.choice([0, 0, 128, 1000, 4097, generator.randrange(20_000)]) for _ in range(num_rows)]
+        queries = [
+            generator.choice([1, 16, 63, 128, 129, generator.randrange(1, LARGEST_CHUNK)]) for _ in range(num_rows)
+        ]
+        steps.append(list(zip(contexts, queries)))
+    return steps
+
+
+def make_impls(
+    method: str, params: dict[str, Any], device: torch.device, engine: str = "auto"
+) -> list[SparsePrefillImpl]:
+    """Layers as the builder leaves them, without vLLM's configuration; their arena has room for the longest row."""
+    heads = SHAPE.num_kv_heads, SHAPE.head_dim
+    plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
+    needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
+    longest = rows_of([Row(0, 0, LARGEST_CHUNK, LONGEST - LARGEST_CHUNK)])
+    num_bytes = Room(needs, 1 << 60).needed(longest)
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = Memory(Arena(device, buffer), Room(needs, num_bytes))
+    worker: Any = SimpleNamespace(
+        recorder=Recorder(device), memory=memory, guard=None, resolved=SimpleNamespace(config=SparsePrefillConfig())
+    )
+    impls = []
+    for layer, groups in enumerate(plan.layers):
+        impl = object.__new__(SparsePrefillImpl)
+        impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
+        impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
+        impl.levels, impl.stays_dense, impl.sinks = {}, False, None
+        served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
+        impl.adopt(layer, served, worker)
+        impls.append(impl)
+    return impls
+
+
+def make_spec(page_size: int, dtype: torch.dtype = DTYPE) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=page_size, num_kv_heads=SHAPE.num_kv_heads, head_size=SHAPE.head_dim, dtype=dtype
+    )
+
+
+def run_steps(
+    impls: Sequence[SparsePrefillImpl], page_size: int, steps: Steps, device: torch.device, in_fp8: bool = False
+) -> None:
+    """As a server does: queries that are a part of a fused projection, the runner's block tables, the cache's views.
+
+    In fp8 queries are rounded into a tensor of their own, and results are in bf16. In slabs every step stays within the
+    arena, and nothing is asked of torch beside it.
+    """
+    memory = impls[0].worker.memory
+    assert memory is not None
+    arena = memory.arena
+    assert arena.buffer is not None
+    arena.overflows = arena.peak_bytes = 0  # of warm-up
+    num_heads, num_kv_heads, head_dim = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
+    width = num_heads + 2 * num_kv_heads
+    storage = torch.zeros(LONGEST // page_size, page_size, num_kv_heads, 2 * head_dim, dtype=DTYPE, device=device)
+    storage = storage.to(FP8) if in_fp8 else storage
+    cache = PagedCache(*storage.split(head_dim, dim=-1), *((0.5, 0.3) if in_fp8 else ()))
+    for i, lengths in enumerate(steps):
+        num_tokens = sum(query_len for _, query_len in lengths)
+        projected = torch.randn(num_tokens, width * head_dim, device=device).to(DTYPE)
+        query = projected[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
+        query = query.contiguous().to(FP8) if in_fp8 else query
+        num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
+        table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
+        for slab in memory.room.slabs(in_turn(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
+            for impl in impls:
+                with arena.frame():
+                    out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
+                    inputs = LayerInputs(query, cache, slab.rows, impl.scale)
+                    run(impl.layer, inputs, out, arena, impl.sinks)
+    assert arena.overflows == arena.used_bytes == 0
+    assert 0 < arena.peak_bytes <= len(arena.buffer)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
+class TestKeys:
+    @pytest.fixture(autouse=True)
+    def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Engines are run and taken: as nothing is computed, there is no result to judge."""
+
+        def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
+            engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+
+        def selection_failure(
+            engine: SelectEngine, method: Method, batch: Batch, index: Any, heads: torch.Tensor, expected: Any
+        ) -> None:
+            engine.select(method, batch.q, batch.cache, index, heads, batch.scale)
+
+        monkeypatch.setattr(compat, "IS_CPU", False)
+        monkeypatch.setattr(engine_picker, "selection_failure", selection_failure)
+        monkeypatch.setattr(engine_picker, "expected_attention", lambda batch, index, options: None)
+        monkeypatch.setattr(engine_picker, "failure", failure)
+        monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
+
+    @pytest.mark.full
+    @pytest.mark.parametrize(
+        ("page_size", "bulk", "engine"), [(16, False, "portable"), (128, True, "portable"), (128, True, "flash")]
+    )
+    @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
+    def test_no_step_brings_a_kernel_that_warm_up_did_not_meet(
+        self, method: str, params: dict[str, Any], page_size: int, bulk: bool, engine: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        if engine == "flash" and ("int8_scores" in params or "skip_margin" in params):
+            pytest.skip("FlashAttention has no such options")
+        monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
+        steps = [*random_steps(seed=page_size, number=12), *SINGLE]
+        served = check_keys(make_impls(method, params, CPU, engine), page_size, engine, steps, monkeypatch)
+        assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
+
+    @pytest.mark.full
+    def test_nor_does_one_on_an_engine_that_narrow_blocks_are_not_for(
+        self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        """Blocks are as wide as the engines take them that are then found broken."""
+        monkeypatch.setattr(compat, "flash_attention", lambda: None)
+        impls = make_impls("sale", {}, CPU)
+        check_keys(impls, 128, "auto", random_steps(seed=3, number=12), monkeypatch)
+        assert {(impl.layer.block_tokens, impl.layer.engine.name) for impl in impls} == {(32, "portable")}
+        assert any("engine portable takes longer for blocks of 32 keys" in line for line in lines)
+
+    @pytest.mark.parametrize(
+        ("method", "engine"), [("sale", "flash"), ("anchor_attention", "flash"), ("vertical_slash", "portable")]
+    )
+    def test_nor_over_a_cache_in_fp8_or_in_a_layer_with_sinks(
+        self, method: str, engine: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(compat, "reads_fp8", lambda: True)
+        impls = make_impls(method, {}, CPU, engine)
+        impls[1].sinks = torch.randn(SHAPE.num_heads)  # beside a layer of the same plan that has none
+        served = check_keys(impls, 128, engine, random_steps(seed=5, number=8), monkeypatch, in_fp8=True)
+        assert {impl.layer.engine.name for impl in impls} == {engine}
+        assert any("fp8" in key for _, key in served)
+
+
+def check_keys(
+    impls: Sequence[SparsePrefillImpl], page_size: int, engine: str, steps: Steps, monkeypatch: pytest.MonkeyPatch,
+    in_fp8: bool = False,
+) -> set[Key]:  # fmt: skip
+    """Steps launch no kernel that warm-up did not; those that they do."""
+    with recorded_keys(monkeypatch) as warm:
+        _warm_up(impls, page_size, engine, CPU, in_fp8)
+    with recorded_keys(monkeypatch) as served:
+        run_steps(impls, page_size, steps, CPU, in_fp8)
+    assert served <= warm
+    return served
+
+
+def _warm_up(
+    impls: Sequence[SparsePrefillImpl], page_size: int, engine: str, device: torch.device, in_fp8: bool
+) -> None:
+    for impl in impls if in_fp8 else ():
+        impl.out_dtype = torch.bfloat16
+    warm_up(impls, make_spec(page_size, torch.uint8 if in_fp8 else DTYPE), device, engine)
+
+
+def check_compilations(impls: Sequence[SparsePrefillImpl], engine: str, in_fp8: bool = False) -> None:
+    device = torch.device("cuda", 0)
+    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
+        _warm_up(impls, 128, engine, device, in_fp8)
+    before = dict(compile_monitor.listener().counts)
+    assert before["warmup"] > 0
+    run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8)
+    torch.cuda.synchronize()
+    assert compile_monitor.listener().counts == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["auto", "portable"])
+@pytest.mark.parametrize(
+    ("method", "params", "in_fp8"), [(*case, False) for case in CASES] + [(*case, True) for case in IN_FP8], ids=str
+)
+def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], in_fp8: bool, engine: str) -> None:
+    impls = make_impls(method, params, torch.device("cuda", 0), engine)
+    check_compilations(impls, engine, in_fp8)
+    assert not in_fp8 or {impl.layer.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["auto", "flash", "portable"])
+@pytest.mark.parametrize("method", ["sale", "vertical_slash"])
+def test_nothing_compiles_for_sinks_after_warm_up(method: str, engine: str) -> None:
+    impls = make_impls(method, {}, torch.device("cuda", 0), engine)
+    impls[1].sinks = torch.randn(SHAPE.num_heads, dtype=DTYPE, device="cuda")
+    check_compilations(impls, engine)
+
+
+class TestListener:
+    @pytest.fixture
+    def heard(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        """What a listener that was there before ours hears."""
+        from triton import knobs
+
+        events: list[dict[str, Any]] = []
+        monkeypatch.setattr(knobs.compilation, "listener", lambda **event: events.append(event))
+        return events
+
+    def test_kernels_of_this_project_are_counted_by_when(self, heard: list[dict[str, Any]], lines: list[str]) -> None:
+        assert compile_monitor.counts() == {"warmup": 0, "serving": 0}
+        ours = compile_monitor.listener()
+        assert compile_monitor.listener() is ours
+        kernel = SimpleNamespace(module="vllm_sparse_kernels.methods.lists", __name__="_compact")
+        others = SimpleNamespace(module="vllm.something", __name__="theirs")
+        with compile_monitor.warming_up():
+            ours(src=SimpleNamespace(fn=kernel), metadata={}, cache_hit=False)
+        ours(src=SimpleNamespace(fn=others), metadata={}, cache_hit=False)
+        ours(src=SimpleNamespace(), metadata={}, cache_hit=False)
+        assert compile_monitor.counts() == {"warmup": 1, "serving": 0}
+        assert not lines
+        ours(src=SimpleNamespace(fn=kernel), metadata={}, cache_hit=True)
+        assert compile_monitor.counts() == {"warmup": 1, "serving": 1}
+        assert lines == ["sparse-prefill: kernel _compact was compiled while serving, after warm-up; please report it"]
+        assert len(heard) == 4
+
+    def test_triton_tells_it_of_what_it_compiles(self, heard: list[dict[str, Any]]) -> None:
+        """The listener's place and its arguments differ between releases: here one compiles a kernel for Hopper."""
+        ours = compile_monitor.listener()
+        kernel = JITFunction(store_kernel)
+        kernel.module = "vllm_sparse_kernels.some"
+        triton.compile(ASTSource(fn=kernel, signature={"out": "*i32", "n": "i32"}), target=HOPPER)
+        assert ours.counts == {"warmup": 0, "serving": 1}
+        assert len(heard) == 1
+
+
+def store_kernel(out, n):
+    tl.store(out, n)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 2, 3), (1, 0, 2, 3)])
+def test_the_trials_cache_lies_as_the_servers_will(order: tuple[int, ...]) -> None:
+    spec = make_spec(16)
+    heads, head_dim = SHAPE.num_kv_heads, SHAPE.head_dim
+    cache = compat.random_cache(spec, 3, torch.device("cpu"), order)
+    assert cache.keys.shape == cache.values.shape == (3, 16, heads, head_dim)
+    whole = torch.empty([(3, heads, 16, 2 * head_dim)[i] for i in order]).permute([order.index(i) for i in range(4)])
+    page, head, token, _ = whole.stride()
+    assert cache.strides == (page, token, head)
+    assert not bool(cache.keys.isnan().any())
+
+
+def test_pages_that_are_padded_to_those_of_other_layers_are_in_the_trial() -> None:
+    spec = replace(make_spec(16), page_size_padded=3 * make_spec(16).page_size_bytes)
+    plain, padded = (compat.random_cache(one, 3, torch.device("cpu")) for one in (make_spec(16), spec))
+    assert padded.strides == (3 * plain.strides[0], *plain.strides[1:])
+
+
+def test_the_order_is_vllms() -> None:
+    config = VllmConfig()
+    assert compat.page_order(config) == compat.TOKENS_FIRST
+    if hasattr(config.cache_config, "kv_cache_layout"):
+        config.cache_config.kv_cache_layout = "LBHNC"
+        assert compat.page_order(config) == (0, 1, 2, 3)
+
+
+def test_a_layout_that_the_dense_backend_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM, which asks each backend from 0.29 on: a CPU's reads one, FlashAttention and our kernels all."""
+    layouts = pytest.importorskip("vllm.v1.kv_cache_layout", reason="this vLLM asks no backend").KVCacheLayout
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+    of_kernels = {"LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"}  # tests/kernels/attention/test_engines.py
+    assert set(layouts.__members__) <= of_kernels
+    own = SparsePrefillBackend.supported_kv_cache_layouts()
+    assert own == compat.DenseBackend.supported_kv_cache_layouts() == (layouts.LBHNC,)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
+    with pytest.raises(ValueError, match=r"VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every .*valid layouts: .'LBHNC'"):
+        resolve_kv_cache_layout(VllmConfig(), [["LBHNC"]])

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model and prompts to a profile, in a folder that a run which was broken off is taken up from.
+
+The folder holds ``job.json``, what is calibrated on what; captures, ``prompts-0``, ``held-out-0`` and so on, until a
+profile is written; ``costs.json``; and a file for each layer with what came of all that was judged there. Each of these
+is put there whole or not at all. Searches ask again from their beginning what such a file answers at once, so a run
+that was broken off ends with the same profile, and another search on the same prompts starts from what is known.
+
+On a disk a capture takes (heads + 2 · kv heads) · head_dim elements for each token and layer: 13 GB for a prompt of
+32,768 tokens of Llama-3.1-8B.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from vllm_sparse_backend.calibration.capture import Capture, capture_each, weights_sha256
+from vllm_sparse_backend.calibration.external import read_json
+from vllm_sparse_backend.calibration.head_costs import PAIR_MS, Costs, EstimatedCosts, MeasuredCosts
+from vllm_sparse_backend.calibration.layer_judge import LayerPrompt, Served
+from vllm_sparse_backend.calibration.prompt_chunks import chunk_rows
+from vllm_sparse_backend.calibration.prompts import PromptSet
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
+from vllm_sparse_backend.evaluation.cuda_device import Card
+from vllm_sparse_backend.evaluation.layer_timing import Layer
+from vllm_sparse_backend.evaluation.report import versions, write_json
+from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+OTHERS_BYTES = 2 << 30
+"""More than this process has for itself beside torch's memory."""
+
+Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Capture]]
+"""Captures prompts of a model into folders, those that are not there yet."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """What a run reports of its progress."""
+
+    begin: Callable[[str, int], None] = lambda what, steps: None
+    """A stage, and how many steps it has."""
+    step: Callable[[], None] = lambda: None
+    say: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is calibrated, and on what. Equal jobs make equal profiles, if they read the same costs."""
+
+    model: Path
+    prompts: PromptSet
+    held_out: PromptSet
+    served: Served
+    folder: Path
+    device: str = "cpu"
+    seed: int | None = None
+    """Of the prompts; None where they are the operator's own."""
+    says_min_tokens: bool = False
+    """Whether the profile has the positions up to which all is dense, or leaves them to the server."""
+    capturer: Capturer | None = None
+    """None: transformers, on this device."""
+    tell: Tell = field(default_factory=Tell)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.from_folder(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """References compute in float32, and a CPU's own bfloat16 is slow."""
+        return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else "CPU"
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What outcomes and costs depend on, as JSON has it."""
+        made_of = {
+            "model": self.model.resolve().name, "shape": asdict(self.shape), "weights": weights_sha256(self.model),
+            "prompts": self.prompts.sha256, "held_out": self.held_out.sha256, **asdict(self.served),
+            "device": self.device_name, "versions": versions(),
+        }  # fmt: skip
+        return dict(json.loads(json.dumps(made_of)))
+
+    @property
+    def _parts(self) -> dict[str, PromptSet]:
+        return {"prompts": self.prompts, "held-out": self.held_out}
+
+    def enter(self) -> None:
+        """Make the folder, or see that it holds this very job. Raises ConfigurationError naming what differs."""
+        shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
+        if shortest <= self.served.min_tokens:
+            expected = f"prompts of more than {self.served.min_tokens} tokens, up to which all is dense"
+            raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
+        path = self.folder / "job.json"
+        if not path.exists():
+            write_json(path, self.identity)
+            return
+        held = read_json(path, dict[str, Any], "delete the folder")
+        if names := sorted(name for name in {**held, **self.identity} if held.get(name) != self.identity.get(name)):
+            problem = f"{self.folder}: holds another job, which differs in {', '.join(names)}"
+            raise ConfigurationError(f"{problem}: name another folder with --work, or delete it")
+
+    @cached_property
+    def costs(self) -> Costs:
+        if self.card is not None:
+            return MeasuredCosts(self.card, self.folder / "costs.json", self.first_batches)
+        rows = chunk_rows(
+            len(self.prompts.prompts[0]), self.served.chunk_tokens, torch.device("cpu"), self.served.min_tokens
+        )
+        full_ms = sum(map(causal_pairs, rows)) * self.shape.head_dim * PAIR_MS
+        return EstimatedCosts(self.shape.num_heads, full_ms)
+
+    def first_batches(self) -> list[Batch]:
+        """The first prompt's chunks in the first layer that can go sparse."""
+        captured = self.captures["prompts"][0]
+        return LayerPrompt.read(captured, self.layers[0], self.served, torch.device(self.device)).batches
+
+    @cached_property
+    def card(self) -> Card | None:
+        """A CUDA device, with those engines alone that a trial finds right, as a server has it at its start."""
+        card = Card() if self.device.startswith("cuda") else None
+        if card is not None:
+            card.engines = self.right(card.engines)
+            self.warn_of_others(card.device)
+        return card
+
+    def warn_of_others(self, device: torch.device) -> None:
+        """Say so where other processes have memory of the device, and so may compute on it."""
+        free, total = torch.cuda.mem_get_info(device)
+        if (held := total - free - torch.cuda.memory_reserved(device)) > OTHERS_BYTES:
+            why = "what they compute counts in the times by which heads get their methods"
+            self.tell.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
+
+    def right(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
+        """Those that attend rightly over all of a made prompt with the model's heads, and those that refuse to."""
+        shape, device = self.shape, torch.device(self.device)
+        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype=self.dtype)
+        plan = layer_plan([Dense()] * shape.num_heads)
+        layer = Layer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
+        layer.select()
+        able = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
+        wrong = {name: why for name, engine in able.items() if (why := layer.wrong(engine))}
+        for name, why in wrong.items():
+            self.tell.say(f"engine {name} not taken: {why}")
+        return {name: engine for name, engine in engines.items() if name not in wrong}
+
+    @cached_property
+    def captures(self) -> dict[str, list[Capture]]:
+        """Of ``prompts`` and of ``held-out``: what is missing of either is captured, with one load of the model."""
+        prompts = [ids for prompt_set in self._parts.values() for ids in prompt_set.prompts]
+        folders = self._capture_folders()
+        self._check_disk([ids for ids, folder in zip(prompts, folders) if not (folder / "capture.json").exists()])
+        self.tell.say(f"capturing {len(prompts)} prompts")
+        run = self.capturer or partial(capture_each, device=self.device, dtype=self.dtype)
+        captures = list(run(self.model, prompts, folders))
+        cut = len(self.prompts.prompts)
+        return {"prompts": captures[:cut], "held-out": captures[cut:]}
+
+    def _capture_folders(self) -> list[Path]:
+        return [
+            self.folder / f"{kind}-{i}"
+            for kind, prompt_set in self._parts.items()
+            for i in range(len(prompt_set.prompts))
+        ]
+
+    def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:
+        shape = self.shape
+        token_bytes = (
+            shape.num_layers * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * self.dtype.itemsize
+        )
+        wanted, free = token_bytes * sum(map(len, prompts)), shutil.disk_usage(self.folder).free
+        if wanted > free:
+            problem = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left"
+            raise ConfigurationError(f"{problem}: name a larger one with --work, or ask for fewer or shorter prompts")
+
+    def remembered(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, of the type ``form``, from the folder if it is there. Raises ConfigurationError if it
+        can't be read."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            write_json(path, make())
+        return read_json(path, form)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Those that can go sparse. It is written down, as captures are deleted."""
+        of_model = Annotated[int, Field(ge=0, lt=self.shape.num_layers)]
+        form = Annotated[list[of_model], Field(min_length=1)]
+        return list(self.remembered("layers", form, lambda: sorted(self.captures["prompts"][0].scales)))
+
+    def clear(self) -> None:
+        """Delete the captures: they are most of the folder, and can be made again."""
+        for folder in self._capture_folders():
+            shutil.rmtree(folder, ignore_errors=True)
+        self.__dict__.pop("captures", None)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of all calibration: layers in order, each judged with what those before hand on to it.
+
+A search chooses for a layer, and its choice is judged as a whole: heads share an index (``width.py``), and some depend
+on other heads, so that what held apart may miss the bound together. A head that does may not have that method, and the
+search chooses anew, until all hold. What is written was judged so, and then on the held-out prompts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+from vllm_sparse_backend.calibration.calibration_job import Job
+from vllm_sparse_backend.calibration.cheapest_method import Cheapest
+from vllm_sparse_backend.calibration.head_clusters import require_scipy
+from vllm_sparse_backend.calibration.head_costs import EstimatedCosts
+from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
+from vllm_sparse_backend.calibration.layer_walk import walk
+from vllm_sparse_backend.calibration.minference import Candidates
+from vllm_sparse_backend.calibration.profile_builder import Found, OfLayers, mean_error, profile_of
+from vllm_sparse_backend.calibration.profile_crossover import own_crossover
+from vllm_sparse_backend.calibration.search import Ladder, Search, halved, ladder_of
+from vllm_sparse_backend.calibration.share_prefill import Sharing
+from vllm_sparse_backend.calibration.sparge_attn import Pairs
+from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
+from vllm_sparse_backend.config.method_parameters import describe
+from vllm_sparse_backend.config.profile import Profile
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+Strategy = Callable[[Job, Bound], Search]
+
+MARGIN = 0.1
+"""Share of a bound of errors that is left to what unseen prompts may have more."""
+
+MOST_ROUNDS = 8
+"""Of choices for a layer; a head that still misses the bound then is dense."""
+
+NO_MEAN = ("minference", "share_prefill", "sparge_attn+skip")
+PAPERS = (*NO_MEAN, "sparge_attn")
+"""Those whose paper states more than to go along a ladder."""
+
+
+def calibrated() -> list[str]:
+    """Methods that ``strategy`` takes."""
+    return sorted({*PAPERS, *(name for name, spec in METHODS.items() if spec.ladder)})
+
+
+def by_themselves() -> list[str]:
+    """Methods whose heads depend on no other layer's: what ``best`` chooses from."""
+    return [name for name, spec in METHODS.items() if spec.ladder and spec.full.unshared == spec.full]
+
+
+def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = None) -> Strategy:
+    """How one method is calibrated under these bounds.
+
+    ``text``: its name, by which its ladder's settings are taken that differ from the method's defaults in the searched
+    numbers alone; or NAME:FIELD=VALUE,FIELD=VALUE for those of the ladder that have these values. ``distance``:
+    SharePrefill's. Raises ConfigurationError naming what can't be.
+    """
+    name, _, fields = text.partition(":")
+    if name not in calibrated():
+        raise ConfigurationError(f"--method: {not_one_of(name, calibrated())}")
+    if distance is not None and name != "share_prefill":
+        raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
+    if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
+        raise ConfigurationError(f"--level: given a bound of the mean of all heads, expected none with --method {name}")
+    if name == "minference":
+        return Candidates
+    settings = _settings(name.split("+")[0], fields)
+    if name == "share_prefill":
+        require_scipy()
+        if distance is not None and not distance > 0:
+            raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
+        return partial(Sharing, ladder=settings, distance=distance)
+    every = halved(settings if fields else ladder_of(name.split("+")[0]))
+
+    def search(job: Job, bound: Bound) -> Search:
+        if bound.has_mean:
+            return Cheapest(job, bound, every, EstimatedCosts(job.shape.num_heads, selects=False))
+        if name in PAPERS:
+            return Pairs(bound, skipping="+" in name)
+        return Ladder(bound, halved(halved(settings)))
+
+    return search
+
+
+def _settings(name: str, fields: str) -> list[Any]:
+    """Of one kind: those with these values, or those like the method's defaults."""
+    ladder, default = ladder_of(name), METHODS[name].parameters()
+    if not fields:
+        return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
+    wanted = [part.strip().partition("=")[::2] for part in fields.split(",")]
+    matching = [
+        setting
+        for setting in ladder
+        if all(str(setting.shown_fields.get(field)).lower() == value for field, value in wanted)
+    ]
+    if not matching:
+        known = "; ".join(dict.fromkeys(describe(setting.group_key) for setting in ladder))
+        raise ConfigurationError(f"--method {name}: {unexpected(fields, f'values of one of its ladders: {known}')}")
+    return [setting for setting in matching if setting.group_key == matching[0].group_key]
+
+
+def best(methods: Sequence[str]) -> Strategy:
+    """All settings of these methods compete in time."""
+    for name in methods:
+        if name not in by_themselves():
+            raise ConfigurationError(f"--method: {not_one_of(name, by_themselves())}")
+    settings = [setting for name in methods for setting in ladder_of(name)]
+    return lambda job, bound: Cheapest(job, bound, settings, job.costs)
+
+
+def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
+    """The profile that a search finds, with a level for each bound, checked on the held-out prompts.
+
+    Raises ConfigurationError where no head of any layer holds the first bound.
+    """
+    job.enter()
+    findings = {}
+    for name, bound in bounds.items():
+        within = bound.less(MARGIN)
+        search = how(job, within)
+        while True:
+            choose = partial(together, search=search, bound=within)
+            methods, figures = walk(job, "prompts", search.others, choose)
+            if not search.again(methods, mean_error(figures, job.shape.num_heads)):
+                break
+        held_out = _held_out(job, search, methods, bound)
+        findings[name] = Found(bound, methods, figures, held_out, own_crossover(job, methods))
+    return profile_of(job, findings, source)
+
+
+def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
+    """What a search chooses for a layer once all heads hold the bound with it."""
+    failed: dict[int, set[Method]] = defaultdict(set)
+    given_up: set[int] = set()
+
+    def may(head: int, method: Method) -> bool:
+        return head not in given_up and method not in failed[head]
+
+    for rounds in count(1):
+        methods = search.choose(judge, may)
+        sparse = [head for head, method in enumerate(methods) if not isinstance(method, Dense)]
+        if not sparse:
+            break
+        figures = judge.judge(methods)
+        # Dense is all there is where even it misses the bound, as it does where an output is no number.
+        failing = [head for head in sparse if not bound.holds(figures[head])]
+        if not failing:
+            return methods, figures
+        for head in failing:
+            failed[head].add(methods[head])
+        given_up.update(failing if rounds >= MOST_ROUNDS else ())
+    return methods, None
+
+
+def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bound: Bound) -> OfLayers:
+    def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[HeadResult] | None]:
+        of_layer = methods[judge.layer]
+        dense = all(isinstance(method, Dense) for method in of_layer)
+        return of_layer, None if dense else judge.judge(of_layer)
+
+    return walk(job, "held-out", search.others, judged)[1]

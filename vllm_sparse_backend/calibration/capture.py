@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries (after rotary embedding), keys and values of every layer of a Hugging Face model, for one prompt.
+
+An attention function, registered through transformers' own interface, writes what it is given to disk, layer by layer,
+and goes on with torch's scaled dot product attention: memory holds one layer. A capture is a folder of
+
+* ``layer-000.safetensors`` and so on: ``q`` [num_tokens, num_heads, head_dim], ``k`` and ``v`` [num_tokens,
+  num_kv_heads, head_dim], in the dtype that the model ran in;
+* ``capture.json``, written last: what was captured, and layers that were left out as they never go sparse.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_sparse_backend.calibration.external import needed, read_json, readable, safetensors, writable
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.model_check import read_config
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.evaluation.output_files import whole_file
+from vllm_sparse_backend.evaluation.report import write_json
+
+ATTENTION = "sparse_prefill_capture"
+TAIL_BYTES = 64 << 10
+
+
+class LayerTensors(NamedTuple):
+    """One layer's share of a capture."""
+
+    q: torch.Tensor  # [num_tokens, num_heads, head_dim]
+    k: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
+    v: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A captured prompt on disk."""
+
+    folder: Path
+    model: str
+    """Name of the model's folder."""
+    shape: ModelShape
+    num_tokens: int
+    prompt_sha256: str
+    scales: dict[int, float]
+    """Per captured layer, what multiplies q·k."""
+    left_out: dict[int, str]
+    """Per other layer, why it is not there."""
+    weights_sha256: str = ""
+    """``weights_sha256`` of the model."""
+
+    def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
+        """One of the layers that ``scales`` names. Raises ConfigurationError where its file cannot be read."""
+        if not self._path(layer).is_file():
+            raise ConfigurationError(f"{self._path(layer)}: missing; capture the prompt again")
+        with readable(self._path(layer), "tensors"):
+            tensors = safetensors().load_file(self._path(layer), device=str(device))
+            return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
+
+    def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
+        """Write a layer, its tensors contiguous."""
+        with whole_file(self._path(layer)) as path, writable(path):
+            safetensors().save_file(tensors._asdict(), path)
+        self.scales[layer] = scale
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:03}.safetensors"
+
+    @staticmethod
+    def open(folder: Path) -> "Capture":
+        """The capture in a folder. Raises ConfigurationError where there is none, or it cannot be read."""
+        path = folder / "capture.json"
+        if not path.is_file():
+            raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
+        capture: Capture = read_json(path, Capture, "capture the prompt again")
+        return dataclasses.replace(capture, folder=folder)
+
+
+def capture_each(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    folders: Sequence[Path],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[Capture]:
+    """Run ``model``, a folder in Hugging Face's format, on prompts, and write what its layers attend with.
+
+    The model is loaded once, and not at all if all captures are there. Raises ConfigurationError where transformers is
+    missing or no layer has plain causal attention.
+    """
+    network: Any = None
+    for token_ids, folder in zip(prompts, folders, strict=True):
+        if (made := held_capture(model, token_ids, folder)) is None:
+            network = network or _Network(model, device, dtype)
+            made = begin_capture(model, token_ids, folder)
+            network.run(token_ids, made)
+            finish_capture(made)
+        yield made
+
+
+def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
+    """Tokens of a prompt that is captured.
+
+    Args:
+        model: The model's folder.
+        tokens: What ``--tokens`` names, or None.
+        default: Tokens where that is None and the model has as many positions; otherwise all that it has.
+
+    Raises:
+        ConfigurationError: ``model`` is no folder here (nothing is fetched), or has fewer positions than ``tokens``.
+    """
+    config = read_config(model)
+    stretched = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor")
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or stretched:
+        return default if tokens is None else tokens
+    if tokens is None:
+        return min(default, positions)
+    if tokens > positions:
+        raise ConfigurationError(f"--tokens: {unexpected(tokens, f'at most {positions}, the positions of {model}')}")
+    return tokens
+
+
+def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
+    """The capture of this prompt by this model, if ``folder`` holds it."""
+    if not (folder / "capture.json").is_file():
+        return None
+    held, wanted = Capture.open(folder), _empty(model, token_ids, folder)
+    return held if dataclasses.replace(held, scales={}, left_out={}) == wanted else None
+
+
+def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
+    """An empty one in ``folder``, whatever that held. Layers are put into it with ``Capture.add``."""
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    (folder / "capture.json").unlink(missing_ok=True)
+    return _empty(model, token_ids, folder)
+
+
+def _empty(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
+    shape = ModelShape.from_folder(model)
+    return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {}, weights_sha256(model))
+
+
+def finish_capture(made: Capture) -> None:
+    """Say that it is whole. Raises ConfigurationError where it has no layer."""
+    if not made.scales:
+        raise ConfigurationError(f"{made.model}: no layer to capture: {made.left_out or 'none called attention'}")
+    # Put there whole or not at all: a capture that was broken off is none. Its folder may be moved.
+    write_json(made.folder / "capture.json", dataclasses.asdict(made) | {"folder": "."})
+
+
+class _Network:
+    """A model of transformers whose layers write down what they attend with. Memory holds one layer's tensors."""
+
+    def __init__(self, model: Path, device: str, dtype: torch.dtype) -> None:
+        transformers = _transformers()
+        plain = transformers.AttentionInterface()["sdpa"]
+
+        def record(
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *more_arguments: Any,
+            scaling: float | None = None, **more: Any,
+        ) -> Any:  # fmt: skip
+            """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
+            _refuse_unlike(self.made.model, more)
+            if mask is not None:
+                self.made.left_out[module.layer_idx] = "a mask of its own (a sliding window, or chunks)"
+            else:
+                scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+                parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+                self.made.add(module.layer_idx, LayerTensors(*parts), scale)
+            return plain(module, query, key, value, mask, *more_arguments, scaling=scaling, **more)
+
+        transformers.AttentionInterface.register(ATTENTION, record)
+        transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
+        with readable(model, "weights"):
+            network = transformers.AutoModelForCausalLM.from_pretrained(
+                model, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True
+            )
+        self.network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
+        self.device = device
+
+    def run(self, token_ids: Sequence[int], made: Capture) -> None:
+        self.made = made
+        with torch.inference_mode():
+            self.network(torch.tensor([list(token_ids)], device=self.device), use_cache=False)
+
+
+def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
+    """Raise ConfigurationError where a layer's attention is not the plain one, with which the capture goes on."""
+    for keyword, what in (("softcap", "a soft cap on their scores"), ("s_aux", "learnt sinks")):
+        if more.get(keyword) is not None:
+            raise ConfigurationError(
+                f"{model}: given layers with {what}, expected plain attention, which is all that captures know; write "
+                "the profile by hand, or serve the model without one"
+            )
+
+
+def weights_sha256(model: Path) -> str:
+    """Of a model folder's config, and of its weights by their files' names, sizes and last 64 KiB: a model that was
+    trained on is another one.
+    """
+    digest = hashlib.sha256((model / "config.json").read_bytes())
+    for file in sorted(file for kind in ("*.safetensors", "*.bin", "*.pt") for file in model.glob(kind)):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as weights:
+            weights.seek(max(0, size - TAIL_BYTES))
+            digest.update(weights.read())
+    return digest.hexdigest()
+
+
+def prompt_sha256(token_ids: Sequence[int]) -> str:
+    """Of the token ids in decimal, with spaces between."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a model's folder, by transformers."""
+    with readable(model, "tokenizer"):
+        return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """The begin-of-sequence token, if it has one: whether or not it adds it, models are trained with it."""
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+
+def default_text() -> Path:
+    """The installed vLLM's sources. They are not imported."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigurationError("text: not given, and vllm, whose sources are the default, is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _transformers() -> Any:
+    return needed("transformers", "capturing needs transformers, which comes with vLLM")

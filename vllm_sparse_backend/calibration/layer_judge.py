@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a model on captured prompts, selected and attended as a server on this device would prefill it.
+
+On a CUDA device kernels select, and the engine attends that the server would choose; elsewhere the references do both.
+All that a layer needs lies on the device at a time: queries, keys, values and dense outputs of every prompt, in the
+model's dtype: (2 · heads + 2 · kv heads) · head_dim elements for each token of the prompts, 20 KB for Llama-3.1-8B; of
+one chunk two outputs in float32 and an index; and 8 bytes for each token and head (errors, and the default's).
+"""
+
+import copy
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_sparse_backend.calibration.capture import Capture
+from vllm_sparse_backend.calibration.external import read_json
+from vllm_sparse_backend.calibration.head_errors import BEYOND_P99, BEYOND_P999, LEAST_ERROR, Errors, HeadResult
+from vllm_sparse_backend.calibration.prompt_chunks import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.config.method_parameters import make_method, parameters_of
+from vllm_sparse_backend.evaluation.attention_prompts import without_nan
+from vllm_sparse_backend.evaluation.report import write_json
+from vllm_sparse_kernels import PagedCache, SparseIndex
+from vllm_sparse_kernels.attention import AttendSpec, Engine, choose
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
+from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.methods.base import Method
+
+State = dict[Hashable, Any]
+"""``Rows.state`` of a chunk: what methods keep from layer to layer."""
+
+Outcome = tuple[torch.Tensor, torch.Tensor]
+"""Of one prompt, on the device: each query's error [num_queries, num_heads]; pairs kept [num_heads], float64."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """How prompts are prefilled."""
+
+    chunk_tokens: int = 8192
+    min_tokens: int = 0
+    """Positions from which on rows go sparse; those before are dense and not judged."""
+
+
+@dataclass(frozen=True)
+class LayerPrompt:
+    """A layer's part of one prompt, on the device, in the chunks in which a server would prefill it."""
+
+    batches: list[Batch]
+    dense: list[torch.Tensor]
+    """Of each chunk [query_len, num_heads, head_dim]: its output under dense attention."""
+    before: Sequence[State] = ()
+    """Of each chunk, what the layers before have left; nothing unless given."""
+
+    @staticmethod
+    def read(
+        captured: Capture, layer: int, served: Served, device: torch.device, before: Sequence[State] = ()
+    ) -> "LayerPrompt":
+        tensors, scale = captured.read(layer, device), captured.scales[layer]
+        cache = PagedCache(paged(tensors.k), paged(tensors.v))
+        rows = chunk_rows(captured.num_tokens, served.chunk_tokens, device, served.min_tokens)
+        whole = dense_attention(tensors, scale)
+        spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
+        batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
+        without_nan(batches[0])  # of the cache that all of them have
+        return LayerPrompt(batches, [whole[span] for span in spans], before)
+
+    @property
+    def num_pairs(self) -> int:
+        return sum(causal_pairs(batch.rows) for batch in self.batches)
+
+    def passes(
+        self, groups: LayerPlan, engines: Mapping[str, Engine] | None
+    ) -> Iterator[tuple[torch.Tensor, SparseIndex, State]]:
+        """Of each chunk the output, what was kept, and what is left to the next layer. On a CPU no engines."""
+        for i, batch in enumerate(self.batches):
+            rows = replace(batch.rows)  # nothing is kept from pass to pass
+            rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
+            layer, out = Layer.of(groups, batch.cache.head_dim, batch.q.device), batch.empty_out()
+            if engines:  # the one that a server takes
+                spec = AttendSpec.of(batch.cache, layer.index(rows), layer.options)
+                layer = replace(layer, engine=choose(engines, spec).engine)
+            yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
+
+    def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> Outcome:
+        errors, pairs = [], []
+        for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines), strict=True):
+            norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+            errors.append((out.float() - dense.float()).abs().sum(-1) / norms)
+            pairs.append(index.pairs_of_heads())
+        return torch.cat(errors), torch.stack(pairs).sum(0).double()
+
+
+def summary(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
+    """``Errors`` [4, num_heads] float64 of queries [num_queries, num_heads] under a method, and under the default."""
+    mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
+    (more,) = beyond(errors - of_default, BEYOND_P999)
+    return torch.stack((mean, *beyond(errors, BEYOND_P99, BEYOND_P999), torch.maximum(mean / default, 1 + more)))
+
+
+def beyond(of_queries: torch.Tensor, *shares: float) -> list[torch.Tensor]:
+    """[num_heads] float64 for each share: what this share of queries has more than."""
+    ordered = of_queries.sort(0).values
+    return [ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in shares]
+
+
+class CapturedLayer:
+    """What methods do to one layer of captured prompts; ``engines`` are those of a CUDA device, None on a CPU.
+
+    ``before``: of each prompt's chunks, what the layers before have left; nothing unless given. ``others``: methods of
+    heads of other layers.
+    """
+
+    def __init__(
+        self,
+        captures: Sequence[Capture],
+        layer: int,
+        served: Served,
+        device: torch.device,
+        engines: Mapping[str, Engine] | None,
+        before: Sequence[Sequence[State]] = (),
+        others: Sequence[Method] = (),
+    ) -> None:
+        self.engines, self.others = engines, tuple(others)
+        captures_and_states = zip(captures, before or repeat(()))
+        self.prompts = [
+            LayerPrompt.read(captured, layer, served, device, states) for captured, states in captures_and_states
+        ]
+
+    def after(self, methods: Sequence[Method]) -> list[list[State]]:
+        """Of each prompt's chunks, what the layer leaves to the next if its heads have these methods."""
+        groups = layer_plan(methods, self.others)
+        return [[dict(state) for *_, state in prompt.passes(groups, self.engines)] for prompt in self.prompts]
+
+    @cached_property
+    def _of_default(self) -> list[torch.Tensor]:
+        """Of each prompt, queries' errors under the server's default."""
+        default = [make_method("default", {})] * self.prompts[0].batches[0].num_heads
+        groups = layer_plan(default, self.others)
+        return [prompt.outcome(groups, self.engines)[0] for prompt in self.prompts]
+
+    def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
+        """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
+        groups = layer_plan(methods, self.others)
+        outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
+        errors = torch.stack(
+            [summary(of_method, default) for (of_method, _), default in zip(outcomes, self._of_default)]
+        )
+        density = torch.stack([kept for _, kept in outcomes]).sum(0) / sum(prompt.num_pairs for prompt in self.prompts)
+        rows = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
+        return [HeadResult(error, p99, p999, k, kept, Errors(*more)) for error, p99, p999, k, kept, *more in rows]
+
+
+def unseen(errors: torch.Tensor) -> torch.Tensor:
+    """``HeadResult.unseen`` of what prompts have, along the first dimension; of a single one what it has."""
+    ordered = errors.sort(0).values
+    return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
+
+
+class RememberingJudge:
+    """A ``LayerJudge`` that writes down what it has judged, and reads the layer only for what it has not.
+
+    ``path`` holds this layer's figures, all of one set of prompts; whoever breaks off loses what came after the last
+    ``save``.
+    """
+
+    def __init__(self, layer: int, num_heads: int, path: Path, read: Callable[[], CapturedLayer]) -> None:
+        self.layer, self.num_heads, self.path, self._read = layer, num_heads, path, read
+        self.known: dict[str, list[HeadResult]] = read_json(path, dict[str, list[HeadResult]]) if path.exists() else {}
+        self.num_saved = len(self.known)
+
+    @cached_property
+    def captured(self) -> CapturedLayer:
+        return self._read()
+
+    def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
+        if len(methods) != self.num_heads:
+            raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
+        # All fields of all methods; of equal ones those of one.
+        key = json.dumps([parameters_of(method) for method in (methods[:1] if len(set(methods)) == 1 else methods)])
+        if key not in self.known:
+            self.known[key] = self.captured.figures(methods)
+        return self.known[key]
+
+    def save(self) -> None:
+        if len(self.known) > self.num_saved:
+            write_json(self.path, {key: [asdict(result) for result in results] for key, results in self.known.items()})
+            self.num_saved = len(self.known)

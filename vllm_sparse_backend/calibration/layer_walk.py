@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of a model in order, each judged with what the layers before hand on to it (``Rows.state``).
+
+Some methods' heads look at heads of earlier layers. What a layer is given follows from what those before were chosen to
+do and from nothing behind it: layers that are judged in order, each as it will be served, are judged jointly.
+
+**Memory.** Beside a layer's own (``judge.py``), where heads depend on others, the state of each chunk of each prompt,
+twice: of SharePrefill 4 bytes for each pair of a tile of queries and a block of keys, by clusters; 0.3 MB a cluster for
+a prompt of 32,768.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from vllm_sparse_backend.calibration.calibration_job import Job
+from vllm_sparse_backend.calibration.layer_judge import CapturedLayer, RememberingJudge, State
+from vllm_sparse_backend.config.method_parameters import parameters_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+Of = TypeVar("Of")
+
+
+class Flow:
+    """The model so far, on the prompts or on the held-out ones.
+
+    ``sharing``: methods that other heads have, where those of a layer need some (``Method.sharing``). Outcomes are
+    remembered in the job's folder by what the layers before hand on, which takes nothing but which heads share.
+    """
+
+    def __init__(self, job: Job, kind: str, others: Sequence[Method] = ()) -> None:
+        self.job, self.kind, self.others = job, kind, tuple(others)
+        self.chosen: list[list[Method]] = []
+        """Of the layers so far, each head's."""
+        self._states: list[list[State]] = []
+        self._passed = 0
+
+    def judge(self) -> RememberingJudge:
+        """Of the next layer."""
+        layer = len(self.chosen)
+        name = f"{self.kind}-layer-{layer:03}{self._handed_on()}.json"
+        return RememberingJudge(layer, self.job.shape.num_heads, self.job.folder / name, self._read)
+
+    def _handed_on(self) -> str:
+        handed = [[_given(method) for method in heads] for heads in self.chosen]
+        if not any(map(any, handed)):
+            return ""
+        text = json.dumps([heads if any(heads) else None for heads in handed])
+        return f"-after-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def _read(self) -> CapturedLayer:
+        while self._passed < len(self.chosen):
+            methods = self.chosen[self._passed]
+            if any(map(needs_others, methods)):
+                self._states = self._layer(self._passed).after(methods)
+            self._passed += 1
+        return self._layer(len(self.chosen))
+
+    def _layer(self, layer: int) -> CapturedLayer:
+        job = self.job
+        captures, device = job.captures[self.kind], torch.device(job.device)
+        engines = job.card.engines if job.card else None
+        return CapturedLayer(captures, layer, job.served, device, engines, self._states, self.others)
+
+
+def walk(
+    job: Job,
+    kind: str,
+    others: Sequence[Method],
+    choose: Callable[[RememberingJudge], tuple[Sequence[Method], Of | None]],
+) -> tuple[list[list[Method]], list[Of | None]]:
+    """All layers in order: of each the methods of its heads, and what else ``choose`` has of it.
+
+    Layers that never go sparse are dense, and have None.
+    """
+    flow = Flow(job, kind, others)
+    results: list[Of | None] = []
+    job.tell.begin("layers", len(job.layers))
+    for layer in range(job.shape.num_layers):
+        if layer not in job.layers:
+            flow.chosen.append([Dense()] * job.shape.num_heads)
+            results.append(None)
+            continue
+        judge = flow.judge()
+        methods, of_layer = choose(judge)
+        judge.save()
+        flow.chosen.append(list(methods))
+        results.append(of_layer)
+        job.tell.step()
+    return flow.chosen, results
+
+
+def needs_others(method: Method) -> bool:
+    """Whether what a head does depends on other heads."""
+    return method.unshared != method
+
+
+def _given(method: Method) -> dict[str, Any] | None:
+    """What of a head counts for later layers: of SharePrefill not its γ."""
+    return parameters_of(method.sharing) if needs_others(method) else None
+
+
+def first_judge(job: Job) -> RememberingJudge:
+    """Of the first layer that can go sparse, on the prompts."""
+    flow = Flow(job, "prompts")
+    flow.chosen = [[Dense()] * job.shape.num_heads] * job.layers[0]
+    return flow.judge()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search found, as a profile: methods of all heads, what came of them, and on what that was judged."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from vllm_sparse_backend.calibration.calibration_job import Job
+from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
+from vllm_sparse_backend.config import head_figures as profile_figures
+from vllm_sparse_backend.config.crossover_table import ProfileCrossover
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.profile import Level, Profile, Provenance
+from vllm_sparse_backend.evaluation.report import versions
+from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+OfLayers = list[list[HeadResult] | None]
+"""Of each layer what came of its heads; None for layers that never go sparse."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found for one bound: methods by layer and head of the whole model, and what came of them."""
+
+    bound: Bound
+    methods: list[list[Method]]
+    figures: OfLayers
+    """On the prompts."""
+    held_out: OfLayers
+    crossover: ProfileCrossover | None = None
+
+    def summary(self) -> dict[str, float]:
+        """Of the held-out prompts, over the heads that are not dense: what part of them holds the bound; the most that
+        a head takes of it; means."""
+        sparse = [
+            result
+            for methods, figures in zip(self.methods, self.held_out)
+            for method, result in zip(methods, figures or ())
+            if not isinstance(method, Dense)
+        ]
+        if not sparse:
+            return {}
+        shares = [self.bound.share(result) for result in sparse]
+        figures = {
+            "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
+            "most_of_bound": max(shares),
+            "error": fmean(result.error for result in sparse),
+            "p99_error": fmean(result.p99 for result in sparse),
+        }
+        if self.bound.has_mean:
+            figures["mean_of_bound"] = (
+                sum(result.error for result in sparse) / sum(map(len, self.methods)) / self.bound.mean
+            )
+        return {name: float(f"{value:.4g}") for name, value in figures.items()}
+
+    @property
+    def density(self) -> float:
+        """Mean over all layers' heads."""
+        left_out = sum(1 - result.density for layer in self.figures for result in layer or ())
+        return 1 - left_out / sum(map(len, self.methods))
+
+
+def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -> float:
+    """Of all heads of the model; those of layers that have no figures are dense."""
+    return sum(result.error for layer in figures for result in layer or ()) / (len(figures) * num_heads)
+
+
+def profile_of(job: Job, findings: Mapping[str, Found], source: str) -> Profile:
+    """The first is the profile's own level; others at which nothing goes sparse are left out, as ``exact`` is one."""
+    levels = {
+        name: Level.of_heads(finding.methods, provenance_of(job, finding, source), finding.crossover)
+        for name, finding in findings.items()
+        if any(not isinstance(method, Dense) for layer in finding.methods for method in layer)
+    }
+    if (first := next(iter(findings))) not in levels:
+        # Another in its place would be what requests get that name none.
+        numbers = ":".join(f"{x:g}" for x in findings[first].bound.numbers.values())
+        why = f"{source}: no head holds the bound {numbers} of level {first} and saves time"
+        raise ConfigurationError(f"{why}: expected a larger one, or longer prompts")
+    first_level, *others = levels
+    fields_of_level = {field: getattr(levels[first_level], field) for field in Level.model_fields}
+    return Profile.model_validate({
+        "format": 1, "model": job.shape, "level": first_level, **fields_of_level,
+        "min_tokens": job.served.min_tokens if job.says_min_tokens else None,
+        "levels": {name: levels[name] for name in others},
+    })  # fmt: skip
+
+
+def provenance_of(job: Job, finding: Found, source: str) -> Provenance:
+    rows: dict[str, profile_figures.PerHead] = {
+        name: [[getattr(result, of_name) for result in layer] if layer else None for layer in finding.figures]
+        for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))
+    }
+    return Provenance(
+        tool_version=package_version(PACKAGE),
+        prompts_sha256=job.prompts.sha256,
+        device=job.device_name,
+        source=source,
+        seed=job.seed,
+        versions=versions(),
+        bounds=finding.bound.numbers,
+        density=float(f"{finding.density:.4g}"),
+        figures=profile_figures.HeadFigures.of_heads(**rows),
+        held_out=finding.summary(),
+    )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles from JSON files that other tools saved: MInference's patterns and SharePrefill's clusters."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, StrictInt, StrictStr
+
+from vllm_sparse_backend.calibration.external import readable
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_one_of, unexpected
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.profile import Level, Profile, Provenance
+from vllm_sparse_kernels.methods.base import Method
+
+PATTERNS_FORM = "MInference's patterns, a list of one object for each layer"
+CLUSTERS_FORM = "SharePrefill's clusters, an object with clusters and shared_clusters"
+
+Made = TypeVar("Made")
+
+PATTERNS: dict[str, Callable[[int, int], Method]] = {
+    "vertical_and_slash": lambda a, b: make_method("vertical_slash", {"vertical_tokens": a, "slash_tokens": b}),
+    "stream_llm": lambda a, b: make_method("a_shape", {"sink_tokens": a, "local_tokens": b}),
+    "block_sparse": lambda a, b: make_method("block_sparse", {"top_blocks": 100}),
+}
+
+Number = Annotated[StrictStr, Field(pattern="^(0|[1-9][0-9]{0,5})$")]
+Count = Annotated[StrictInt, Field(ge=0)]
+
+
+class ClusterFile(Section):
+    """What such a file holds."""
+
+    clusters: dict[Number, list[tuple[Count, Count]]]
+    """Each one's layers and heads."""
+    shared_clusters: list[StrictStr]
+
+
+def import_profile(path: str | Path, model: str | Path) -> Profile:
+    """The profile that says the same as a foreign file, for the model in this folder (or its config.json).
+
+    Such files do not name their model. Raises ``ConfigurationError`` naming file and place where the file is malformed
+    or of no known form, or the two do not fit each other.
+    """
+    path = Path(path)
+    shape = ModelShape.from_folder(Path(model))
+    with readable(path, "content", "expected JSON of MInference or SharePrefill"):
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+    if isinstance(content, list):
+        tool, read = "MInference's", _minference
+    elif isinstance(content, dict) and ClusterFile.model_fields.keys() & content.keys():
+        tool, read = "SharePrefill's", _share_prefill
+    else:
+        expected = f"{PATTERNS_FORM}; or {CLUSTERS_FORM}"
+        size = f"{len(content)} entries" if isinstance(content, dict) else "one value"
+        raise ConfigurationError(f"{path}: given {size} of type {type(content).__name__}, expected {expected}")
+    try:
+        methods, note = read(content, shape)
+    except (ConfigurationError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    level = Level.of_heads(methods, Provenance(source=f"imported from {tool} {path.name}{note}"))
+    return Profile(format=1, model=shape, **{name: getattr(level, name) for name in Level.model_fields})
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(mapping := dict(pairs)) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return mapping
+
+
+def _minference(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
+    """Files of MInference's offline search: minference/configs/*.json in its authors' repository, as of August 2025.
+
+    A list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, heads counted over the whole model:
+
+    * ``vertical_and_slash``: keep the ``a`` heaviest columns (tokens) and the ``b`` heaviest diagonals;
+    * ``stream_llm``: keep the first ``a`` tokens (sink) and a window of ``b`` tokens (local);
+    * ``block_sparse``: the authors' code keeps 100 blocks of 64 keys for each block of queries that it computes at a
+      time, whatever ``a`` and ``b`` say (in their search ``a`` was a ratio, not a count), and so does the profile;
+    * ``score`` is the search's own measure, which changed between its versions: recall in some files, a count of
+      differing outputs in others. It is not kept.
+    """
+    if len(content) != shape.num_layers:
+        raise ValueError(f"given {len(content)} layers, expected a list of {shape.num_layers} for {shape}")
+    return _each("layer", content, lambda heads: _each("head", _in_order(heads, shape), _method)), ""
+
+
+def _in_order(heads: object, shape: ModelShape) -> list[object]:
+    names = [str(head) for head in range(shape.num_heads)]
+    if not isinstance(heads, dict) or set(heads) != set(names):
+        shown = f"heads {', '.join(heads) or 'none'}" if isinstance(heads, dict) else f"{heads!r:.80}"
+        raise ValueError(f"given {shown:.80}, expected an object with the heads 0 to {names[-1]} for {shape}")
+    return [heads[name] for name in names]
+
+
+def _method(entry: object) -> Method:
+    match entry:
+        case [str(pattern), int(a), int(b), int() | float()] if pattern in PATTERNS:
+            return PATTERNS[pattern](a, b)
+    raise ValueError(unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]"))
+
+
+def _each(what: str, entries: Iterable[object], make: Callable[[Any], Made]) -> list[Made]:
+    """What ``make`` makes of each one; its ValueError says which of them it is."""
+    made = []
+    for number, entry in enumerate(entries):
+        try:
+            made.append(make(entry))
+        except ValueError as error:
+            raise ValueError(f"{what} {number}: {error}") from None
+    return made
+
+
+def _share_prefill(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
+    """Cluster files of SharePrefill: shareprefill/clusters/sharing_lookup/*.json in its authors' repository.
+
+    ``{"clusters": {"ID": [[layer, head], ...]}, "shared_clusters": ["ID", ...]}``. Their code lets heads share within
+    the clusters that ``shared_clusters`` names and within no other, and treats a head of no cluster like those: all of
+    these become noise (−1) here. Clusters keep their numbers.
+
+    The thresholds stand in no file. The profile has the paper's (δ = 0.3, τ = 0.2, γ = 0.9): those of the authors' code
+    (similarity_threshold 0.5 and so on) are of another comparison, see ``methods/share_prefill/method.py``.
+    """
+    file = ClusterFile.read(content, "")
+    for (layer, head), count in Counter(chain.from_iterable(file.clusters.values())).items():
+        if count > 1 or layer >= shape.num_layers or head >= shape.num_heads:
+            place = f"layer {layer}, head {head}, {count} times"
+            raise ValueError(f"clusters: given {place}, expected those of {shape}, once each")
+    if unknown := set(file.shared_clusters) - set(file.clusters):
+        raise ValueError(f"shared_clusters: {not_one_of(min(unknown), file.clusters)}")
+    methods = [[make_method("share_prefill", {})] * shape.num_heads for _ in range(shape.num_layers)]
+    for name in file.shared_clusters:
+        for layer, head in file.clusters[name]:
+            methods[layer][head] = make_method("share_prefill", {"cluster": int(name)})
+    return methods, f": {len(set(file.shared_clusters))} of its {len(file.clusters)} clusters share"

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to calibrate on: the operator's own, or made here of a text with questions and their answers inside.
+
+The heads that retrieve show themselves where something is looked up, and sparse attention loses most there. So made
+prompts hold, all over a text, *threads* of three kinds: facts that are asked for and answered further on (`eval
+answers` asks the same), values that are handed from name to name before one of these is asked for (several hops), and
+passages of another text that come twice. Together they take about a third of a prompt, and never more than half of it,
+however many tokens a tokenizer makes of a line: so that the hundredth of its
+queries with the largest errors is among those that look something up.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_backend.calibration.capture import begin_ids, load_tokenizer, prompt_sha256
+from vllm_sparse_backend.calibration.external import readable
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.evaluation.answers import NAMES, Templates, weave
+from vllm_sparse_backend.evaluation.prompt_texts import read_text
+
+Encode = Callable[[str], list[int]]
+Thread = list[list[int]]
+"""Lines as token ids, in the order in which a prompt has them."""
+
+TEMPLATES = Templates()
+FIRST_HOP, HOP = "# The number of {name} is {value}.", "# {name} has the number of {other}."
+HOPS = 3
+QUESTION = "# Question: what is the number of {name}? Answer: {value}."
+PASSAGE_TOKENS = (16, 256)
+
+MOST_CHARS = 16
+"""That a token has in the mean: no more of a text is made into tokens."""
+
+KINDS = ("retrieval", "hops", "repeats")
+TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
+"""Of a prompt: so long a stretch has one of them on average."""
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts as token ids."""
+
+    prompts: tuple[tuple[int, ...], ...]
+
+    @property
+    def sha256(self) -> str:
+        """Of all of them, in their order."""
+        return prompt_sha256([x for prompt in self.prompts for x in (len(prompt), *prompt)])
+
+
+def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> PromptSet:
+    """``count`` prompts of ``num_tokens``, equal for equal arguments.
+
+    ``text``: a text file or a folder. ``part``: 0 or 1; the two are either half of it, and have no text in common.
+    Raises ConfigurationError where the text is too short.
+    """
+    tokenizer = load_tokenizer(model)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    text_ids = _text_ids(text, encode, (count + 1) * num_tokens, part)
+    start = begin_ids(tokenizer)
+    rng = random.Random(f"{seed}/{part}")
+    # Passages that come twice are of the text's last part, which fills no prompt.
+    passages = text_ids[count * num_tokens :]
+    prompts = []
+    for i in range(count):
+        stretch = text_ids[i * num_tokens : (i + 1) * num_tokens]
+        threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
+        _drop_threads(threads, num_tokens // 2 - len(start))
+        _require_room(threads, num_tokens, len(start), model)
+        prompts.append(tuple(_woven(start, stretch, list(chain.from_iterable(threads.values())), num_tokens, rng)))
+    return PromptSet(tuple(prompts))
+
+
+def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
+    """Drop threads, of the longest kind first, until all take ``most_tokens``, or one of each kind is left.
+
+    Tokenizers differ by several times in what they make of the same line.
+    """
+    while sum(map(_tokens, threads.values())) > most_tokens:
+        kinds = [kind for kind in KINDS if len(threads[kind]) > 1]
+        if not kinds:
+            return
+        threads[max(kinds, key=lambda kind: _tokens(threads[kind]))].pop()
+
+
+def _tokens(threads: Sequence[Thread]) -> int:
+    return sum(len(line) for thread in threads for line in thread)
+
+
+def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, model: Path) -> None:
+    """Raise ConfigurationError where one thread of each kind takes more than half of a prompt."""
+    needed = 2 * (num_start + sum(map(_tokens, threads.values())))
+    if needed <= num_tokens:
+        return
+    lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} of a line of {kind}" for kind in KINDS)
+    raise ConfigurationError(
+        f"prompts: given {num_tokens:,} tokens, expected at least {needed:,}, as lines to be looked up take half of a "
+        f"prompt at most: the tokenizer of {model} makes {lines}; ask for longer prompts with --tokens, or give your "
+        "own with --prompts and --held-out"
+    )
+
+
+def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
+    """At least ``wanted`` tokens of one half of the text."""
+    whole = read_text(text)
+    half = whole[len(whole) // 2 :] if part else whole[: len(whole) // 2]
+    ids = encode(half[: wanted * MOST_CHARS])
+    if len(ids) < wanted:
+        raise ConfigurationError(
+            f"text: {text}: given {len(ids)} tokens, expected at least {wanted} in either half of it: name a "
+            "larger one, or ask for fewer or shorter prompts"
+        )
+    return ids
+
+
+def _woven(
+    start: Sequence[int], text_ids: Sequence[int], threads: Sequence[Thread], num_tokens: int, rng: random.Random
+) -> list[int]:
+    room = num_tokens - len(start) - _tokens(threads)
+    cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in threads]
+    return weave(start, text_ids[:room], threads, cuts)[0]
+
+
+def _threads(
+    kind: str, num_tokens: int, encode: Encode, passages: Sequence[int], rng: random.Random
+) -> Iterable[Thread]:
+    count = max(1, num_tokens // TOKENS_A_THREAD[kind])
+    if kind == "repeats":
+        most = min(PASSAGE_TOKENS[1], num_tokens // 16)
+        for _ in range(count):
+            length = rng.randint(min(PASSAGE_TOKENS[0], most), most)
+            at = rng.randrange(len(passages) - length)
+            yield [list(passages[at : at + length])] * 2
+        return
+    num_names = HOPS + 1 if kind == "hops" else 1
+    for i, value in enumerate(rng.sample(range(1_000_000, 10_000_000), count)):
+        if i % (len(NAMES) // num_names) == 0:
+            names = rng.sample(NAMES, len(NAMES))
+        yield [encode(f"\n{line}\n") for line in _lines(names[-num_names:], value)]
+        del names[-num_names:]
+
+
+def _lines(names: Sequence[str], value: int) -> list[str]:
+    """What states a fact, or hands a value on from name to name, and what asks for it and answers."""
+    if len(names) == 1:
+        return [line.format(name=names[0], value=value) for line in (TEMPLATES.fact, TEMPLATES.question)]
+    hops = [HOP.format(name=name, other=other) for other, name in pairwise(names)]
+    first, question = FIRST_HOP.format(name=names[0], value=value), QUESTION.format(name=names[-1], value=value)
+    return [first, *hops, question]
+
+
+def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptSet:
+    """The operator's own: a .jsonl file has a prompt on each line, any other is one; what is longer is cut short.
+
+    A line is an object with ``messages``, which the model's chat template turns into text, or with ``text`` or
+    ``prompt``. Raises ConfigurationError naming file and line.
+    """
+    tokenizer = load_tokenizer(model)
+    start = begin_ids(tokenizer)
+    prompts = []
+    for where, text in _texts(files, tokenizer):
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        ids = ids if ids[: len(start)] == start else start + ids
+        if len(ids) < 2:
+            raise ConfigurationError(f"{where}: {unexpected(f'{len(ids)} tokens', 'a prompt')}")
+        prompts.append(tuple(ids[:num_tokens]))
+    if not prompts:
+        raise ConfigurationError(f"{', '.join(map(str, files))}: {unexpected('no prompt', 'one at least')}")
+    return PromptSet(tuple(prompts))
+
+
+def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
+    for file in files:
+        with readable(file, "text"):
+            text = file.read_text(encoding="utf-8")
+        if file.suffix != ".jsonl":
+            yield str(file), text
+            continue
+        for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand within a string
+            if line.strip():
+                with readable(where := Path(f"{file}:{number}"), "prompt"):
+                    yield str(where), _text_of(json.loads(line), tokenizer)
+
+
+def _text_of(line: object, tokenizer: Any) -> str:
+    match line:
+        case {"messages": [*messages]} if all(
+            isinstance(message, dict) and {"role", "content"} <= {*message} for message in messages
+        ):
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        case {"text": str(text)} | {"prompt": str(text)}:
+            return text
+    raise ValueError(unexpected(line, "an object with messages, each with role and content, or with a text or prompt"))

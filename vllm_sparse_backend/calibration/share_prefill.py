@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SharePrefill: clusters of the first prompt's heads, and for each head the γ that holds a bound.
+
+The paper (arXiv:2505.19578) has one γ for all heads, and its clusters hold wherever heads are alike. What follows is
+ours; its δ and τ stay. Which pattern a head takes over depends on heads of its own and of earlier layers; but who
+shares depends on clusters, never on γ (``methods/share_prefill/method.py``), and nothing depends on later layers.
+
+1. *Survey*, with all clusters as they were found. Each head is asked for the least γ of its own vertical-slash that
+   holds the bound, then, as a member of its cluster, for the least γ of whatever it does there. Members that are dense
+   whatever their γ are pivots.
+2. *Choice.* A head leaves its cluster if it does not hold the bound there or keeps no less than by itself. A cluster is
+   dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which they take in
+   prompts where they are none. By itself a head is dense where no γ holds or less than a tenth is left out.
+3. The whole model is then judged as chosen (``calibrate.py``): heads that do not hold the bound leave their cluster,
+   and those that still do not become dense. If a cluster is left with one member, it is dissolved and all judged again.
+
+A server on several tensor-parallel ranks shares within each rank only; what is judged here is one rank's.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from vllm_sparse_backend.calibration.calibration_job import Job
+from vllm_sparse_backend.calibration.head_clusters import DISTANCE, Clusters, head_clusters, map_side
+from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
+from vllm_sparse_backend.calibration.layer_walk import needs_others, walk
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, May, Search, halved, sparse_enough, sparsest
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one head may do."""
+
+    alone: Method
+    """By itself."""
+    shared: SharePrefill | None = None
+    """In its cluster, if it holds the bound there and keeps no more than by itself; always where it is a pivot."""
+    saved: float = 0.0
+    """Share of pairs that sharing saves; below 0 of a pivot."""
+
+
+class Sharing(Search):
+    """Of each head what saves most: its cluster's pattern, its own lines, or nothing."""
+
+    def __init__(self, job: Job, bound: Bound, ladder: Sequence[SharePrefill], distance: float | None = None) -> None:
+        distance = DISTANCE if distance is None else distance
+        side = map_side(min(map(len, job.prompts.prompts)))
+        clusters = job.remembered(
+            f"clusters-{distance:g}",
+            Clusters,
+            lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance),
+        )
+        self.others = [
+            replace(ladder[0], cluster=number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})
+        ]
+        fine = halved(halved(ladder))
+
+        def survey(judge: LayerJudge) -> tuple[list[SharePrefill], list[Choice]]:
+            of_heads = clusters[judge.layer]
+            return [replace(ladder[0], cluster=number) for number in of_heads], survey_layer(
+                judge, bound, fine, of_heads
+            )
+
+        choices_by_layer = walk(job, "prompts", self.others, survey)[1]
+        self.choices = [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in choices_by_layer]
+        self.left = worth(self.choices)
+        self._require_any()
+
+    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+        chosen: list[Method] = []
+        for head, choice in enumerate(self.choices[judge.layer]):
+            shared = [choice.shared] if choice.shared and choice.shared.cluster in self.left else []
+            chosen.append(next((method for method in (*shared, choice.alone) if may(head, method)), Dense()))
+        return chosen
+
+    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+        """Where a cluster is left with one head, which then has nobody to share with."""
+        members = Counter(method.sharing for method in chain.from_iterable(methods) if needs_others(method))
+        numbers = {
+            method.cluster for method, count in members.items() if count > 1 and isinstance(method, SharePrefill)
+        }
+        lonely, self.left = self.left - numbers, self.left & numbers
+        self._require_any()
+        return bool(lonely)
+
+    def _require_any(self) -> None:
+        if not self.left:
+            why = "--method share_prefill: no two heads keep less by sharing within the bound, and without that"
+            raise ConfigurationError(f"{why} it is flex_vertical_slash: expected that, or larger --level or --distance")
+
+
+def survey_layer(
+    judge: LayerJudge, bound: Bound, ladder: Sequence[SharePrefill], clusters: Sequence[int]
+) -> list[Choice]:
+    """What each head may do; ``clusters`` has the cluster of each."""
+    alone = sparsest(judge, bound, dict.fromkeys(range(judge.num_heads), ladder))
+    choices = [Choice(sparse_enough(judged)) for judged in alone.values()]
+    if set(clusters) == {NOISE}:
+        return choices
+    members = {head: [replace(setting, cluster=number) for setting in ladder] for head, number in enumerate(clusters)}
+    for head, judged in sparsest(judge, bound, members).items():
+        alone_method, number = choices[head].alone, clusters[head]
+        saved = (1.0 if isinstance(alone_method, Dense) else alone[head].figures.density) - judged.figures.density
+        if number == NOISE:
+            continue
+        if judged.method == members[head][0] and judged.sparsity < LEAST_SPARSITY:  # a pivot
+            lines = alone_method if isinstance(alone_method, SharePrefill) else ladder[-1]
+            choices[head] = Choice(alone_method, replace(lines, cluster=number), saved)
+        elif isinstance(member := sparse_enough(judged), SharePrefill) and saved >= 0:
+            choices[head] = Choice(alone_method, member, saved)
+    return choices
+
+
+def worth(choices: Sequence[Sequence[Choice]]) -> set[int]:
+    """Clusters of two heads and more that save more than they cost."""
+    saved: dict[int, list[float]] = defaultdict(list)
+    for choice in chain.from_iterable(choices):
+        if choice.shared:
+            saved[choice.shared.cluster].append(choice.saved)
+    return {number for number, savings in saved.items() if len(savings) > 1 and sum(savings) > 0}

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-prefill profile best|calibrate`: a profile of one's own model, from prompts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vllm_sparse_backend.cli.commands import add_command
+from vllm_sparse_backend.cli.common import (
+    Chunk,
+    Model,
+    device_of,
+    exit_on_sigterm,
+    failures,
+    new_output,
+    output_folder,
+    say,
+)
+from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
+from vllm_sparse_backend.evaluation.output_files import require_output_folder, write_text
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.calibration.calibration_job import Job, Tell
+    from vllm_sparse_backend.calibration.head_errors import Bound
+    from vllm_sparse_backend.calibration.prompts import PromptSet
+    from vllm_sparse_backend.config.crossover_table import ProfileCrossover
+    from vllm_sparse_backend.config.profile import Profile
+
+DEFAULT_TOKENS = 32768
+"""Length of made prompts, for models that have as many positions."""
+
+Level = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=MEAN[:P99[:P999[:HEADS]]], NAME high or fast: the most error of a head: its mean, p99 "
+        "and p99.9 over queries, and the mean of all heads; or NAME=1.5x, best's bound. May be repeated; high=0.1:0.4."
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Options of both commands: a model, prompts, and where the profile goes."""
+
+    model: Model
+    out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.", callback=new_output)]
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Else made of --text."),
+    ] = None
+    held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the check at the end.")] = None
+    text: Annotated[
+        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources.")
+    ] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Length of made prompts, the most of others; 32,768, or the model's positions.", min=64),
+    ] = None
+    count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3
+    chunk: Chunk = 8192
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(help="First positions, dense, as the profile then says; 4,096 not judged.", min=0),
+    ] = None
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None
+    work: Annotated[
+        Path | None, typer.Option(help="Folder to go on in after a stop; beside --out.", callback=output_folder)
+    ] = None
+
+    def search(self, make_job: "Callable[[], Job]") -> "Profile":
+        """Make the profile. ``make_job`` makes prompts, which takes time: a command checks its own options first."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Make the profile, write it, and say what was found."""
+        from vllm_sparse_backend.calibration.calibration_job import Tell
+
+        exit_on_sigterm()
+        jobs: list[Job] = []
+        with failures(f"The same command goes on with what {self.work_folder} holds."), bar("prompts") as progress:
+            self._check_work_folder()
+
+            def make_job() -> "Job":
+                jobs.append(self._job(Tell(progress.begin, progress.step, progress.print)))
+                return jobs[0]
+
+            profile = self.search(make_job)
+            write_profile(profile, self.out)
+            jobs[0].clear()
+        _report(profile, self.out)
+
+    @property
+    def work_folder(self) -> Path:
+        """The run's folder."""
+        return self.work or self.out.with_suffix(".work")
+
+    def _check_work_folder(self) -> None:
+        if self.work_folder.absolute() == self.out.absolute():
+            raise ConfigurationError(
+                f"--out {self.out}: the run's folder has that name: name another file, or another --work"
+            )
+        require_output_folder("--work", self.work_folder)
+
+    def _job(self, tell: "Tell") -> "Job":
+        from vllm_sparse_backend.calibration.calibration_job import Job
+        from vllm_sparse_backend.calibration.capture import default_text, prompt_tokens
+        from vllm_sparse_backend.calibration.layer_judge import Served
+        from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts
+
+        tokens = prompt_tokens(self.model, self.tokens, DEFAULT_TOKENS)
+
+        def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
+            if files:
+                return read_prompts(self.model, files, tokens)
+            return make_prompts(self.model, self.text or default_text(), tokens, count, part, part)
+
+        return Job(
+            self.model,
+            prompts_of(self.prompts, self.count, 0),
+            prompts_of(self.held_out, max(1, self.count // 2), 1),
+            Served(self.chunk, min(4096, tokens // 2) if self.min_tokens is None else self.min_tokens),
+            self.work_folder,
+            device_of(self.device),
+            None if self.prompts else 0,
+            self.min_tokens is not None,
+            tell=tell,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best(JobOptions):
+    """Per head the cheapest of all methods, in time on this device, that loses little more than the default there."""
+
+    high: Annotated[float, typer.Option(help="The most that a head loses, ÷ what the default loses.", min=1)] = 1.5
+    fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=1)] = None
+    method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None
+
+    def search(self, make_job: "Callable[[], Job]") -> "Profile":
+        from vllm_sparse_backend.calibration import calibration_loop
+        from vllm_sparse_backend.calibration.head_errors import Bound
+
+        strategy = calibration_loop.best(self.method or calibration_loop.by_themselves())
+        factors = {"high": self.high, "fast": self.fast}
+        bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
+        return calibration_loop.run(make_job(), strategy, bounds, "sparse-prefill profile best")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(JobOptions):
+    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense."""
+
+    method: Annotated[
+        str,
+        typer.Option(
+            help="minference, sparge_attn+skip (its λ too), or a method with a ladder; NAME:FIELD=VALUE for a part."
+        ),
+    ]
+    level: Level = None
+    distance: Annotated[
+        float | None, typer.Option(help="Up to which share_prefill joins heads: 10; the authors' is 40.")
+    ] = None
+
+    def search(self, make_job: "Callable[[], Job]") -> "Profile":
+        from vllm_sparse_backend.calibration import calibration_loop
+
+        bounds = _bounds(self.level)
+        strategy = calibration_loop.strategy(self.method, bounds, self.distance)
+        cut = "" if self.distance is None else f" --distance {self.distance:g}"
+        command = f"sparse-prefill profile calibrate --method {self.method}{cut}"
+        return calibration_loop.run(make_job(), strategy, bounds, command)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add both commands to ``sparse-prefill profile``."""
+    add_command(app, Best, name="best", example="sparse-prefill profile best MODEL --out mine.yaml")
+    example = "sparse-prefill profile calibrate MODEL --method sale --out mine.yaml"
+    add_command(app, Calibrate, name="calibrate", example=example)
+
+
+def write_profile(profile: "Profile", out: Path) -> None:
+    """Write a profile as a whole or not at all, and over no other file. Raises ConfigurationError."""
+    if out.exists():
+        raise ConfigurationError(f"{out}: cannot be written: File exists")
+    write_text(out, profile.to_yaml())
+
+
+def _report(profile: "Profile", out: Path) -> None:
+    for name in profile.level_names[1:]:
+        level = profile.at_level(name)
+        provenance = level.provenance
+        bounds = ", ".join(f"{quantity} {value:g}" for quantity, value in (provenance.bounds or {}).items())
+        say(f"{name}: {bounds}; density {provenance.density:.3f} over all heads")
+        figures = (provenance.held_out or {}).items()
+        held_out = ", ".join(f"{quantity.replace('_', ' ')} {value:.4g}" for quantity, value in figures)
+        say(f"  on held-out prompts: {held_out}")
+        say(f"  {pays(level.crossover)}")
+    say(f"Written to {out}")
+
+
+def pays(crossover: "ProfileCrossover | None") -> str:
+    """From which lengths on a level pays, in a sentence."""
+    if crossover is None:
+        return "where it pays was not measured (no CUDA device, or prompts under 4,096 tokens): auto goes by its table"
+    where = f"on {crossover.device} with {', '.join(crossover.engines)}, up to {crossover.longest_tokens:,} tokens"
+    if crossover.pays:
+        return f"pays from {crossover.min_tokens:,} tokens on, {crossover.min_query_tokens:,} of them new: {where}"
+    return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger bound"
+
+
+def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
+    """The bounds that --level options state, by the level's name."""
+    from vllm_sparse_backend.calibration.head_errors import Bound
+    from vllm_sparse_backend.config.profile import BOUNDS
+
+    bounds: dict[str, Bound] = {}
+    for text in levels or ("high=0.1:0.4",):
+        name, _, numbers = text.partition("=")
+        is_factor = numbers.endswith("x")
+        try:
+            limits = [float(number) for number in numbers.removesuffix("x").split(":")]
+        except ValueError:
+            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
+        if name not in BOUNDS:
+            raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
+        if not all(limit > 0 for limit in limits) or len(limits) > 4 or name in bounds:
+            raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
+        if is_factor and (len(limits) > 1 or limits[0] < 1):
+            raise ConfigurationError(f"--level: {unexpected(text, 'one number from 1 on before the x')}")
+        bounds[name] = Bound(of_default=limits[0]) if is_factor else Bound(*limits)
+    return bounds

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``profile: auto``: the choice of a bundled profile for the served model.
+
+A profile fits a model by architecture and shape, which several models may share. Of the profiles that fit, the one with
+the model's name (``ModelShape.names``) is chosen. Without the name, a profile is chosen only if all that fit were made
+for one model, of which the served model may be a fine-tune. The reason for the choice is reported in either case.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.profile import Profile, bundled_profiles, load_profile
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The result of ``choose``.
+
+    Attributes:
+        name: Name of the bundled profile; None if none was chosen.
+        profile: The profile; None if none was chosen.
+        why: The reason for the choice, or why there is none.
+    """
+
+    name: str | None
+    profile: Profile | None
+    why: str
+
+
+def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choice:
+    """Choose the bundled profile for a model.
+
+    Of several profiles for the same model, those calibrated for the served rope_theta and by this tool are preferred.
+
+    Args:
+        shape: Shape and names of the served model.
+        bundled: Paths of the profiles by name; by default those of this package.
+
+    Returns:
+        The choice and its reason.
+    """
+    loaded = {name: load_profile(path) for name, path in (bundled or bundled_profiles()).items()}
+    fitting = {
+        name: profile for name, profile in loaded.items() if profile.model and not profile.model.differences(shape)
+    }
+    if not fitting:
+        return Choice(None, None, f"no bundled profile is for {shape}")
+    named = {
+        name: profile for name, profile in fitting.items() if profile.model and _called(profile.model) & _called(shape)
+    }
+    same_theta = {
+        name: profile
+        for name, profile in fitting.items()
+        if profile.model and profile.model.rope_theta == shape.rope_theta
+    }
+    candidates = named or same_theta or fitting
+    models = sorted({" or ".join(profile.model.names) for profile in candidates.values() if profile.model})
+    called = ", ".join(shape.names) or "a model without a name"
+    if not named and len(models) > 1:
+        return Choice(
+            None, None, f"{called} has the shape of {' and of '.join(models)}: name the profile that you want"
+        )
+    name = min(candidates, key=lambda name: (candidates[name].provenance.tool_version is None, name))
+    others = f"; others that fit: {', '.join(sorted(set(fitting) - {name}))}" if len(fitting) > 1 else ""
+    if named:
+        return Choice(name, loaded[name], f"it was made for {called}{others}")
+    why = f"it was made for {models[0] or 'a model of this shape'}, and {called} has its shape: check its answers"
+    return Choice(name, loaded[name], why + others)
+
+
+def _called(shape: ModelShape) -> set[str]:
+    """Return the names in lower case, without their owners."""
+    return {name.rpartition("/")[2].lower() for name in shape.names}

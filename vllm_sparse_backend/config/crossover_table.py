@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt lengths from which sparse prefill is faster than dense, as measured per device, engine and method.
+
+A table of measurements ships with the package (``_crossover/measured.json``). ``sparse-prefill bench crossover`` writes
+one for another device, which the setting ``crossover`` names. A profile may contain the measurement of its own heads,
+which takes precedence over the table. Where no entry fits, conservative defaults apply, and the log says so.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema, model_validator
+
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.ranges import MOST_COUNT
+from vllm_sparse_backend.config.strict_yaml import file_at, read_text, why_no_file
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+AUTO: Literal["auto"] = "auto"
+
+UNMEASURED_MIN_TOKENS = 16384
+"""``min_tokens`` where nothing was measured. For shorter prompts, typical budgets leave out too few pairs: at 16,384
+tokens, A-shape's 5,120 keys leave out 0.47 of them, and the 6,096 nearest diagonals 0.39.
+"""
+
+UNMEASURED_MIN_QUERY_TOKENS = 1024
+"""``min_query_tokens`` where nothing was measured: eight tiles of 32 heads are 256 programs, about two for each SM of
+an H100, and selection reads all keys however few the queries are.
+"""
+
+COMMAND = "sparse-prefill bench crossover"
+SHIPPED = "_crossover/measured.json"
+"""Path of the bundled table within the package."""
+
+
+def _to_token_count(value: object) -> object:
+    if value == AUTO:
+        return value
+    if type(value) is not int:
+        raise ValueError(unexpected(value, f"an integer, or {AUTO!r}"))
+    if not 0 <= value <= MOST_COUNT:
+        raise ValueError(unexpected(value, f"at least 0, and at most {MOST_COUNT}"))
+    return value
+
+
+_NUMBER_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MOST_COUNT}
+_TOKEN_COUNT_SCHEMA = WithJsonSchema({"anyOf": [_NUMBER_SCHEMA, {"const": AUTO}]})
+TokenCount = Annotated[int | Literal["auto"], PlainValidator(_to_token_count), _TOKEN_COUNT_SCHEMA]
+"""A number of tokens in a configuration or profile, or ``auto`` for the measured crossover."""
+
+Count = Annotated[StrictInt, Field(ge=1)]
+Tokens = Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)]
+
+
+class BreakEven(Section):
+    """Measured lengths from which sparse prefill is faster. Both are null if it never was, at any measured length."""
+
+    min_tokens: Tokens | None
+    """Prompt length in tokens from which sparse prefill is faster; null if it never was."""
+
+    min_query_tokens: Tokens | None
+    """New tokens of a step from which sparse prefill is faster; null if it never was."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether sparse prefill was faster at any measured length."""
+        return self.min_tokens is not None and self.min_query_tokens is not None
+
+
+class ProfileCrossover(BreakEven):
+    """Measurement of a level's own heads on one prompt, made together with its profile."""
+
+    method: ClassVar[str] = "the heads of this profile"
+
+    device: StrictStr
+    """Name of the device, as torch reports it."""
+
+    engines: tuple[StrictStr, ...]
+    """Attention engines of the level's layers on that device."""
+
+    longest_tokens: Tokens
+    """Longest measured prompt, in tokens."""
+
+    def matches(self, device: str, engine: str) -> bool:
+        """Return whether the measurement holds for a device and engine.
+
+        Args:
+            device: Name of the device, as torch reports it; case does not matter.
+            engine: Name of the attention engine.
+
+        Returns:
+            True if it was made on such a device with layers of that engine.
+        """
+        return self.device.casefold() == device.casefold() and engine in self.engines
+
+
+class Entry(BreakEven):
+    """One measurement of the table: a method on a device with an engine, for a shape of attention layer."""
+
+    device: StrictStr
+    """Name of the device, as torch reports it, such as ``NVIDIA H100 80GB HBM3``."""
+
+    engine: StrictStr
+    """Name of the attention engine."""
+
+    method: StrictStr
+    """Name of the method."""
+
+    params: dict[str, Any] = Field(default={})
+    """Parameters of the method that differ from its defaults."""
+
+    num_heads: Count
+    """Query heads of the layer."""
+
+    num_kv_heads: Count
+    """Key-value heads of the layer."""
+
+    head_dim: Count
+    """Elements of a head's query or key."""
+
+    vllm: StrictStr
+    """Version of vLLM."""
+
+    triton: StrictStr
+    """Version of Triton."""
+
+    date: StrictStr
+    """Date of the measurement."""
+
+    command: StrictStr | None = None
+    """Command that made the measurement."""
+
+    @model_validator(mode="after")
+    def _known(self) -> "Entry":
+        make_method(self.method, self.params)
+        return self
+
+    @cached_property
+    def parameters(self) -> Method:
+        """The measured method."""
+        return make_method(self.method, self.params)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_heads, num_kv_heads, head_dim) of the measured layer."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+
+class Crossover(Section):
+    """A table of measurements, as its file holds it."""
+
+    format: Literal[1]
+    """Version of the file format."""
+
+    entries: tuple[Entry, ...]
+    """The measurements."""
+
+    def engines(self, device: str) -> list[str]:
+        """List the engines that were measured on a device.
+
+        Args:
+            device: Name of the device, as torch reports it; case does not matter.
+
+        Returns:
+            Names of engines, sorted.
+        """
+        return sorted({entry.engine for entry in self.entries if entry.device.casefold() == device.casefold()})
+
+    def find(self, device: str, engine: str, method: Method, shape: tuple[int, int, int]) -> tuple[Entry, ...]:
+        """Find the closest measurements of a method.
+
+        Entries with equal parameters are closer than entries with an equal shape.
+
+        Args:
+            device: Name of the device, as torch reports it; case does not matter.
+            engine: Name of the attention engine.
+            method: The method, of whose class the entries must be.
+            shape: (num_heads, num_kv_heads, head_dim) of the layer.
+
+        Returns:
+            All entries of this device, engine and class of method that are equally close; empty if there is none.
+        """
+        candidates: dict[tuple[bool, bool], list[Entry]] = {}
+        for entry in self.entries:
+            if (entry.device.casefold(), entry.engine) != (device.casefold(), engine):
+                continue
+            if name_of(entry.parameters) == name_of(method):
+                closeness = (entry.parameters == method, entry.shape == shape)
+                candidates.setdefault(closeness, []).append(entry)
+        return tuple(candidates[max(candidates)]) if candidates else ()
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Lengths from which rows go sparse.
+
+    Attributes:
+        min_tokens: Leading positions of a row that are always dense; None if no row ever goes sparse.
+        min_query_tokens: Rows with fewer new tokens past ``min_tokens`` run dense.
+        notes: Log lines about what was not measured.
+        measured: ``min_query_tokens`` of the table; None if the table has none for some method.
+    """
+
+    min_tokens: int | None
+    min_query_tokens: int
+    notes: tuple[str, ...] = ()
+    measured: int | None = field(default=None, compare=False)
+
+    def fitted(self, chunk: int, busy: int) -> "Thresholds":
+        """Lower ``min_query_tokens`` if steps are too small for it and smaller steps were measured to be faster.
+
+        Lengths are measured by doubling, so that the true crossover lies up to half below the measured number. An
+        eighth less than that number is accepted.
+
+        Args:
+            chunk: Maximum number of new tokens of a request in a step.
+            busy: The same in a step with the maximum number of decodes.
+
+        Returns:
+            Thresholds with a lower ``min_query_tokens`` and a note about it, or these thresholds.
+        """
+        if busy >= self.min_query_tokens or self.measured is None:
+            return self
+        fewest = max(min(self.measured, busy), self.measured - self.measured // 8)
+        if not fewest < self.min_query_tokens or fewest > chunk:
+            return self
+        note = (
+            f"min_query_tokens is {fewest} here, not {self.min_query_tokens}: a step has {chunk} new tokens of a "
+            f"request at most, and {busy} next to the maximum number of decodes; sparse prefill was measured to be "
+            f"faster from {self.measured} on"
+        )
+        return replace(self, min_query_tokens=fewest, notes=(*self.notes, note))
+
+    @property
+    def severity(self) -> tuple[float, int]:
+        """Sort key: larger if fewer rows go sparse."""
+        return math.inf if self.min_tokens is None else self.min_tokens, self.min_query_tokens
+
+    def __str__(self) -> str:
+        """Format the thresholds for the log."""
+        if self.min_tokens is None:
+            return "no rows"
+        return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new"
+
+
+def resolve(
+    min_tokens: TokenCount,
+    min_query_tokens: TokenCount,
+    methods: Iterable[Method],
+    table: Crossover,
+    device: str,
+    engine: str,
+    shape: tuple[int, int, int],
+    profile_crossover: ProfileCrossover | None = None,
+) -> Thresholds:
+    """Replace ``auto`` by measured numbers.
+
+    The profile's own measurement counts if it matches device and engine, otherwise the largest numbers that the table
+    has for any of the methods. Dense heads need no measurement if other methods are present, because no length makes
+    them faster.
+
+    Args:
+        min_tokens: The setting, in tokens.
+        min_query_tokens: The setting, in tokens.
+        methods: Methods of the model's heads.
+        table: The table of measurements.
+        device: Name of the device, as torch reports it.
+        engine: Name of the attention engine.
+        shape: (num_heads, num_kv_heads, head_dim) of a layer.
+        profile_crossover: The measurement in the profile, if it has one.
+
+    Returns:
+        The thresholds, with notes about what was not measured or never faster.
+    """
+    measurements: dict[Method, tuple[Entry | ProfileCrossover, ...]]
+    if profile_crossover is not None and profile_crossover.matches(device, engine):
+        measurements = dict.fromkeys(methods, (profile_crossover,))
+    else:
+        measurements = {method: table.find(device, engine, method, shape) for method in methods}
+    if not all(isinstance(method, Dense) for method in measurements):
+        measurements = {
+            method: entries for method, entries in measurements.items() if entries or not isinstance(method, Dense)
+        }
+    entries = [entry for method_entries in measurements.values() for entry in method_entries]
+    unmeasured = sorted({name_of(method) for method, method_entries in measurements.items() if not method_entries})
+    never_faster = sorted({entry.method for entry in entries if not entry.pays})
+    where = f"on {device} with engine {engine}"
+    notes = []
+    if unmeasured:
+        stand_ins = {"min_tokens": (min_tokens, UNMEASURED_MIN_TOKENS)}
+        stand_ins["min_query_tokens"] = (min_query_tokens, UNMEASURED_MIN_QUERY_TOKENS)
+        automatic = [f"{name} {number}" for name, (setting, number) in stand_ins.items() if setting == AUTO]
+        notes.append(
+            f"{', '.join(unmeasured)} not measured {where}: auto uses the conservative defaults "
+            f"{' and '.join(automatic)}; run `{COMMAND}` to measure this device"
+        )
+    query_lengths = [entry.min_query_tokens for entry in entries if entry.min_query_tokens is not None]
+    measured = None if unmeasured or not query_lengths else max(query_lengths)
+    if measured is None:
+        query_lengths.append(UNMEASURED_MIN_QUERY_TOKENS)
+    fewest = max(query_lengths) if min_query_tokens == "auto" else min_query_tokens
+    if min_tokens != "auto":
+        return Thresholds(min_tokens, fewest, tuple(notes) if min_query_tokens == "auto" else (), measured)
+    if never_faster:
+        note = (
+            f"{', '.join(never_faster)} never faster than dense attention {where}, as measured: all rows run dense; "
+            "choose another method or other parameters, or set min_tokens to go sparse anyway"
+        )
+        return Thresholds(None, fewest, (note,))
+    lengths = [entry.min_tokens for entry in entries if entry.min_tokens is not None]
+    if unmeasured:
+        lengths.append(UNMEASURED_MIN_TOKENS)
+    return Thresholds(max(lengths), fewest, tuple(notes), measured)
+
+
+def crossover_file(path: str | None = None) -> Path:
+    """Find a table's file.
+
+    Args:
+        path: Path of a table; None for the bundled table.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    file = file_at(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
+    if file is None:
+        problem = why_no_file(str(path))
+        raise ConfigurationError(f"crossover: given {path!r}: {problem}; expected a file that `{COMMAND}` wrote")
+    return file
+
+
+def parse_crossover(text: str, source: str) -> Crossover:
+    """Parse a table.
+
+    Args:
+        text: The table as JSON.
+        source: The name of the text in error messages, such as a file's path.
+
+    Returns:
+        The checked table.
+
+    Raises:
+        ConfigurationError: A field is missing, unknown or wrong.
+    """
+    return Crossover.read(text, f"{source}: ")
+
+
+def load_crossover(path: str | None = None) -> Crossover:
+    """Read a table from its file.
+
+    Args:
+        path: Path of a table; None for the bundled table.
+
+    Returns:
+        The checked table.
+
+    Raises:
+        ConfigurationError: There is no such file, or a field is missing, unknown or wrong.
+    """
+    file = crossover_file(path)
+    return parse_crossover(read_text(file), str(file))

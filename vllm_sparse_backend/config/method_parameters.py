@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversion between methods and their names and parameters in configurations and profiles.
+
+Methods and their fields come from the registry of the kernels package: a method that is added there can be configured
+at once.
+"""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from vllm_sparse_backend.config.errors import not_one_of, reason_of, unexpected
+from vllm_sparse_backend.config.ranges import MOST_COUNT
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
+
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("top_p", {}),
+    "minference": ("vertical_slash", {}),
+    "streaming": ("a_shape", {}),
+}
+"""Aliases for a method with parameters.
+
+``default`` is the cheapest method that loses no answers of dense attention on models trained by others (table in
+docs/quality.md). ``minference`` is MInference's pattern without a profile, ``streaming`` is StreamingLLM's pattern.
+"""
+
+
+def method_names() -> list[str]:
+    """List every name that ``make_method`` accepts.
+
+    Returns:
+        Names of methods and presets, sorted.
+    """
+    return sorted({*METHODS, *(name for name, (method, _) in PRESETS.items() if method in METHODS)})
+
+
+def make_method(name: object, params: Mapping[str, Any]) -> Method:
+    """Build a method from its name and parameters.
+
+    Args:
+        name: A method or a preset.
+        params: Values of the method's fields, in place of its defaults or the preset's values.
+
+    Returns:
+        The method.
+
+    Raises:
+        ValueError: The name or a parameter is unknown, or a value has the wrong type or is refused by the method. The
+            message names every wrong parameter.
+    """
+    if not isinstance(name, str) or name not in method_names():
+        raise ValueError(f"method: {not_one_of(name, method_names())}")
+    method, preset = PRESETS.get(name, (name, {}))
+    parameters = METHODS[method].parameters
+    adapters = _adapters(parameters)
+    problems, values = [], {}
+    for field, value in {**preset, **params}.items():
+        if field not in adapters:
+            fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"
+            problems.append(f"{field}: unknown parameter of {name}: {fields}")
+            continue
+        try:
+            # Validation of JSON lets a list be a tuple even for strict types.
+            values[field] = adapters[field].validate_json(json.dumps(value), strict=True)
+            # Methods check their own minimum; the maximum is what kernels can count to.
+            if isinstance(values[field], int) and values[field] > MOST_COUNT:
+                problems.append(f"{field}: {unexpected(value, f'at most {MOST_COUNT}')}")
+        except ValidationError as error:
+            problems.append(f"{field}: {reason_of(error.errors()[0])}")
+        except (TypeError, ValueError):
+            problems.append(f"{field}: {unexpected(value, 'a number, a text, true or false')}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return parameters(**values)
+
+
+def parameters_of(method: Method) -> dict[str, Any]:
+    """Convert a method to the mapping that profiles hold.
+
+    Args:
+        method: The method of one head.
+
+    Returns:
+        The method's name under ``method``, then all of its fields.
+    """
+    return {"method": name_of(method), **method.shown_fields}
+
+
+def describe(method: Method) -> str:
+    """Format a method with all of its fields.
+
+    Args:
+        method: The method of one head.
+
+    Returns:
+        A text such as ``vertical_slash(vertical_tokens=1000, slash_tokens=6096)``.
+    """
+    return _call(name_of(method), method.shown_fields)
+
+
+def summarize(methods: Sequence[Method]) -> str:
+    """Format the methods of many heads as one, with the fields that they share.
+
+    Args:
+        methods: Methods with the same ``group_key``; at least one.
+
+    Returns:
+        A text such as ``sale(channels=16, settings=3)``.
+    """
+    return _call(name_of(methods[0]), methods[0].summary(methods))
+
+
+def _call(name: str, values: Mapping[str, object]) -> str:
+    return f"{name}({', '.join(f'{field}={value!r}' for field, value in values.items())})"
+
+
+@cache
+def _adapters(parameters: type[Method]) -> dict[str, TypeAdapter[Any]]:
+    hints = typing.get_type_hints(parameters)
+    return {field.name: TypeAdapter(hints[field.name]) for field in dataclasses.fields(parameters) if field.init}

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model can prefill sparsely, read from its config without loading the model.
+
+This is a forecast, for ``sparse-prefill doctor`` and for refusing a model at start-up if none of its layers qualifies.
+It may be too optimistic: each layer is checked again once vLLM has built it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, StrictFloat, StrictInt, StrictStr, ValidationError, model_validator
+
+from vllm_sparse_backend.config.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
+from vllm_sparse_backend.config.model_shape import Count, read_config_json, text_part, usual_numbers
+
+WINDOWED_KINDS = {"sliding_attention", "local_attention", "chunked_attention"}
+ALIBI_MODELS = {"bloom", "mpt"}
+ENCODER_MODELS = {
+    *("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "nomic_bert"),
+    *("roberta", "xlm-roberta"),
+}
+
+
+class _CheckedFields(BaseModel):
+    """Fields of a config's text part whose types matter here. Only the presence of other fields counts."""
+
+    num_hidden_layers: Count
+    num_attention_heads: StrictInt | None = None
+    head_dim: StrictInt | None = None
+    hidden_size: StrictInt | None = None
+    sliding_window: StrictInt | None = None
+    max_position_embeddings: StrictFloat | None = None
+    model_type: StrictStr | None = None
+    layer_types: list[StrictStr] | None = None
+
+    @model_validator(mode="after")
+    def _type_of_each_layer(self) -> "_CheckedFields":
+        # There may be more, for the layers of a draft model.
+        if self.layer_types and len(self.layer_types) < self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types: given {len(self.layer_types)} of them, expected one for each of the "
+                f"{self.num_hidden_layers} layers"
+            )
+        return self
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the text part of a model's config, with its architecture's defaults where transformers knows it.
+
+    Args:
+        folder: The model folder.
+
+    Returns:
+        The text part, with numbers of layers and heads under their usual keys.
+
+    Raises:
+        ConfigurationError: The folder has no config.json, or that does not describe layers.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigurationError(f"MODEL: {unexpected(str(folder), 'a model folder with a config.json in it')}")
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read the text part of a config.json, with its architecture's defaults where transformers knows it.
+
+    Args:
+        path: The config.json.
+
+    Returns:
+        The text part, with numbers of layers and heads under their usual keys.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or does not describe layers.
+    """
+    config = _with_defaults(path) or read_config_json(path)
+    text = text_part(config, str(path))
+    # transformers sets `architectures` of a text part to None even where the whole model names its architecture.
+    architectures = config.get("architectures") or text.get("architectures")
+    fields = {"num_hidden_layers": None, **text, **usual_numbers(text), "architectures": architectures}
+    try:
+        _CheckedFields.model_validate(fields)
+    except ValidationError as error:
+        raise report(error, _CheckedFields, f"{path}: ") from None
+    return fields
+
+
+def _with_defaults(path: Path) -> dict[str, Any] | None:
+    # A config.json may omit what its architecture fixes (Gemma's alternating windows); vLLM sees the completed one.
+    try:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
+    except Exception:  # transformers is missing or does not know the architecture: the file alone has to do
+        return None
+
+
+def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
+    """Check each layer of a model, assuming a dtype that kernels support.
+
+    Args:
+        config: The text part of the model's config, as ``read_config`` returns it.
+
+    Returns:
+        Per layer, the reason why it cannot go sparse, or None if it can.
+    """
+    num_layers = config["num_hidden_layers"]
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    default_kind = "sliding_attention" if window else "full_attention"
+    kinds = config.get("layer_types") or [default_kind] * num_layers
+    return [_layer_reason(config, kind) for kind in kinds[:num_layers]]
+
+
+def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
+    model_type = config.get("model_type")
+    is_encoder = model_type in ENCODER_MODELS or bool(config.get("is_encoder_decoder"))
+    has_attention = "attention" in kind and "linear" not in kind  # other kinds are Mamba and linear attention
+    head_dim = config.get("head_dim")
+    if not head_dim:  # only then do the other fields have to be numbers
+        head_dim = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
+    return layer_fallback(
+        LayerTraits(
+            head_dim=head_dim,
+            dtype="bfloat16",
+            attn_type="decoder" if has_attention and not is_encoder else "other",
+            sliding_window=config.get("sliding_window") or 0 if kind in WINDOWED_KINDS else None,
+            alibi=model_type in ALIBI_MODELS or bool(config.get("alibi")),
+            softcap=config.get("attn_logit_softcapping"),
+            is_mla=bool(config.get("kv_lora_rank")),
+        )
+    )

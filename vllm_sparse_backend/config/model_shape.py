@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ModelShape``: the layers and heads of a model, read from its config.json, to which profiles refer."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from vllm_sparse_backend.config.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.config.ranges import MAX_NUMBER
+from vllm_sparse_backend.config.strict_yaml import read_text
+
+Count = Annotated[int, Field(ge=1, le=MAX_NUMBER, strict=True)]
+
+# Keys of each number in a model's config.json: the usual key first, then those of older remote-code models.
+_CONFIG_NAMES = {
+    "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads", "multi_query_group_num"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "hidden_size": ("hidden_size", "n_embd"),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Layers and heads of a whole model, before tensor parallelism splits it.
+
+    Attributes:
+        architecture: Class name of the model, as in config.json.
+        num_layers: Decoder layers.
+        num_heads: Query heads of each layer.
+        num_kv_heads: Key-value heads of each layer; a divisor of ``num_heads``.
+        head_dim: Elements of a head's query or key.
+        rope_theta: Base of the rotary embedding, which distinguishes models of one shape with different context
+            lengths; None if unknown.
+        names: Names of models with this shape. Of several profiles that fit, ``auto`` takes the one that has the
+            model's name. Names do not take part in comparisons.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    architecture: Annotated[str, Field(strict=True, min_length=1)]
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    rope_theta: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = None
+    names: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        """Check the numbers of heads.
+
+        Raises:
+            ValueError: ``num_kv_heads`` does not divide ``num_heads``.
+        """
+        if self.num_heads % self.num_kv_heads:
+            expected = f"a divisor of num_heads {self.num_heads}"
+            raise ValueError(f"num_kv_heads: {unexpected(self.num_kv_heads, expected)}")
+
+    def __str__(self) -> str:
+        """Format the shape for messages."""
+        theta = f", rope_theta {self.rope_theta:g}" if self.rope_theta is not None else ""
+        return (
+            f"{self.architecture} with {self.num_layers} layers, {self.num_heads} heads, {self.num_kv_heads} kv heads, "
+            f"head_dim {self.head_dim}{theta}"
+        )
+
+    def differences(self, other: Self) -> list[str]:
+        """List the fields in which two shapes differ.
+
+        Args:
+            other: The other shape.
+
+        Returns:
+            Names of fields. A ``rope_theta`` that is unknown on either side counts as equal.
+        """
+        names = [item.name for item in fields(self) if item.compare]
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        if None in pairs["rope_theta"]:
+            del pairs["rope_theta"]
+        return [name for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
+        """Read the shape from the content of a config.json.
+
+        Args:
+            config: The content; of a multimodal model, its text part counts.
+            source: The name of the file in error messages.
+
+        Returns:
+            The shape.
+
+        Raises:
+            ConfigurationError: A number is missing or wrong.
+        """
+        text = text_part(config, source)
+        values = {name: _first(text, keys) for name, keys in _CONFIG_NAMES.items()}
+        hidden_size, num_heads = values.pop("hidden_size"), values["num_heads"]
+        if values["num_kv_heads"] is None:
+            values["num_kv_heads"] = num_heads
+        if values["head_dim"] is None and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+            values["head_dim"] = hidden_size // num_heads
+        architectures = config.get("architectures") or text.get("architectures") or []
+        values["architecture"] = architectures[0] if isinstance(architectures, list) and architectures else None
+        values["rope_theta"] = text.get("rope_theta") or _mapping(text, "rope_parameters", source).get("rope_theta")
+        path = config.get("_name_or_path")
+        if isinstance(path, str) and path.strip("/"):
+            values["names"] = (name_of_path(path),)
+        try:
+            return TypeAdapter(ModelShape).validate_python(values)
+        except ValidationError as error:
+            raise report(error, ModelShape, f"{source}: ") from None
+
+    @staticmethod
+    def from_folder(path: Path) -> "ModelShape":
+        """Read the shape of a model on disk.
+
+        Args:
+            path: A model folder, whose path gives the model its name as on a server; or a config.json, whose
+                ``_name_or_path`` does.
+
+        Returns:
+            The shape.
+
+        Raises:
+            ConfigurationError: The file cannot be read, or a number is missing or wrong.
+        """
+        name = {"_name_or_path": str(path.resolve())} if path.is_dir() else {}
+        file = config_file(path)
+        return ModelShape.from_config({**read_config_json(file), **name}, str(file))
+
+
+def config_file(model: Path) -> Path:
+    """Return the path of a model's config.json.
+
+    Args:
+        model: A model folder, or the config.json itself.
+
+    Returns:
+        The path, which need not exist.
+    """
+    return model / "config.json" if model.is_dir() else model
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """Read a model's config.json.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its content, unchanged.
+
+    Raises:
+        ConfigurationError: The file cannot be read, is not JSON or does not hold a mapping.
+    """
+    try:
+        config = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{path}: {unexpected(config, 'the mapping of a model configuration')}")
+    return config
+
+
+def text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Return the part of a model's config that describes its language model.
+
+    Args:
+        config: The content of config.json.
+        source: The name of the file in error messages.
+
+    Returns:
+        The ``text_config`` of a multimodal model; otherwise ``config`` itself.
+
+    Raises:
+        ConfigurationError: ``text_config`` is not a mapping.
+    """
+    return _mapping(config, "text_config", source) or config
+
+
+def usual_numbers(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of layers and heads of a config under the usual keys.
+
+    Args:
+        text: The text part of a config, whose keys may be those of older models.
+
+    Returns:
+        The numbers that are present, under keys such as ``num_hidden_layers``.
+    """
+    numbers = {keys[0]: _first(text, keys) for keys in _CONFIG_NAMES.values()}
+    return {key: value for key, value in numbers.items() if value is not None}
+
+
+def _mapping(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{source}: {name}: {unexpected(value, 'a mapping of fields to values')}")
+    return value
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def name_of_path(path: str) -> str:
+    """Return the name of the model at a path.
+
+    Args:
+        path: A model folder, a folder of the hub's cache (``.../models--owner--name/...``), or a repository name.
+
+    Returns:
+        ``owner/name`` for a repository, cached or not; otherwise the folder's name.
+    """
+    parts = [part for part in path.split("/") if part]
+    cached = next((part for part in parts if part.startswith("models--")), None)
+    if cached is not None:
+        return cached.removeprefix("models--").replace("--", "/")
+    return path if len(parts) == 2 and not path.startswith(("/", ".", "~")) else parts[-1]

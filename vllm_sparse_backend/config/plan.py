@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: which query heads of each layer this tensor-parallel rank prefills with which method.
+
+A plan is built once, before the first step, from the configuration, its profile and the model's shape. Rank r of n owns
+the model's query heads [r · H/n, (r + 1) · H/n), whether vLLM splits the key-value heads or replicates them.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from vllm_sparse_backend.config.crossover_table import Crossover, ProfileCrossover, Thresholds, TokenCount, resolve
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.method_parameters import make_method, summarize
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.profile import EXACT, Profile
+from vllm_sparse_backend.config.ranges import format_ranges
+from vllm_sparse_backend.config.settings import OPTION, SparsePrefillConfig
+from vllm_sparse_backend.config.source_files import Documents
+from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
+
+DEFAULT = "default"
+"""Level of rows whose requests do not choose one."""
+
+
+def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]:
+    """Return one layer's groups of heads at each level.
+
+    Rows of several levels may share a step. A level at which the layer is dense therefore gets one group of dense heads
+    if the layer is sparse at another level.
+
+    Args:
+        plans: The plan of each level.
+        layer: Number of the layer.
+
+    Returns:
+        The groups at each level, in the order of ``plans``; empty if the layer is dense at all levels.
+    """
+    groups_by_level = [plan.layer(layer) for plan in plans]
+    num_heads = max((len(methods_by_head(groups)) for groups in groups_by_level if groups), default=0)
+    if not num_heads:
+        return ()
+    dense = (HeadGroup(tuple(range(num_heads)), make_method("dense", {})),)
+    return tuple(dense if groups is None else groups for groups in groups_by_level)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Methods of the heads of one rank at one level.
+
+    Attributes:
+        layers: Per layer its groups, which together contain each query head of this rank once; None for a layer that
+            runs dense.
+        min_tokens: The setting, in tokens, or ``auto``.
+        min_query_tokens: The setting, in tokens, or ``auto``.
+        source: Name of the profile or method, for the log.
+        shape: The whole model.
+        level: Name of the level, if the profile names it.
+        level_names: Levels that requests may choose; set in the server's own plan.
+        methods: Methods of all heads of the model, including those of other ranks. Thresholds depend on them, and must
+            be the same on all ranks: otherwise a block that all levels share in the prefix cache would be sparse in
+            the heads of one rank and exact in those of another.
+        profile_crossover: Measurement in the profile, which takes precedence over the table.
+    """
+
+    layers: tuple[LayerPlan | None, ...]
+    min_tokens: TokenCount
+    min_query_tokens: TokenCount
+    source: str
+    shape: ModelShape
+    level: str | None = None
+    level_names: tuple[str, ...] = (EXACT,)
+    methods: frozenset[Method] = frozenset()
+    profile_crossover: ProfileCrossover | None = None
+
+    @staticmethod
+    def build(
+        config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1, level: str = DEFAULT
+    ) -> "Plan":
+        """Build the plan of one rank at one level.
+
+        Args:
+            config: The configuration, whose files are read.
+            shape: The whole model.
+            tp_rank: Tensor-parallel rank.
+            tp_size: Number of tensor-parallel ranks.
+            level: Name of the level; by default the server's own.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ConfigurationError: A file cannot be read, the profile does not fit the model, or the heads cannot be
+                divided by ``tp_size``.
+        """
+        documents = Documents.read(config, shape)
+        return _build(config, documents.parse_profile(config), documents.source, shape, tp_rank, tp_size, level)
+
+    @staticmethod
+    def by_level(
+        config: SparsePrefillConfig,
+        shape: ModelShape,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        documents: Documents | None = None,
+    ) -> dict[str, "Plan"]:
+        """Build the plan of each level except ``exact``, which needs none.
+
+        Args:
+            config: The configuration.
+            shape: The whole model.
+            tp_rank: Tensor-parallel rank.
+            tp_size: Number of tensor-parallel ranks.
+            documents: Texts of the files that the configuration names; read from disk if None.
+
+        Returns:
+            Plans by name of level, the server's own first.
+
+        Raises:
+            ConfigurationError: A file cannot be read, the profile does not fit the model, or the heads cannot be
+                divided by ``tp_size``.
+        """
+        documents = documents or Documents.read(config, shape)
+        profile = documents.parse_profile(config)
+        levels = [DEFAULT, *(name for name in profile.level_names if name not in (EXACT, profile.level))]
+        return {level: _build(config, profile, documents.source, shape, tp_rank, tp_size, level) for level in levels}
+
+    def layer(self, layer: int) -> LayerPlan | None:
+        """Return the groups of a layer.
+
+        Args:
+            layer: Number of the layer.
+
+        Returns:
+            The groups; None if the layer runs dense, as do layers past the model's last (those of a draft model).
+        """
+        return self.layers[layer] if layer < len(self.layers) else None
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether some head's method lets requests set its share of kept attention mass, p."""
+        return any(method.share_kept is not None for method in self.methods)
+
+    @property
+    def largest_share(self) -> float:
+        """The largest p of all heads of the model, those of other ranks too; 0 where no head has one.
+
+        A request with that p or a larger one keeps at least what this plan keeps, in every head.
+        """
+        return max((method.share_kept for method in self.methods if method.share_kept is not None), default=0.0)
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that run dense."""
+        return tuple(i for i, groups in enumerate(self.layers) if groups is None)
+
+    def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
+        """Return the lengths from which rows go sparse, the strictest of several engines'.
+
+        Args:
+            table: The table of measurements.
+            device: Name of the device, as torch reports it.
+            engines: Names of the attention engines that layers of the model use.
+
+        Returns:
+            The thresholds.
+        """
+        shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
+        numbers = (self.min_tokens, self.min_query_tokens)
+        candidates = [
+            resolve(*numbers, self.methods, table, device, engine, shape, self.profile_crossover)
+            for engine in sorted(engines)
+        ]
+        return max(candidates, key=lambda thresholds: thresholds.severity)
+
+    def earliest_thresholds(self, table: Crossover, device: str) -> Thresholds:
+        """Return the thresholds with the engine that is measured to be faster from the shortest lengths on.
+
+        This is what a server has to be prepared for before its engine is chosen.
+
+        Args:
+            table: The table of measurements.
+            device: Name of the device, as torch reports it.
+
+        Returns:
+            The thresholds.
+        """
+        engines = self._engines(table, device) or ["any"]
+        candidates = [self.thresholds(table, device, [engine]) for engine in engines]
+        return min(candidates, key=lambda thresholds: thresholds.severity)
+
+    def exact_tokens(self, table: Crossover, device: str) -> int | None:
+        """Return the number of leading positions of every row that are dense with any engine.
+
+        Args:
+            table: The table of measurements.
+            device: Name of the device, as torch reports it.
+
+        Returns:
+            The number of positions; None if all are dense.
+        """
+        exact_tokens = [min_tokens for min_tokens, _ in self.numbers(table, device).values()]
+        return min((tokens for tokens in exact_tokens if tokens is not None), default=None)
+
+    def numbers(self, table: Crossover, device: str) -> dict[str, list[int | None]]:
+        """Return the lengths from which rows go sparse with each engine.
+
+        Args:
+            table: The table of measurements.
+            device: Name of the device, as torch reports it.
+
+        Returns:
+            [min_tokens, min_query_tokens] by name of the engine: those measured on this device, and ``any other``.
+        """
+        thresholds = {
+            engine: self.thresholds(table, device, [engine])
+            for engine in [*sorted(self._engines(table, device)), "any other"]
+        }
+        return {engine: [lengths.min_tokens, lengths.min_query_tokens] for engine, lengths in thresholds.items()}
+
+    def _engines(self, table: Crossover, device: str) -> set[str]:
+        """Engines with measurements on this device."""
+        profile_engines = self.profile_crossover.engines if self.profile_crossover is not None else ()
+        return {*table.engines(device), *profile_engines}
+
+    def describe(self, thresholds: Thresholds) -> list[str]:
+        """Describe the plan for the log at start-up.
+
+        Args:
+            thresholds: Lengths from which rows go sparse.
+
+        Returns:
+            Lines: the source with the thresholds, their notes, the dense layers, then each method with its layers.
+        """
+        lines = [f"sparse prefill with {self.source}, for {thresholds}", *thresholds.notes]
+        if self.dense_layers:
+            lines.append(f"layers {format_ranges(self.dense_layers)}: dense")
+        layers: dict[str, set[int]] = defaultdict(set)
+        heads: dict[str, int] = defaultdict(int)
+        methods: dict[str, dict[Method, list[Method]]] = defaultdict(lambda: defaultdict(list))
+        for i, groups in enumerate(self.layers):
+            for group in groups or ():
+                name = name_of(group.method)
+                layers[name].add(i)
+                heads[name] += len(group.heads)
+                methods[name][group.method.group_key].append(group.method)
+        for name, settings in methods.items():
+            first_setting = next(iter(settings.values()))
+            text = summarize(first_setting) if len(settings) == 1 else f"{name} ({len(settings)} settings)"
+            lines.append(f"layers {format_ranges(layers[name])}: {text} on {heads[name]} heads of this rank")
+        return lines
+
+
+def _build(
+    config: SparsePrefillConfig,
+    profile: Profile,
+    source: str,
+    shape: ModelShape,
+    tp_rank: int,
+    tp_size: int,
+    level: str,
+) -> Plan:
+    if not 0 <= tp_rank < tp_size or shape.num_heads % tp_size:
+        raise ConfigurationError(
+            f"tensor parallelism: given rank {tp_rank} of {tp_size} for {shape.num_heads} query heads, expected a rank "
+            "below the size, and a size that divides the heads"
+        )
+    profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
+    if level != DEFAULT:
+        profile, source = profile.at_level(level), f"{source} at level {level}"
+    if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
+        problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, as the model is {shape}")
+        raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
+    dense = {*config.dense_layers, *profile.dense_layers}
+    if len(dense) == shape.num_layers:
+        where = f"{OPTION} and {source}" if config.dense_layers else source
+        raise ConfigurationError(f"dense_layers of {where} name all {len(dense)} layers, expected fewer")
+    num_local = shape.num_heads // tp_size
+    local_heads = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
+    all_methods = [
+        () if layer in dense else profile.methods_of(layer, shape.num_heads) for layer in range(shape.num_layers)
+    ]
+    layers = _group_layers([methods[local_heads] for methods in all_methods])
+    return Plan(
+        layers=layers,
+        min_tokens=_select_setting(config, profile, "min_tokens"),
+        min_query_tokens=_select_setting(config, profile, "min_query_tokens"),
+        source=source,
+        shape=shape,
+        level=profile.level,
+        level_names=profile.level_names,
+        methods=_methods(layers if tp_size == 1 else _group_layers(all_methods)),
+        profile_crossover=profile.crossover,
+    )
+
+
+def _group_layers(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
+    """Group the heads of each layer; None for a layer without methods. Equal layers share one object."""
+    counts = Counter(method.sharing for method in chain.from_iterable(methods))
+    known: dict[LayerPlan, LayerPlan] = {}
+    plans = (group_heads(layer_methods, counts) for layer_methods in methods)
+    return tuple(known.setdefault(plan, plan) or None for plan in plans)
+
+
+def _select_setting(config: SparsePrefillConfig, profile: Profile, field: str) -> TokenCount:
+    """Return the configuration's number if it is set, else the profile's, else the configuration's default."""
+    profile_value: TokenCount | None = getattr(profile, field)
+    config_value: TokenCount = getattr(config, field)
+    return config_value if profile_value is None or field in config.model_fields_set else profile_value
+
+
+def _methods(layers: Iterable[LayerPlan | None]) -> frozenset[Method]:
+    """Methods of all heads, as the configuration states them."""
+    return frozenset(method for groups in set(layers) if groups for method in methods_by_head(groups))

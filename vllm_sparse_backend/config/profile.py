@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles: the method and parameters with which each layer and head of a model prefills.
+
+A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers and heads are those of the whole model.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from vllm_sparse_backend.config import strict_yaml
+from vllm_sparse_backend.config.crossover_table import ProfileCrossover, TokenCount
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_one_of, unexpected
+from vllm_sparse_backend.config.head_figures import HeadFigures
+from vllm_sparse_backend.config.method_parameters import make_method, method_names, parameters_of
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.ranges import DisjointRanges, Ranges, format_ranges
+from vllm_sparse_kernels.methods.base import Method
+
+ANY_MODEL = "any"
+METHOD_MARK = "x-method"
+"""Placeholder in a JSON Schema for a method with parameters, which ``schema.py`` replaces."""
+EXACT = "exact"
+BOUNDS = ("high", "fast")
+"""Levels that calibration makes, the one with the tightest error bound first."""
+ON, SHARE = "on", "p"
+"""Names of the server's own level, in settings and requests, and of requests that set the share p, in settings."""
+OTHERS = (EXACT, "default", ON, SHARE)
+"""Reserved names of levels, which every server has without a profile."""
+
+LEVEL_NAME = "[a-z][a-z0-9_.-]*"
+
+
+def _to_level_name(value: object) -> str:
+    if isinstance(value, str) and re.fullmatch(LEVEL_NAME, value) and value not in OTHERS:
+        return value
+    expected = f"a name of small letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
+    raise ValueError(unexpected(value, f"{expected}, other than {', '.join(OTHERS)}"))
+
+
+# Within allOf, because pydantic turns the plain pattern of a key into `patternProperties`, which allows other keys too.
+_NAME_SCHEMA = {"type": "string", "allOf": [{"pattern": f"^{LEVEL_NAME}$"}, {"not": {"enum": list(OTHERS)}}]}
+LevelName = Annotated[str, PlainValidator(_to_level_name), WithJsonSchema(_NAME_SCHEMA)]
+
+
+def _to_method(value: object) -> Method:
+    if isinstance(value, Method):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(unexpected(value, "a mapping such as {method: NAME, PARAMETER: VALUE}"))
+    if "method" not in value:
+        raise ValueError(f"method: missing, expected one of {', '.join(method_names())}")
+    return make_method(value["method"], {name: parameter for name, parameter in value.items() if name != "method"})
+
+
+MethodSpec = Annotated[
+    Method, PlainValidator(_to_method), PlainSerializer(parameters_of), WithJsonSchema({METHOD_MARK: True})
+]
+"""A method with its parameters: ``{method: NAME, PARAMETER: VALUE}``."""
+Share = Annotated[StrictFloat, Field(ge=0, le=1)]
+
+
+class LayerProfile(Section):
+    """Exceptions of one or several layers from the default of their level."""
+
+    default: MethodSpec | None = None
+    """Method of the heads that ``heads`` does not contain; None for the level's default."""
+
+    heads: Annotated[dict[Ranges, MethodSpec], DisjointRanges] = Field(default={})
+    """Methods by head or range of heads."""
+
+
+class Provenance(Section):
+    """Origin of a profile's or a level's numbers. Every field is optional and none of them changes what runs."""
+
+    tool_version: StrictStr | None = None
+    """Version of this package that made the profile."""
+    prompts_sha256: Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the calibration prompts."""
+    bounds: dict[StrictStr, StrictFloat] | None = None
+    """Error bounds of the search, by the paper's name."""
+    recall: Share | None = None
+    """Recall of attention mass on the calibration prompts."""
+    density: Share | None = None
+    """Kept (query, key) pairs over causal pairs on the calibration prompts."""
+    device: StrictStr | None = None
+    """Name of the device, as torch reports it."""
+    source: StrictStr | None = None
+    """Where the numbers were taken from, if this package did not measure them."""
+    licence: StrictStr | None = None
+    """Licence of the source."""
+    figures: HeadFigures | None = None
+    """Measured figures of each head."""
+    held_out: dict[StrictStr, StrictFloat] | None = None
+    """Figures on prompts that the search did not use."""
+    seed: StrictInt | None = None
+    """Seed of the calibration prompts."""
+    versions: dict[StrictStr, StrictStr] | None = None
+    """Versions of other packages."""
+
+
+class Level(Section):
+    """Methods of all layers and heads under one error bound."""
+
+    dense_layers: Ranges = ()
+    """Layers that run dense."""
+    default: MethodSpec
+    """Method of all heads without an exception in ``layers``."""
+    layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = Field(default={})
+    """Exceptions by layer or range of layers."""
+    crossover: ProfileCrossover | None = None
+    """Measured crossover, which replaces ``auto`` on its device and with its engines."""
+    provenance: Provenance = Provenance()
+    """Origin of the numbers."""
+
+    @staticmethod
+    def of_heads(
+        methods: Sequence[Sequence[Method]], provenance: Provenance, crossover: ProfileCrossover | None = None
+    ) -> "Level":
+        """Build the shortest level that gives each head a method.
+
+        Layers whose heads are all plainly dense go into ``dense_layers``, unless all layers are such.
+
+        Args:
+            methods: The methods by layer and head, [num_layers][num_heads].
+            provenance: Origin of the numbers.
+            crossover: Measured crossover of these heads.
+
+        Returns:
+            The level.
+        """
+        by_layer = [tuple(heads) for heads in methods]
+        dense_layers = [i for i, heads in enumerate(by_layer) if set(heads) == {make_method("dense", {})}]
+        if len(dense_layers) == len(by_layer):
+            dense_layers = []
+        sparse = {i: heads for i, heads in enumerate(by_layer) if i not in dense_layers}
+        default = _most_common([method for heads in sparse.values() for method in heads])
+        equal_layers: dict[tuple[Method, ...], list[int]] = defaultdict(list)
+        for i, heads in sparse.items():
+            equal_layers[heads].append(i)
+        layers = {
+            tuple(numbers): _layer_profile(heads, default)
+            for heads, numbers in equal_layers.items()
+            if set(heads) != {default}
+        }
+        return Level(
+            dense_layers=tuple(dense_layers),
+            default=default,
+            layers=layers,
+            crossover=crossover,
+            provenance=provenance,
+        )
+
+    def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
+        """Return the method of each head of a layer, whether or not ``dense_layers`` contains it.
+
+        Args:
+            layer: Number of the layer.
+            num_heads: Query heads of the whole model's layer.
+
+        Returns:
+            ``num_heads`` methods.
+        """
+        exceptions = next((profile for numbers, profile in self.layers.items() if layer in numbers), LayerProfile())
+        methods = [exceptions.default or self.default] * num_heads
+        for heads, method in exceptions.heads.items():
+            for head in heads:
+                methods[head] = method
+        return tuple(methods)
+
+    def _out_of_range(self, shape: ModelShape) -> list[str]:
+        places = [("dense_layers", self.dense_layers, shape.num_layers)]
+        for layers, profile in self.layers.items():
+            place = f"layers.{format_ranges(layers)}"
+            places.append((place, layers, shape.num_layers))
+            places += [(f"{place}.heads.{format_ranges(heads)}", heads, shape.num_heads) for heads in profile.heads]
+        problems = [
+            f"{place}: {unexpected(max(numbers), f'at most {limit - 1}')}"
+            for place, numbers, limit in places
+            if numbers and max(numbers) >= limit
+        ]
+        figures = self.provenance.figures
+        if figures is not None:
+            problems += [f"provenance.figures.{problem}" for problem in figures.out_of_range(shape)]
+        return problems
+
+    def _objections(self, shape: ModelShape) -> list[str]:
+        methods: dict[type[Method], list[Method]] = defaultdict(list)
+        for layer in set(range(shape.num_layers)) - set(self.dense_layers):
+            for method in self.methods_of(layer, shape.num_heads):
+                methods[type(method)].append(method)
+        objections = (kind.objection(heads) for kind, heads in methods.items())
+        return [objection for objection in objections if objection is not None]
+
+
+class Profile(Level):
+    """A checked profile. Call ``check_model`` before ``methods_of``."""
+
+    format: Literal[1]
+    """Version of the file format."""
+    model: ModelShape | None
+    """Shape of the model that the profile fits; `any` if it fits every model."""
+    min_tokens: TokenCount | None = None
+    """Number of leading positions of every request that are computed densely, or `auto`."""
+    min_query_tokens: TokenCount | None = None
+    """Minimum number of new tokens past `min_tokens` for a request to run sparse in a step, or `auto`."""
+    level: LevelName | None = None
+    """Name of the level that the profile's own default, layers and dense_layers make up; required with `levels`."""
+    levels: dict[LevelName, Level] = Field(default={})
+    """Further levels, which requests may choose by name."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _any_model(cls, value: object) -> object:
+        if value is None or (isinstance(value, str) and value != ANY_MODEL):
+            raise ValueError(unexpected(value, f"the model's shape, or {ANY_MODEL}"))
+        return None if value == ANY_MODEL else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Profile":
+        problems = [] if self.model is None else self._out_of_range(self.model)
+        if self.level in self.levels:
+            problems.append(
+                f"levels.{self.level}: given, but {self.level} is the profile's own level, expected another"
+            )
+        if self.levels and self.level is None:
+            problems.append(f"level: missing, expected a name such as {BOUNDS[0]}, as levels are given")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _out_of_range(self, shape: ModelShape) -> list[str]:
+        problems = super()._out_of_range(shape)
+        for name, level in self.levels.items():
+            problems += [f"levels.{name}.{problem}" for problem in level._out_of_range(shape)]
+        return problems
+
+    def _objections(self, shape: ModelShape) -> list[str]:
+        objections = super()._objections(shape)
+        for name, level in self.levels.items():
+            objections += [f"levels.{name}: {objection}" for objection in level._objections(shape)]
+        return objections
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """Levels that requests may choose: ``exact``, then the bounds of calibration in order, then all others."""
+        names = [name for name in (self.level, *self.levels) if name is not None]
+        return EXACT, *(name for name in BOUNDS if name in names), *(name for name in names if name not in BOUNDS)
+
+    def at_level(self, name: str) -> "Profile":
+        """Return the profile with another of its levels as its own.
+
+        Args:
+            name: One of ``level_names``. At ``exact`` every head is dense.
+
+        Returns:
+            A profile that has this level only.
+
+        Raises:
+            ValueError: There is no such level.
+        """
+        if name not in self.level_names:
+            raise ValueError(f"level: {not_one_of(name, self.level_names)}")
+        level = Level(default=make_method("dense", {})) if name == EXACT else self.levels.get(name, self)
+        fields = {field: getattr(level, field) for field in Level.model_fields}
+        return self.model_copy(update={**fields, "level": None if name == EXACT else name, "levels": {}})
+
+    def check_model(self, shape: ModelShape, source: str = "profile") -> None:
+        """Check that the profile fits a model.
+
+        Args:
+            shape: The model.
+            source: The name of the profile in error messages.
+
+        Raises:
+            ConfigurationError: The profile was made for another model, names layers or heads that the model does not
+                have, or uses a method in a way in which it has no effect.
+        """
+        if self.model is not None and (names := self.model.differences(shape)):
+            raise ConfigurationError(
+                f"{source}: the profile is for {self.model}, but the model is {shape}: they differ in "
+                f"{', '.join(names)}; use a profile made for this model"
+            )
+        if problems := self._out_of_range(shape):
+            raise ConfigurationError(f"{source}: {'; '.join(problems)}; the model is {shape}")
+        if objections := self._objections(shape):
+            raise ConfigurationError(f"{source}: {'; '.join(objections)}")
+
+    def to_yaml(self) -> str:
+        """Format the profile as a file.
+
+        Returns:
+            YAML text, from which ``parse_profile`` makes an equal profile.
+        """
+        data = self.model_dump(exclude_defaults=True)
+        data["model"] = data["model"] or ANY_MODEL
+        profile_fields = [name for name in Profile.model_fields if name not in (*Level.model_fields, "levels")]
+        order = (*profile_fields, *Level.model_fields, "levels")
+        return strict_yaml.dump({name: data[name] for name in order if name in data})
+
+
+def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
+    """Find a profile's file.
+
+    Args:
+        name_or_path: Name of a bundled profile, or path of a file. A bundled name takes precedence.
+        option: The option or setting that named it, for the error message.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigurationError: There is neither; the message lists the bundled profiles.
+    """
+    bundled = bundled_profiles()
+    path = bundled.get(str(name_or_path)) or strict_yaml.file_at(str(name_or_path))
+    if path is None:
+        problem = strict_yaml.why_no_file(str(name_or_path))
+        raise ConfigurationError(f"{option}: {problem}; {not_one_of(str(name_or_path), bundled)}, or a file's path")
+    return path
+
+
+def load_profile(name_or_path: str | Path, option: str = "profile") -> Profile:
+    """Read a profile from its file.
+
+    Args:
+        name_or_path: Name of a bundled profile, or path of a file.
+        option: The option or setting that named it, for error messages.
+
+    Returns:
+        The checked profile.
+
+    Raises:
+        ConfigurationError: There is no such file, or a field is missing, unknown or wrong.
+    """
+    path = profile_file(name_or_path, option)
+    return parse_profile(strict_yaml.read_text(path), str(path))
+
+
+def parse_profile(text: str, source: str) -> Profile:
+    """Parse a profile.
+
+    Args:
+        text: The profile as YAML.
+        source: The name of the text in error messages, such as a file's path.
+
+    Returns:
+        The checked profile.
+
+    Raises:
+        ConfigurationError: A field is missing, unknown or wrong.
+    """
+    return Profile.read(strict_yaml.parse(text, source), f"{source}: ")
+
+
+def bundled_profiles() -> dict[str, Path]:
+    """List the profiles that come with this package.
+
+    Returns:
+        Paths by name, sorted by name.
+    """
+    package = Path(str(resources.files("vllm_sparse_backend")))
+    # A wheel has them inside the package, an editable checkout next to it.
+    folder = next((path for path in (package / "_profiles", package.parent / "profiles") if path.is_dir()), None)
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
+
+
+def name_of_profile(name_or_path: str) -> str:
+    """Return the name of a profile for tables of results.
+
+    Args:
+        name_or_path: Name of a bundled profile, which may contain dots, or path of a file.
+
+    Returns:
+        The name, or the file's name without ``.yaml``.
+    """
+    return Path(name_or_path).name.removesuffix(".yaml")
+
+
+def _most_common(methods: Sequence[Method]) -> Method:
+    """The most common method; the first of several that are equally common."""
+    return Counter(methods).most_common(1)[0][0]
+
+
+def _layer_profile(methods: Sequence[Method], default: Method) -> LayerProfile:
+    layer_default = None if default in methods else _most_common(methods)
+    heads: dict[Method, list[int]] = defaultdict(list)
+    for head, method in enumerate(methods):
+        if method != (layer_default or default):
+            heads[method].append(head)
+    return LayerProfile(default=layer_default, heads={tuple(ids): method for method, ids in heads.items()})

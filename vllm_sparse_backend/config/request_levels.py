@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Levels that a request may choose: exact attention, the server's own level, another of its profile, or a share p.
+
+The choice is in the request's ``vllm_xargs`` under ``sparse_prefill``. The front process checks it and leaves a mark in
+the request's sampling parameters, which the engine's core (for the hashes of cached blocks) and every worker read.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from vllm_sparse_backend.config.errors import ConfigurationError, looks_like, not_one_of, unexpected
+from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
+from vllm_sparse_backend.config.settings import KEY, OPTION, RequestsConfig
+from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_kernels.layer import LayerPlan, methods_by_head
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
+
+FIELD = "sparse_prefill"
+REPORT = "sparse_prefill_report"
+"""Key next to it: true asks how the request was prefilled."""
+MARK = "sparse_prefill_mark"
+"""Key of the mark. The front process overwrites any value that a client sends there."""
+
+
+class RequestLevel(NamedTuple):
+    """The level of one request, as the front process has checked it. No client can send a value of this type."""
+
+    name: str = DEFAULT
+    """As plans and counters name it; ``p`` for all requests that give a p."""
+    kept_mass: float | None = None
+    """p of the request's ``top_p`` heads, between 0 and 1; None: that of the plan."""
+
+    def __str__(self) -> str:
+        """Format the level for logs: its name, or ``p`` with its value."""
+        return self.name if self.kept_mass is None else f"{self.name}={self.kept_mass!r}"
+
+
+SERVER_LEVEL = RequestLevel()
+
+
+def refuse_typos(where: str, keys: Iterable[object]) -> None:
+    """Refuse keys that look like this project's and are not: they must not be ignored.
+
+    Args:
+        where: The field that holds the keys, for the error message.
+        keys: Keys of a request.
+
+    Raises:
+        ValueError: A key looks like a typo of ``sparse_prefill``.
+    """
+    for key in keys:
+        if key not in (FIELD, REPORT) and looks_like(key, FIELD):
+            raise ValueError(f"{where}: {unexpected(key, f'the key {FIELD!r} in vllm_xargs')}")
+
+
+class Ticket(str):
+    """Random text under which workers count for one HTTP request. No client can send a value of this type."""
+
+
+def asks_report(vllm_xargs: Mapping[str, Any]) -> bool:
+    """Return whether a request asks how it was prefilled.
+
+    Args:
+        vllm_xargs: The request's ``vllm_xargs``.
+
+    Returns:
+        True if it asks for a report, by true or by the server's own ticket.
+
+    Raises:
+        ValueError: The value is neither true nor false.
+    """
+    value = vllm_xargs.get(REPORT, False)
+    if isinstance(value, Ticket):
+        return True
+    if value not in (True, False):
+        raise ValueError(f"vllm_xargs {REPORT}: {unexpected(value, 'true or false')}")
+    return bool(value)
+
+
+@dataclass(frozen=True)
+class Salt:
+    """Part of the hashes of a request's cached blocks that separates levels from each other.
+
+    Attributes:
+        text: Text that goes into the hash of the block that holds position ``exact_tokens``, and thereby into the
+            hashes of all later blocks.
+        exact_tokens: Number of leading positions that are dense at all levels.
+    """
+
+    text: str
+    exact_tokens: int
+
+    def key(self, start_token_idx: int, end_token_idx: int) -> tuple[str, str] | None:
+        """Return the extra key of a block's hash.
+
+        Args:
+            start_token_idx: First position of the block.
+            end_token_idx: Position after its last.
+
+        Returns:
+            The key; None for all blocks of a request except the one that holds ``exact_tokens``.
+        """
+        if not start_token_idx <= self.exact_tokens < end_token_idx:
+            return None
+        return FIELD, f"{FIELD}={self.text}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The level of a request, as the front process passes it to core and workers.
+
+    It is made once, where vLLM turns the request into an engine request.
+
+    Attributes:
+        level: Name of the level.
+        kept_mass: p of the request's ``top_p`` heads, between 0 and 1; None for the plan's.
+        salt: Part of the hashes of the request's blocks; None if they have vLLM's own hashes.
+    """
+
+    level: str = DEFAULT
+    kept_mass: float | None = None
+    salt: Salt | None = None
+
+    @property
+    def request_level(self) -> RequestLevel:
+        """The level without the salt."""
+        return RequestLevel(self.level, self.kept_mass)
+
+    @staticmethod
+    def read(extra_args: object) -> "Mark | None":
+        """Parse the mark in a request's ``extra_args``.
+
+        This runs in the scheduler's loop, where an exception would end the engine. It therefore raises nothing.
+
+        Args:
+            extra_args: The field of the request's sampling parameters.
+
+        Returns:
+            The mark; None if there is none, or if it does not have the form that ``write`` gives it.
+        """
+        if not isinstance(extra_args, dict) or MARK not in extra_args:
+            return None
+        data = extra_args[MARK]
+        if not isinstance(data, (list, tuple)) or len(data) != 4:
+            return None
+        level, kept_mass, text, exact_tokens = data
+        if type(level) is not str or not level:
+            return None
+        # p belongs to requests of the level ``p``, and to no others.
+        if (level == SHARE) != (kept_mass is not None):
+            return None
+        if kept_mass is not None and not (type(kept_mass) is float and 0 < kept_mass < 1):
+            return None
+        if text is None:
+            return Mark(level, kept_mass)
+        if type(text) is not str or type(exact_tokens) is not int or exact_tokens < 0:
+            return None
+        return Mark(level, kept_mass, Salt(text, exact_tokens))
+
+    def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Put the mark into ``extra_args``, in place of the request's choice and of any mark that a client sent.
+
+        The mark consists of plain values, which all of vLLM's serialisers support. A request of the server's level with
+        vLLM's own hashes needs none.
+
+        Args:
+            extra_args: The field of the request's sampling parameters.
+
+        Returns:
+            A copy with the mark; None if it is empty.
+        """
+        others = {key: value for key, value in (extra_args or {}).items() if key not in (FIELD, MARK)}
+        if self.request_level == SERVER_LEVEL and self.salt is None:
+            return others or None
+        text, exact_tokens = (None, 0) if self.salt is None else (self.salt.text, self.salt.exact_tokens)
+        return {**others, MARK: [self.level, self.kept_mass, text, exact_tokens]}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Levels that requests of a server may choose, and which requests may share cached keys and values.
+
+    Attributes:
+        levels: Names of the levels: ``exact``, then those of the profile.
+        server_level: Name of the server's own level, if its profile names it.
+        exact_tokens: Number of leading positions of every row that are dense at all levels; None if no row ever goes
+            sparse.
+        salts: Text of the salt by level; a level without one has vLLM's own hashes.
+        refusal: Why requests cannot choose a level on this server; None if they can.
+        has_shares: Whether some head selects by attention mass, so that requests may set its p.
+        default: Level of requests that do not choose one.
+        models: The same by served name, for requests that give it as their model.
+        allowed: Levels that requests may choose in addition to their default; None for all.
+    """
+
+    levels: tuple[str, ...]
+    server_level: str | None = None
+    exact_tokens: int | None = None
+    salts: Mapping[str, str] = field(default_factory=dict)
+    refusal: str | None = None
+    has_shares: bool = False
+    default: str = DEFAULT
+    models: Mapping[str, str] = field(default_factory=dict)
+    allowed: frozenset[str] | None = None
+
+    def under(self, policy: RequestsConfig) -> "Choices":
+        """Restrict the choices by an operator's policy.
+
+        Args:
+            policy: The setting ``requests``.
+
+        Returns:
+            The choices under the policy.
+
+        Raises:
+            ConfigurationError: The policy names a level that does not exist; the message names the field.
+        """
+        default = DEFAULT if policy.default is None else self._named("default", policy.default)
+        models = {model: self._named(f"models.{model}", name) for model, name in policy.models.items()}
+        allowed = None
+        if policy.allow is not None:
+            allowed = frozenset(self._named("allow", name, SHARE) for name in policy.allow)
+        return replace(self, default=default, models=models, allowed=allowed)
+
+    def _named(self, where: str, name: str, *more: str) -> str:
+        names = (ON, *more, *self.levels)
+        if name not in names:
+            raise ConfigurationError(f"{OPTION} {KEY}.requests.{where}: {not_one_of(name, names)}")
+        return DEFAULT if name in (ON, self.server_level) else name
+
+    def level_of(self, vllm_xargs: Mapping[str, Any] | None) -> RequestLevel:
+        """Return the level of a request, after a check of all its keys.
+
+        Args:
+            vllm_xargs: The request's ``vllm_xargs``.
+
+        Returns:
+            The level.
+
+        Raises:
+            ValueError: The request may not have the level, or a key looks like a typo of ``sparse_prefill``.
+        """
+        values = {key: value for key, value in (vllm_xargs or {}).items() if key != MARK}
+        refuse_typos("vllm_xargs", values)
+        asks_report(values)
+        return self.permit(values[FIELD]) if FIELD in values else self.unasked()
+
+    def unasked(self, model: str | None = None) -> RequestLevel:
+        """Return the level of requests that do not choose one.
+
+        Args:
+            model: The served name that the request gives as its model.
+
+        Returns:
+            The level.
+        """
+        return RequestLevel(self.models.get(model or "", self.default))
+
+    def permit(self, value: object, model: str | None = None) -> RequestLevel:
+        """Return the level that a request chooses.
+
+        Args:
+            value: The request's value of ``sparse_prefill``.
+            model: The served name that the request gives as its model.
+
+        Returns:
+            The level.
+
+        Raises:
+            ValueError: The value names no level, or the request may not have it; the message lists the levels that it
+                may have.
+        """
+        if isinstance(value, RequestLevel):  # checked before
+            return value
+        unasked = self.unasked(model).name
+        level = self.named_by(value, unasked)
+        if self._may_have(level.name, unasked):
+            return level
+        why = self.refusal
+        if why is None:
+            why = f"this server's settings (requests.allow) let the request have {self.offers(unasked)}"
+        raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; leave it out")
+
+    def named_by(self, value: object, unasked: str = DEFAULT) -> RequestLevel:
+        """Return the level that a value names, whether the request may have it or not.
+
+        Args:
+            value: The request's value of ``sparse_prefill``.
+            unasked: The level that the request would get without a choice.
+
+        Returns:
+            The level.
+
+        Raises:
+            ValueError: The value names no level; the message lists the levels that the request may have.
+        """
+        if isinstance(value, (bool, int, float)) and value in (0, 1):
+            return RequestLevel(DEFAULT if value else EXACT)
+        if isinstance(value, str) and value in (ON, *self.levels):
+            return RequestLevel(DEFAULT if value in (ON, self.server_level) else value)
+        if isinstance(value, float) and 0 < value < 1:
+            if self.has_shares:
+                return RequestLevel(SHARE, value)
+            why = "no head of this server's plan chooses by mass (top_p), so that there is no p to set"
+            expected = f"expected one of {self.offers(unasked)}"
+            raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; {expected}")
+        raise ValueError(f"vllm_xargs {FIELD}: {unexpected(value, f'one of {self.offers(unasked)}')}")
+
+    def mark(self, level: RequestLevel) -> Mark:
+        """Return the mark of requests of a level.
+
+        Args:
+            level: The level.
+
+        Returns:
+            The mark, with the salt of the level.
+        """
+        text = self.salts.get(level.name)
+        if level.kept_mass is not None:
+            text = f"{text or level.name}={level.kept_mass!r}"
+        salt = None if text is None or self.exact_tokens is None else Salt(text, self.exact_tokens)
+        return Mark(level.name, level.kept_mass, salt)
+
+    def _may_have(self, level: str, unasked: str) -> bool:
+        if level == unasked:
+            return True
+        return self.refusal is None and (self.allowed is None or level in self.allowed)
+
+    def policy(self) -> str:
+        """Describe the policy for the log.
+
+        Returns:
+            The default levels, and the levels that requests may choose.
+        """
+        models = "".join(f", as model {model} {_shown(level)}" for model, level in self.models.items())
+        allowed = "all" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "nothing else"
+        return f"{_shown(self.default)} unasked{models}; {allowed} on request"
+
+    def offers(self, unasked: str) -> str:
+        """List the values that a request may give, none of which is refused.
+
+        Args:
+            unasked: The level that the request would get without a choice.
+
+        Returns:
+            The values, separated by commas.
+        """
+        values = []
+        if self._may_have(EXACT, unasked):
+            values.append("0 (exact)")
+        if self._may_have(DEFAULT, unasked):
+            values.append(f"1 (this server's own level{'' if self.server_level is None else f', {self.server_level}'})")
+        for name in self.levels:
+            if self._may_have(DEFAULT if name == self.server_level else name, unasked):
+                values.append(f"'{name}'")
+        if self.has_shares and self._may_have(SHARE, unasked):
+            values.append("a number between 0 and 1 (p of its top_p heads)")
+        return ", ".join(values)
+
+    def __str__(self) -> str:
+        """List the values that requests with the default level may give."""
+        return self.offers(self.default)
+
+
+def _shown(level: str) -> str:
+    return ON if level == DEFAULT else level
+
+
+def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
+    """Hash the settings that decide which keys and values are written past the exact positions.
+
+    These are each layer's and head's method, the lengths from which rows go sparse, and the version of the package,
+    because another version may keep other keys with the same settings.
+
+    Args:
+        plan: The plan of the whole model at one level.
+        numbers: Numbers that ``auto`` stands for on the server's device (``Plan.numbers``); None if nothing is
+            ``auto``.
+
+    Returns:
+        16 hexadecimal digits, equal for equal settings in every process.
+    """
+    data = {
+        "layers": [None if groups is None else _heads_of(groups) for groups in plan.layers],
+        "min_tokens": plan.min_tokens,
+        "min_query_tokens": plan.min_query_tokens,
+        "numbers": numbers,
+        "shape": asdict(plan.shape),
+        "version": package_version(PACKAGE),
+    }
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _heads_of(groups: LayerPlan) -> list[dict[str, Any]]:
+    """The method of each head, in their order, by its name and all fields: a merged method shows those of no head."""
+    return [_canonical(method) for method in methods_by_head(groups)]
+
+
+def _canonical(method: Method) -> dict[str, Any]:
+    values = {item.name: getattr(method, item.name) for item in fields(method) if item.init}
+    return {"method": name_of(method), "fields": values}

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Resolved``: all settings of a process, resolved once at its start and passed on."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, Thresholds
+from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.config.profile import EXACT, SHARE
+from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
+from vllm_sparse_backend.config.source_files import Documents
+from vllm_sparse_kernels.layer import LayerPlan
+
+Numbers = dict[str, dict[str, list[int | None]]]
+"""By level and engine, [min_tokens, min_query_tokens]: plain values, which travel between processes."""
+
+
+def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
+    """Return the device that ``auto`` was looked up for where the server started.
+
+    Args:
+        additional_config: vLLM's ``additional_config``.
+
+    Returns:
+        Name of the device; None if nothing has been carried yet.
+    """
+    device = (additional_config or {}).get(DEVICE)
+    return device if isinstance(device, str) else None
+
+
+def with_carried(additional_config: Mapping[str, Any] | None, documents: Documents, device: str) -> dict[str, Any]:
+    """Add the texts of all files, and the device to look ``auto`` up for, to vLLM's configuration.
+
+    A process that gets the result reads no file and asks for no device.
+
+    Args:
+        additional_config: vLLM's ``additional_config``.
+        documents: The texts.
+        device: Name of the device.
+
+    Returns:
+        A copy with both.
+    """
+    return {**(additional_config or {}), DOCUMENTS: documents.data(), DEVICE: device}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The configuration with everything that follows from it.
+
+    Attributes:
+        config: The configuration.
+        documents: Texts of the files that it names.
+        plans: The plan of each level, the server's own first. If some head lets requests set p, requests with a p are
+            a level too.
+        table: The table of measured crossovers.
+        device: Name of the device that ``auto`` is looked up for, as the table has it: the one on which the server
+            started.
+        pools: Whether requests are for embeddings, scores or classes.
+    """
+
+    config: SparsePrefillConfig
+    documents: Documents
+    plans: Mapping[str, Plan]
+    table: Crossover
+    device: str
+    pools: bool = False
+
+    @staticmethod
+    def of(
+        additional_config: Mapping[str, Any] | None, shape: ModelShape, device: str, tp_rank: int = 0, tp_size: int = 1,
+        pools: bool = False,
+    ) -> "Resolved":  # fmt: skip
+        """Resolve the settings for a rank of a model.
+
+        Args:
+            additional_config: vLLM's ``additional_config``. Files are read only if ``with_carried`` did not add their
+                texts.
+            shape: The whole model.
+            device: Name of this process's device, as torch reports it. A carried device takes precedence.
+            tp_rank: Tensor-parallel rank, for whose heads the plans are.
+            tp_size: Number of tensor-parallel ranks.
+            pools: Whether requests are for embeddings, scores or classes.
+
+        Returns:
+            The resolved settings.
+
+        Raises:
+            ConfigurationError: A setting is wrong, a file cannot be read, or a profile does not fit the model.
+        """
+        config = load_config(additional_config)
+        device = carried_device(additional_config) or device
+        read = Documents.carried(additional_config or {}, config) or Documents.read(config, shape)
+        plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
+        if plans[DEFAULT].has_shares:
+            plans[SHARE] = plans[DEFAULT]  # but for p, which each row has of its own
+        return Resolved(config, read, plans, read.parse_crossover(), device, pools)
+
+    def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Add all that other processes need to resolve vLLM's configuration to the same settings.
+
+        Args:
+            additional_config: vLLM's ``additional_config``.
+
+        Returns:
+            A copy with the texts of all files and the device.
+        """
+        return with_carried(additional_config, self.documents, self.device)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the server's own level."""
+        return self.plans[DEFAULT]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every row runs dense: the default of servers of pooling models.
+
+        Their results are compared with stored ones, and small errors of an embedding go unnoticed.
+        """
+        return self.pools and self.config.requests.default in (None, EXACT)
+
+    def layer(self, number: int) -> tuple[LayerPlan, ...]:
+        """Return one layer's groups of heads at each level.
+
+        Args:
+            number: Number of the layer.
+
+        Returns:
+            The groups at each level; empty if the layer is dense at all levels.
+        """
+        return layer_by_level(self.plans.values(), number)
+
+    @property
+    def uses_auto(self) -> bool:
+        """Whether some plan's numbers depend on the device that they are looked up for."""
+        return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
+
+    def numbers(self) -> Numbers:
+        """Return the lengths from which rows go sparse, which must be the same in all processes.
+
+        Returns:
+            [min_tokens, min_query_tokens] by level and engine.
+        """
+        return {level: plan.numbers(self.table, self.device) for level, plan in self.plans.items()}
+
+    def thresholds(self, level: str, engines: Collection[str]) -> Thresholds:
+        """Return the lengths from which rows of a level go sparse.
+
+        Args:
+            level: Name of the level.
+            engines: Names of the attention engines that layers of the model use.
+
+        Returns:
+            The strictest thresholds of these engines.
+        """
+        return self.plans[level].thresholds(self.table, self.device, engines)
+
+    def earliest_thresholds(self) -> Thresholds:
+        """Return the lowest thresholds of any level with any engine.
+
+        Returns:
+            The thresholds.
+        """
+        candidates = [plan.earliest_thresholds(self.table, self.device) for plan in self.plans.values()]
+        return min(candidates, key=lambda thresholds: thresholds.severity)
+
+    def exact_tokens(self) -> int | None:
+        """Return the number of leading positions of every row that are dense at all levels.
+
+        Returns:
+            The number of positions; None if no row ever goes sparse.
+        """
+        exact_tokens = [plan.exact_tokens(self.table, self.device) for plan in self.plans.values()]
+        return min((tokens for tokens in exact_tokens if tokens is not None), default=None)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings under the key ``sparse_prefill`` of vLLM's ``--additional-config``.
+
+The text under each field is its only description: README.md, docs/guard.md and docs/requests.md show it in tables that
+``python -m benchmarks.settings_tables`` writes.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from vllm_sparse_backend.config.crossover_table import AUTO, TokenCount
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, looks_like, not_one_of, unexpected
+from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY, OPTION
+from vllm_sparse_backend.config.method_parameters import make_method, method_names
+from vllm_sparse_backend.config.profile import EXACT, ON
+from vllm_sparse_backend.config.ranges import MOST_COUNT, Ranges
+from vllm_sparse_kernels.methods.base import Method
+
+
+class GuardConfig(Section):
+    """Settings of the online guard, which compares sparse layers with dense attention (docs/guard.md).
+
+    An error is that of one layer's output for up to 128 queries: ‖O − Õ‖₂ / ‖O‖₂ over the layer's heads on one rank.
+    """
+
+    rate: Annotated[StrictFloat, Field(ge=1e-6, le=1)] = 0.1
+    """Fraction of the steps with sparse rows in which a layer is checked: once per `round(1 / rate)` steps."""
+
+    bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 0.3
+    """Largest relative error of a layer's output that is acceptable."""
+
+    patience: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 3
+    """Consecutive checks above `bound` before the layer falls back to dense."""
+
+    recover: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 10
+    """Consecutive checks below 0.8 × `bound` before the layer goes sparse again. The number doubles with each further
+    fallback of the layer, up to 64 times the setting."""
+
+    @property
+    def period_steps(self) -> int:
+        """Steps with sparse rows per check of a layer."""
+        return max(round(1 / self.rate), 1)
+
+
+def _to_level(value: object) -> object:
+    """Accept 0, 1, false and true too: YAML reads ``on`` as true, and requests use 0 and 1."""
+    return {0: EXACT, 1: ON}.get(value, value) if isinstance(value, (bool, int)) else value
+
+
+def _without_duplicates(layers: object) -> object:
+    """Allow a list of layers to name a layer twice."""
+    if isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers):
+        return sorted(set(layers))
+    return layers
+
+
+LevelChoice = Annotated[StrictStr, BeforeValidator(_to_level)]
+"""``exact``, ``on`` for the server's own method or profile, or the name of one of its profile's levels."""
+
+
+class RequestsConfig(Section):
+    """Which level requests get, and which levels they may choose (docs/requests.md)."""
+
+    default: LevelChoice | None = None
+    """Level of requests that do not choose one: `exact`, `on` (the server's method or profile) or the name of a level.
+    The default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
+
+    models: dict[StrictStr, LevelChoice] = Field(default={})
+    """Overrides `default` by served model name, for servers with several names (`--served-model-name a b`)."""
+
+    allow: tuple[LevelChoice, ...] | None = None
+    """Levels that requests may choose in addition to their default: `exact`, `on`, names of levels, and `p` for any
+    number between 0 and 1. `[]` allows none. The default allows all."""
+
+
+class SparsePrefillConfig(Section):
+    """All settings of the backend. Every field has a default, so that the empty mapping is a valid configuration."""
+
+    profile: StrictStr | None = None
+    """Name of a bundled profile, path of a YAML file, or `auto` for the bundled profile that fits the model (`method`
+    if none fits). Excludes `method` and `params`. See profiles/README.md."""
+
+    method: StrictStr = "default"
+    """Selection method of all heads: a method or one of the presets `default`, `minference` and `streaming`."""
+
+    params: dict[str, Any] = Field(default={})
+    """Parameters of the method that differ from its defaults. `sparse-prefill profile schema` lists all parameters."""
+
+    min_tokens: TokenCount = AUTO
+    """Number of leading positions of every request that are computed densely, as in stock vLLM. `auto` is the measured
+    crossover. Takes precedence over the profile."""
+
+    min_query_tokens: TokenCount = AUTO
+    """Minimum number of new tokens past `min_tokens` for a request to run sparse in a step. `auto` is the measured
+    crossover. Takes precedence over the profile."""
+
+    crossover: StrictStr | None = None
+    """Path of a table of measured crossovers, as written by `sparse-prefill bench crossover`, in place of the bundled
+    table."""
+
+    dense_layers: Annotated[Ranges, BeforeValidator(_without_duplicates)] = ()
+    """Layers that always run dense, in addition to the profile's: numbers, or ranges such as `"0-3,7"`."""
+
+    engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
+    """Attention kernel. `auto` is the fastest kernel that works. A named kernel that does not work stops the server."""
+
+    guard: GuardConfig | None = None
+    """Compares layers with dense attention on live requests, and runs inaccurate layers dense. `{}` turns the guard on
+    with its defaults. See docs/guard.md."""
+
+    switch: StrictBool = False
+    """Allows `sparse-prefill switch` to make all new requests exact, and back, without a restart. Any client that may
+    post to the server's `/v1` can then do so. See docs/operations.md#roll-back."""
+
+    requests: RequestsConfig = RequestsConfig()
+    """Default level for requests, per served model too, and the levels that requests may choose. See
+    docs/requests.md#a-policy."""
+
+    check_index: StrictBool = False
+    """Validates the selected keys of every layer in every step. Synchronises with the device: for debugging only."""
+
+    metrics_interval_s: Annotated[StrictFloat, Field(gt=0, le=5, allow_inf_nan=False)] = 1.0
+    """Minimum interval, in seconds, at which `/metrics` polls the workers."""
+
+    @field_validator("method")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in method_names():
+            raise ValueError(not_one_of(name, method_names()))
+        return name
+
+    @field_validator("params")
+    @classmethod
+    def _accepted(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        method_is_valid = "method" in info.data
+        if method_is_valid and info.data.get("profile") is None:  # otherwise another field reports the error
+            make_method(info.data["method"], params)
+        return params
+
+    @model_validator(mode="after")
+    def _single_source(self) -> "SparsePrefillConfig":
+        conflicts = [field for field in ("method", "params") if field in self.model_fields_set]
+        if self.profile is not None and conflicts:
+            raise ValueError(f"given both profile {self.profile!r} and {conflicts[0]}, expected only one of them")
+        return self
+
+    def uniform_method(self) -> Method:
+        """Build the method of every head, for a configuration without a profile.
+
+        Returns:
+            The method that ``method`` and ``params`` describe.
+
+        Raises:
+            ValueError: A parameter is unknown or has a wrong value.
+        """
+        return make_method(self.method, self.params)
+
+
+def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillConfig:
+    """Read the settings from vLLM's ``additional_config``.
+
+    Args:
+        additional_config: The value of ``--additional-config``. Its key ``sparse_prefill`` holds the settings, or a
+            text that names a profile; without the key all settings have their defaults.
+
+    Returns:
+        The checked settings.
+
+    Raises:
+        ConfigurationError: A value is wrong, or a setting stands in the wrong place; the message names every wrong
+            field.
+    """
+    if additional_config is None:
+        additional_config = {}
+    if not isinstance(additional_config, Mapping):
+        raise ConfigurationError(f"{OPTION}: {unexpected(additional_config, f'a mapping with the key {KEY!r}')}")
+    settings = additional_config.get(KEY, {})
+    _refuse_misplaced_keys(additional_config)
+    if isinstance(settings, str):
+        settings = {"profile": settings}
+    if not isinstance(settings, Mapping):
+        expected = "a mapping, or the name or path of a profile"
+        raise ConfigurationError(f"{OPTION} {KEY}: {unexpected(settings, expected)}")
+    return SparsePrefillConfig.read(dict(settings), f"{OPTION} ", KEY)
+
+
+def _refuse_misplaced_keys(additional_config: Mapping[str, Any]) -> None:
+    """Refuse settings next to the key, and a misspelt key: vLLM ignores unknown keys, so nobody else would."""
+    for key in map(str, additional_config):
+        if key in SparsePrefillConfig.model_fields:
+            raise ConfigurationError(f"{OPTION}: given key {key!r} at the top level, expected it under {KEY!r}")
+        if key not in (KEY, DOCUMENTS, DEVICE) and looks_like(key, KEY):
+            raise ConfigurationError(f"{OPTION}: given key {key!r}, expected {KEY!r}")

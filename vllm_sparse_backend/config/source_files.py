@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that a configuration names, read once where the server starts.
+
+Their texts travel to the server's other processes inside vLLM's ``additional_config``. Later changes to a file, and its
+absence on another node, therefore have no effect.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_sparse_backend.config import auto_profile
+from vllm_sparse_backend.config.crossover_table import Crossover, crossover_file, load_crossover, parse_crossover
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.profile import ANY_MODEL, Profile, bundled_profiles, parse_profile, profile_file
+from vllm_sparse_backend.config.settings import DOCUMENTS, OPTION, SparsePrefillConfig
+from vllm_sparse_backend.config.strict_yaml import read_text
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts of the profile and of the crossover table, with their names for errors and logs.
+
+    Attributes:
+        settings: ``profile`` and ``crossover`` of the configuration for which the files were read.
+        source: Name of the profile or method in the log.
+        profile: Text of the profile; None if every head has the configuration's method.
+        profile_path: Path of the profile, for error messages.
+        crossover: Text of the crossover table; None for the bundled table.
+    """
+
+    settings: tuple[str | None, str | None]
+    source: str
+    profile: str | None = None
+    profile_path: str = ""
+    crossover: str | None = None
+
+    @staticmethod
+    def read(config: SparsePrefillConfig, shape: ModelShape) -> "Documents":
+        """Read the files that a configuration names.
+
+        Args:
+            config: The configuration.
+            shape: The served model, for ``profile: auto``.
+
+        Returns:
+            The texts.
+
+        Raises:
+            ConfigurationError: A file does not exist or cannot be read.
+        """
+        settings = (config.profile, config.crossover)
+        crossover = None if config.crossover is None else read_text(crossover_file(config.crossover))
+        if config.profile is None:
+            return Documents(settings, f"method {config.method}", crossover=crossover)
+        if config.profile != auto_profile.AUTO:
+            path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
+            return Documents(settings, f"profile {config.profile}", read_text(path), str(path), crossover)
+        choice = auto_profile.choose(shape)
+        if choice.name is None:
+            source = f"method {config.method} (profile auto: {choice.why})"
+            return Documents(settings, source, crossover=crossover)
+        path = bundled_profiles()[choice.name]
+        source = f"profile {choice.name} (auto: {choice.why})"
+        return Documents(settings, source, read_text(path), str(path), crossover)
+
+    @staticmethod
+    def carried(additional_config: Mapping[str, Any], config: SparsePrefillConfig) -> "Documents | None":
+        """Return the texts that another process of the server put into ``additional_config``.
+
+        Args:
+            additional_config: vLLM's ``additional_config``.
+            config: The configuration.
+
+        Returns:
+            The texts; None if there are none, or if they were read for another configuration.
+        """
+        data = additional_config.get(DOCUMENTS)
+        if data is None or tuple(data["settings"]) != (config.profile, config.crossover):
+            return None
+        return Documents(**{**data, "settings": tuple(data["settings"])})
+
+    def data(self) -> dict[str, Any]:
+        """Convert the texts to plain values, which vLLM can pass to any process.
+
+        Returns:
+            The fields by name, from which ``carried`` restores the object.
+        """
+        return {**asdict(self), "settings": list(self.settings)}
+
+    def parse_profile(self, config: SparsePrefillConfig) -> Profile:
+        """Parse the profile, or build one from ``method`` and ``params``.
+
+        Args:
+            config: The configuration.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ConfigurationError: The profile or a parameter of the method is wrong.
+        """
+        if self.profile is not None:
+            return parse_profile(self.profile, self.profile_path)
+        try:
+            method = config.uniform_method()
+        except ValueError as error:
+            raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
+        return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method})
+
+    def parse_crossover(self) -> Crossover:
+        """Parse the crossover table.
+
+        Returns:
+            The table that the configuration names, or the bundled one.
+
+        Raises:
+            ConfigurationError: A field of the table is missing, unknown or wrong.
+        """
+        if self.crossover is None:
+            return load_crossover()
+        _, crossover_path = self.settings
+        return parse_crossover(self.crossover, str(crossover_path))

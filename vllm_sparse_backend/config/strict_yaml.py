@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML for files that users write: nothing is executed, a duplicate key is an error, and 1e-3 is a number."""
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from vllm_sparse_backend.config.errors import ConfigurationError
+
+MAX_BYTES = 4 << 20
+"""About ten times the largest useful file: a profile with separate parameters for each head of 80 layers."""
+
+MAX_DEPTH = 32
+"""Deeper nesting is refused before anything is built from it, because it could overflow the stack."""
+TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
+
+# YAML 1.1 reads 1e-3, which has no point, as a text. YAML 1.2 and users read it as a number.
+_FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
+
+# The parser of libyaml is ten times as fast, where PyYAML was built with it.
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable) or key in seen:
+                problem = f"key {key!r} is given twice" if isinstance(key, Hashable) else "found unhashable key"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def file_at(path: str) -> Path | None:
+    """Find the file at a path.
+
+    Args:
+        path: A path, which may start with ``~``.
+
+    Returns:
+        The file; None if it does not exist or cannot be reached (a name that is too long, a folder without permission,
+        the home of an unknown user).
+    """
+    try:
+        file = Path(path).expanduser()
+        return file if file.is_file() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def why_no_file(path: str) -> str:
+    """Say why ``file_at`` finds no file at a path.
+
+    Args:
+        path: A path, which may start with ``~``.
+
+    Returns:
+        ``no such file``, or what is there instead.
+    """
+    try:
+        file = Path(path).expanduser()
+        exists = os.path.lexists(file)
+    except (OSError, RuntimeError, ValueError):
+        exists = False
+    return f"{path} is {kind_of_file(file)}, expected a file" if exists else "no such file"
+
+
+def kind_of_file(path: Path) -> str:
+    """Name the kind of an existing path.
+
+    Args:
+        path: The path.
+
+    Returns:
+        A text such as ``a folder``, ``a fifo`` or ``a loop of links``.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        broken = {errno.ELOOP: "a loop of links", errno.ENOENT: "a link to nothing"}
+        return broken.get(error.errno or 0, f"not to be opened ({error.strerror})")
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+# Errors show the kind of a file's content, not the content: any file of the machine may have been named.
+_KINDS = {str: "a text", list: "a list", type(None): "nothing"}
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Readers fold line breaks, Unicode's too, into blanks unless they are escaped in double quotes.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Loader.add_implicit_resolver(*_FLOAT)
+_Dumper.add_implicit_resolver(*_FLOAT)  # quotes a text that looks like such a number
+_Dumper.add_representer(str, _represent_text)
+
+
+def read_text(path: Path) -> str:
+    """Read a text file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its text.
+
+    Raises:
+        ConfigurationError: The file cannot be read, has more than ``MAX_BYTES`` bytes or is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigurationError(f"{path}: given more than {MAX_BYTES} bytes, expected at most that")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def parse(text: str, source: str) -> dict[Any, Any]:
+    """Parse a YAML text that holds a mapping.
+
+    Args:
+        text: The YAML text.
+        source: The name of the text in error messages, such as a file's path.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        ConfigurationError: The text is not YAML, has duplicate keys or aliases, is nested too deeply, or holds
+            something else than a mapping. The message names ``source``, line and column.
+    """
+    try:
+        _refuse_depth(text)
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        # The scanner of libyaml bounds the depth too, and reads ahead: it may get there before `_refuse_depth`.
+        problem = TOO_DEEP if "nesting depth" in str(error.problem) else error.problem or error.context
+        raise ConfigurationError(f"{source}: {place}{problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError comes from an invalid date or number
+        raise ConfigurationError(f"{source}: not YAML: {error}") from None
+    if not isinstance(data, dict):
+        kind = _KINDS.get(type(data), "a value")
+        raise ConfigurationError(f"{source}: given {kind}, expected a mapping of fields to values")
+    return data
+
+
+def dump(data: dict[str, Any]) -> str:
+    """Format a mapping as YAML.
+
+    Args:
+        data: Plain values.
+
+    Returns:
+        The YAML text. Mappings and lists that hold only scalars are written inline.
+    """
+    innermost_inline: Any = None  # PyYAML's third value, which its type stubs do not know
+    return yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=innermost_inline
+    )
+
+
+def _refuse_depth(text: str) -> None:
+    """Raise ``MarkedYAMLError`` at deep nesting, or at an alias, which could expand a small file to a huge value."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if is_alias or depth > MAX_DEPTH:
+            problem = "aliases (*name) are not supported, expected the value itself" if is_alias else TOO_DEEP
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=cast(Any, event.start_mark))

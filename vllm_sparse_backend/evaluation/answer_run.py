@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers inside the prompt, asked of servers: started one after the other, or running; the same prompts for all."""
+
+import hashlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, product
+from pathlib import Path
+from random import Random
+from statistics import fmean, stdev
+from typing import Any
+
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.metrics import PREFIX
+from vllm_sparse_backend.evaluation.answers import Prompt, Share, Templates, build_prompt, score, standard_error
+from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
+from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse
+from vllm_sparse_backend.evaluation.prompt_texts import prose, read_text
+from vllm_sparse_backend.evaluation.report import BenchError, Report
+
+Case = dict[str, Any]
+At = tuple[int, int]
+"""Which request: tokens of its prompt, and its number."""
+
+SEED = 0
+"""Of facts and places."""
+
+FACT_TOKENS = 120
+"""Of a prompt for each fact: stated and asked for it takes some 50, and lines are to be no more than half of it."""
+
+COLUMNS = {
+    "label": "server",
+    "tokens": "tokens",
+    "answers": "right",
+    "share": "share",
+    "standard_error": "± s.e.",
+    "of_first": "of the first's",
+    "perplexity": "perplexity",
+    "perplexity_change": "change, %",
+    "perplexity_change_error": "± s.e.",
+    "density": "density, all lengths",
+    "failed": "failed requests",
+}
+
+
+@dataclass(frozen=True)
+class Asking:
+    """All that makes the prompts, but for the tokenizer."""
+
+    lengths: tuple[int, ...]
+    count: int
+    """Of each length."""
+    facts: int
+    text: str | None
+    made: dict[At, Prompt] = field(default_factory=dict, compare=False)
+    """Once a server is there to tokenize."""
+    tokens: list[int] = field(default_factory=list, compare=False)
+    """Of a piece of the text, by that server."""
+
+    @staticmethod
+    def about(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "Asking":
+        # Eight characters are more than a token has on average, and what is read is tokenised by the server.
+        read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
+        return Asking(tuple(dict.fromkeys(lengths)), count, facts, read)
+
+    def require_room(self) -> None:
+        """Raise BenchError where a length cannot hold the facts, before a server starts."""
+        if self.facts > (most := min(self.lengths) // FACT_TOKENS):
+            raise BenchError(
+                f"--facts: given {self.facts}, expected at most {most} in a prompt of {min(self.lengths):,} tokens"
+            )
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def source(self) -> str:
+        """A word of prose is a token at least: there are as many as stretches that begin apart take."""
+        words = max(2 * self.longest, self.longest + 16 * self.count)
+        return self.text if self.text is not None else prose(words, SEED)
+
+    def key(self, *context: object) -> str:
+        """Equal where the prompts are, and what they are asked in (``context``)."""
+        made_of = {name: value for name, value in vars(self).items() if name not in ("made", "tokens", "source")}
+        made_of |= {"text": self.source, "context": context}
+        return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+
+    @property
+    def wanted(self) -> list[At]:
+        return list(product(self.lengths, range(self.count)))
+
+    def make(self, endpoint: Endpoint) -> bool:
+        """The prompts, by the first server's tokenizer; whether this one's gives the same. Raises BenchError."""
+        sample = endpoint.tokenize(self.source[:2000], special=True)
+        if not self.made:
+            self.made.update(self.build_prompts(endpoint))
+            self.tokens.extend(sample)
+        return sample == self.tokens
+
+    def ask(self, endpoint: Endpoint, at: At) -> Case:
+        """A request that fails, or is not answered whole, has its ``error`` and no answers."""
+        prompt = self.made[at]
+        case: Case = {"sha256": prompt.sha256, "error": None}
+        began = time.perf_counter()
+        try:
+            scores = score(prompt, endpoint.prompt_logprobs(prompt.token_ids))
+        except RequestError as error:
+            return case | {"error": str(error)}
+        answers = [
+            {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
+            for answer, ranks in zip(prompt.answers, scores.ranks)
+        ]
+        seconds = round(time.perf_counter() - began, 3)
+        return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
+
+    def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
+        """By length and number: each of a stretch of the text that begins elsewhere."""
+        text_ids = endpoint.tokenize(self.source)
+        begin_ids = endpoint.first_tokens()
+        # Stretches begin in different places, so that no two prompts of a length begin alike.
+        spare = len(text_ids) - self.longest
+        if spare < 16 * self.count:
+            most = self.longest + 16 * self.count
+            raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {most:,} for such prompts")
+
+        built: dict[At, Prompt] = {}
+        for length in self.lengths:
+            for i in range(self.count):
+                rng = Random(f"{SEED}/{length}/{i}")
+                start = spare * i // self.count + rng.randrange(spare // self.count)
+                stretch = text_ids[start : start + length]
+                prompt = (endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng)
+                built[length, i] = build_prompt(*prompt)
+        return built
+
+
+def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
+    """Take over what a file from an earlier run holds, less failed requests. Raises BenchError if it is of others."""
+    if path is None or not path.exists():
+        return
+    try:
+        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+        held = {case["label"]: case["what"] for case in cases}
+        keys = {case["key"] for case in cases}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path}: not a file of `eval {report.bench}`: {error!r}") from None
+    if keys - {key}:
+        raise BenchError(f"{path}: holds answers to other prompts, or of other servers: name another file for these")
+    for contestant in contestants:
+        if (what := held.get(contestant.label, contestant.what)) != contestant.what:
+            raise BenchError(
+                f"{path}: holds {contestant.label} as {what}, now it is {contestant.what}: name another file"
+            )
+    report.cases.extend(case for case in cases if not case.get("error"))
+
+
+def unasked(contestants: Sequence[Contestant], asking: Asking, report: Report) -> dict[str, list[At]]:
+    """By label the requests that a report does not hold yet. Raises BenchError where a label stands for two."""
+    if len({contestant.label for contestant in contestants}) < len(contestants):
+        raise BenchError(
+            f"labels {', '.join(contestant.label for contestant in contestants)}: expected each of them once"
+        )
+    there = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
+    return {
+        contestant.label: [at for at in asking.wanted if (contestant.label, *at) not in there]
+        for contestant in contestants
+    }
+
+
+def ask_all(contestants: Sequence[Contestant], asking: Asking, key: str, report: Report, concurrency: int = 1) -> None:
+    """A case for each contestant and request that the report does not hold yet. Raises BenchError, or ServerError."""
+    todo = unasked(contestants, asking, report)
+    waiting = [contestant for contestant in contestants if todo[contestant.label]]
+    for _, group in groupby(waiting, key=lambda contestant: contestant.open):
+        with opened(levels := list(group)) as endpoints:
+            # Prompts are made with the first server that is ready, and the same for all.
+            if not asking.make(endpoints[0]):
+                whose = "its tokenizer is another than the first server's"
+                raise BenchError(f"{levels[0].label}: {whose}: prompts would differ")
+            for contestant, endpoint in zip(levels, endpoints, strict=True):
+                base = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
+                for case in _ask_server(endpoint, asking, todo[contestant.label], concurrency):
+                    report.add_case(base | case)
+
+
+def _ask_server(endpoint: Endpoint, asking: Asking, todo: Sequence[At], concurrency: int) -> Iterator[Case]:
+    """A case for each of the requests, and one for the density of all and why rows were dense."""
+    before = endpoint.metrics()
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        for at, case in zip(todo, pool.map(lambda at: asking.ask(endpoint, at), todo)):
+            yield {"part": "prompt", "tokens": at[0], "prompt": at[1], **case}
+    finally:
+        # Who breaks off does not wait for prompts of minutes: they end with the server.
+        pool.shutdown(wait=False, cancel_futures=True)
+    after = endpoint.metrics()
+    if PREFIX in before and PREFIX in after:  # it counts pairs
+        now, then = parse(after), parse(before)
+        dense = {reason: count for (path, reason), count in (now.rows - then.rows).items() if path == "dense"}
+        figures = (now.pairs - then.pairs).figures
+        yield {"part": "density", "tokens": None, "prompt": None, **figures, "dense_rows": dense}
+
+
+def densities(cases: Sequence[Case]) -> dict[str, float | None]:
+    """By label, of all runs that a file holds."""
+    counted = [case for case in cases if case["part"] == "density"]
+    labels = dict.fromkeys(case["label"] for case in counted)
+    return {label: Pairs.of_cases(case for case in counted if case["label"] == label).density for label in labels}
+
+
+def failures(cases: Sequence[Case]) -> list[str]:
+    """A line for each failed request, and for each server of this backend that ran nothing sparse."""
+    prompt_cases = [case for case in cases if case["part"] == "prompt"]
+    lines = [
+        f"failed, and not counted: {case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: "
+        f"{case['error']}"
+        for case in prompt_cases
+        if case["error"]
+    ]
+    for label, density in densities(cases).items():
+        if density is None:
+            lines.append(f"{label}: no request ran sparse: {_why_dense([c for c in cases if c['label'] == label])}")
+    return lines
+
+
+def _why_dense(cases: Sequence[Case]) -> str:
+    """What a server counted its rows as; where there were none, why there were none."""
+    rows = sum((Counter(case["dense_rows"]) for case in cases if case["part"] == "density"), Counter[str]())
+    if rows:
+        explained = {fallback.value: fallback.explain for fallback in Fallback}
+        return "; ".join(f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items())
+    failed = all(case["error"] for case in cases if case["part"] == "prompt")
+    return "all of its requests failed" if failed else "the server's log says why"
+
+
+def told(case: Case) -> str:
+    """What came of a request, in a few words."""
+    if case["error"] is not None:
+        return f"failed: {case['error']}"
+    return f"{sum(right_answers(case))} of {len(case['answers'])} right, {case['seconds']:.1f} s"
+
+
+def right_answers(case: Case) -> list[bool]:
+    """Right is an answer whose tokens are all of rank 1."""
+    return [all(rank == 1 for rank in answer["ranks"]) for answer in case["answers"]]
+
+
+def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> tuple[float | None, float | None]:
+    """In per cent, of the prompts that both answered, and its standard error over these; by each prompt's number."""
+    nats = [
+        second[i]["nats"] / second[i]["others"] - case["nats"] / case["others"]
+        for i, case in first.items()
+        if i in second
+    ]
+    if not nats:
+        return None, None
+    ratio = math.exp(fmean(nats))
+    return 100 * (ratio - 1), 100 * ratio * stdev(nats) / math.sqrt(len(nats)) if len(nats) > 1 else None
+
+
+def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
+    """For each label and length: right of asked, beside the first label's on the prompts that both answered."""
+    prompt_cases = {(c["label"], c["tokens"], c["prompt"]): c for c in cases if c["part"] == "prompt"}
+    density = densities(cases)
+    rows = []
+    for length in lengths:
+        base = {
+            i: c
+            for (label, n, i), c in prompt_cases.items()
+            if label == labels[0] and n == length and c["error"] is None
+        }
+        for label in labels:
+            cases_of_row = [c for (name, n, _), c in prompt_cases.items() if name == label and n == length]
+            good = {c["prompt"]: c for c in cases_of_row if c["error"] is None}
+            shares = [Share(sum(right_answers(c)), len(c["answers"])) for c in good.values()]
+            whole = Share(sum(share.right for share in shares), sum(share.total for share in shares))
+            answered_by_both = base.keys() & good.keys()
+            first = sum(sum(right_answers(base[i])) for i in answered_by_both)
+            others = sum(c["others"] for c in good.values())
+            change, its_error = (None, None) if label == labels[0] else perplexity_change(base, good)
+            rows.append({
+                "label": label, "tokens": length, "answers": str(whole) or None, "right": whole.right,
+                "asked": whole.total, "share": whole.share if whole.total else None,
+                "standard_error": standard_error(shares) if whole.total else None,
+                "of_first": sum(sum(right_answers(good[i])) for i in answered_by_both) / first if first else None,
+                "perplexity": math.exp(sum(c["nats"] for c in good.values()) / others) if others else None,
+                "perplexity_change": change, "perplexity_change_error": its_error,
+                "density": density.get(label), "failed": len(cases_of_row) - len(good),
+            })  # fmt: skip
+    return rows

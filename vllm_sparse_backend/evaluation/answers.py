@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers inside the prompt: questions whose answers the prompt itself holds, judged by the ranks of their tokens.
+
+A question at a prompt's end is answered by decoding, which is dense: it hides what a sparse prefill lost. Here facts
+are spread over a text, each is asked for and answered further on, and all of it is prefilled. A server that returns
+log-probabilities of the prompt's tokens (``prompt_logprobs``, vLLM's addition to OpenAI's interface) says of every
+answer's token how many others the model held more likely. The answer is right if none was, for any of its tokens.
+"""
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from vllm_sparse_backend.evaluation.client import RequestError
+from vllm_sparse_backend.evaluation.report import BenchError
+
+Encode = Callable[[str], list[int]]
+"""Token ids of a text, without special tokens around them."""
+
+_ADJECTIVES = (
+    "amber crimson silent golden frozen hidden ancient velvet copper lunar misty scarlet broken quiet rapid gentle"
+)
+_KINDS = (
+    "falcon tiger lantern meadow harbor glacier orchid compass anchor willow raven summit beacon badger cedar dragon"
+)
+_PLACES = "river stone forest tower bridge valley garden island canyon temple harbor engine desert castle planet market"
+NAMES = [f"{a} {k} {p}" for a in _ADJECTIVES.split() for k in _KINDS.split() for p in _PLACES.split()]
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Lines that state a fact and that ask for it and answer. ``{name}`` and ``{value}``, seven digits, are put in."""
+
+    fact: str = "# The magic number of {name} is {value}."
+    question: str = "# Question: what is the magic number of {name}? Answer: {value}."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Places count the prompt's tokens from 0."""
+
+    name: str
+    value: str
+    fact_at: int
+    """Of the value's first token where the fact is stated."""
+    begin: int
+    end: int
+    """Of the value's tokens where it is asked for; ``end`` is past the last."""
+
+    @property
+    def distance(self) -> int:
+        return self.begin - self.fact_at
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    answers: tuple[Answer, ...]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(" ".join(map(str, self.token_ids)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Line:
+    token_ids: list[int]
+    begin: int
+    end: int
+    """Of the tokens that hold the value."""
+
+    @staticmethod
+    def of(encode: Encode, template: str, name: str, value: str) -> "Line":
+        """The value's tokens are where the line differs from one in which every digit is another.
+
+        So they are found with any tokenizer: one that has a token for each digit, or for three, or for a space and a
+        digit together.
+        """
+        changed = "".join(str(int(digit) % 9 + 1) for digit in value)
+        ids, other = (
+            encode("\n" + template.replace("{name}", name).replace("{value}", v) + "\n") for v in (value, changed)
+        )
+        begin = _equal(ids, other)
+        end = len(ids) - _equal(ids[begin:][::-1], other[begin:][::-1])
+        if begin >= end:
+            raise BenchError(f"the tokenizer gives {value} and {changed} the same tokens: answers cannot be told apart")
+        return Line(ids, begin, end)
+
+
+def _equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the part that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+
+
+def build_prompt(
+    encode: Encode,
+    begin_ids: Sequence[int],
+    text_ids: Sequence[int],
+    num_tokens: int,
+    num_facts: int,
+    templates: Templates,
+    rng: random.Random,
+) -> Prompt:
+    """``num_tokens`` tokens: ``begin_ids``, then ``text_ids`` from their first on, with facts and questions between.
+
+    Both places of a fact are uniform over the text, the question at the later one. Raises BenchError if the lines do
+    not fit or the text is too short.
+    """
+    names = rng.sample(NAMES, num_facts)
+    values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_facts)]
+    facts, questions = (
+        [Line.of(encode, template, *name_and_value) for name_and_value in zip(names, values)]
+        for template in (templates.fact, templates.question)
+    )
+    room = num_tokens - len(begin_ids) - sum(len(line.token_ids) for line in (*facts, *questions))
+    if 2 * room < num_tokens:
+        raise BenchError(
+            f"{num_facts} facts and their questions take {num_tokens - room:,} of a prompt's {num_tokens:,} tokens, "
+            "expected at most half: ask for fewer --facts or longer --lengths"
+        )
+    if len(text_ids) < room:
+        raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
+    cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in names]
+    threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts, questions)]
+    ids, places = weave(begin_ids, text_ids[:room], threads, cuts)
+    answers = tuple(
+        Answer(name, value, stated_at + fact.begin, asked_at + question.begin, asked_at + question.end)
+        for name, value, fact, question, (stated_at, asked_at) in zip(names, values, facts, questions, places)
+    )
+    return Prompt(ids, answers)
+
+
+def weave(
+    begin_ids: Sequence[int],
+    text_ids: Sequence[int],
+    threads: Sequence[Sequence[Sequence[int]]],
+    cuts: Sequence[Sequence[int]],
+) -> tuple[list[int], list[list[int]]]:
+    """``begin_ids`` and then the text with other lines in it, and where each of these begins.
+
+    A thread is lines in their order; ``cuts`` has for each of them, rising, before how many tokens of the text.
+    """
+    placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
+    ids, at = list(begin_ids), 0
+    places = [[0] * len(thread_cuts) for thread_cuts in cuts]
+    for cut, step, i in placed:
+        ids += text_ids[at:cut]
+        at = cut
+        places[i][step] = len(ids)
+        ids += threads[i][step]
+    ids += text_ids[at:]
+    return ids, places
+
+
+@dataclass(frozen=True)
+class Scores:
+    ranks: list[list[int]]
+    """Of each answer's tokens; 1 is the likeliest."""
+    nats: float
+    others: int
+    """Summed negative log-probability of all tokens that are no answer's, and their number: the first has none."""
+
+
+def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:
+    """From ``prompt_logprobs``.
+
+    ``returned``: for each token ``{token id: {"logprob": ..., "rank": ...}}``. Raises RequestError where a token's own
+    is missing or is no number that a healthy model gives: nothing of such an answer is counted.
+    """
+    token_ids = prompt.token_ids
+    if not isinstance(returned, list) or len(returned) != len(token_ids):
+        came = len(returned) if isinstance(returned, list) else returned
+        raise RequestError(f"prompt_logprobs: {came!r} came back for a prompt of {len(token_ids)} tokens")
+    # The first token has none.
+    ranks, logprobs = [0], [0.0]
+    for place in range(1, len(token_ids)):
+        entry = (returned[place] or {}).get(str(token_ids[place]))
+        if entry is None:
+            raise RequestError(f"prompt_logprobs: nothing came back for token {token_ids[place]} at place {place}")
+        logprob, rank = entry.get("logprob"), entry.get("rank")
+        if not isinstance(logprob, int | float) or not -1e5 < logprob <= 1e-3:
+            raise RequestError(f"prompt_logprobs: log-probability {logprob} at place {place}")
+        if not isinstance(rank, int) or rank < 1:
+            raise RequestError(f"prompt_logprobs: rank {rank} at place {place}")
+        ranks.append(rank)
+        logprobs.append(logprob)
+    inside = {place for answer in prompt.answers for place in range(answer.begin, answer.end)}
+    others = [-logprob for place, logprob in enumerate(logprobs) if place and place not in inside]
+    return Scores([ranks[answer.begin : answer.end] for answer in prompt.answers], math.fsum(others), len(others))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Right answers of those asked for."""
+
+    right: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        return self.right / self.total if self.total else math.nan
+
+    def __str__(self) -> str:
+        return f"{self.right} of {self.total}" if self.total else ""
+
+
+def standard_error(of_prompts: Sequence[Share]) -> float:
+    """Of the share over all: the binomial one, or that between prompts where it is larger.
+
+    A prompt's answers are no independent draws: a block of keys that is dropped takes many of them with it.
+    """
+    whole = Share(sum(share.right for share in of_prompts), sum(share.total for share in of_prompts))
+    if not whole.total:
+        return math.nan
+    binomial, count = math.sqrt(whole.share * (1 - whole.share) / whole.total), len(of_prompts)
+    if count < 2:
+        return binomial
+    squares = math.fsum((share.right - whole.share * share.total) ** 2 for share in of_prompts)
+    return max(binomial, math.sqrt(squares * count / (count - 1)) / whole.total)

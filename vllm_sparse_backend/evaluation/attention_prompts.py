@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to time attention on: queries, keys and values of one layer in a paged cache, of which chunks are prefilled.
+
+Random normal data is dense: no method can leave anything out of it. In ``planted_prompt`` a share of the keys, in runs
+of ``RUN_TOKENS``, is what the queries of their kv head look for, and has nearly all of the softmax's mass. So the data
+have a density that can be stated, ``DENSITY``, and methods that choose by mass find it.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_kernels import PagedCache, Rows
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.rows import ceil_div
+
+DENSITY = 0.1
+RUN_TOKENS = 64
+PLANTED = 9.0
+"""Length of what queries and planted keys share: their scaled scores are about 7 higher at head_dim 128."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one layer on one rank; 8B models of Llama's and Qwen's families have these defaults."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_tokens: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @staticmethod
+    def of(model: Path | None, page_tokens: int = 128) -> "Heads":
+        """Of a model's folder, if one is given."""
+        if model is None:
+            return Heads(page_tokens=page_tokens)
+        shape = ModelShape.from_folder(model)
+        return Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, page_tokens)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.num_heads} heads, {self.num_kv_heads} kv heads, head_dim {self.head_dim}, {dtype}"
+
+    def model(self, num_layers: int) -> ModelShape:
+        return ModelShape("Made", num_layers, self.num_heads, self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One layer of a whole prompt, of which chunks are prefilled."""
+
+    whole: Batch
+
+    def chunk(self, context_len: int, query_len: int) -> Batch:
+        """The step that prefills ``query_len`` tokens after ``context_len`` cached ones."""
+        end, (num_tokens,) = context_len + query_len, self.whole.rows.query_lens
+        if end > num_tokens:
+            raise BenchError(f"a chunk of {query_len:,} after {context_len:,}: the prompt has {num_tokens:,} tokens")
+        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
+        return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
+
+
+def without_nan(batch: Batch) -> Batch:
+    """The batch, its cache free of the NaN that stand in unused places: FlashAttention multiplies these by 0."""
+    for side in (batch.cache.keys, batch.cache.values):
+        side.nan_to_num_()
+    return batch
+
+
+def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> Prompt:
+    """One layer, the same for the same arguments on the same kind of device; layers of other seeds share its pages."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    num_kv_heads, head_dim, page = heads.num_kv_heads, heads.head_dim, heads.page_tokens
+    wanted = PLANTED * torch.nn.functional.normalize(normal(num_kv_heads, 1, head_dim), dim=-1)
+    runs = torch.rand(ceil_div(num_tokens, RUN_TOKENS), num_kv_heads, 1, generator=generator, device=device) < DENSITY
+    planted = runs.repeat_interleave(RUN_TOKENS, 0)[:num_tokens]
+    pages = torch.zeros(ceil_div(num_tokens, page) * page, num_kv_heads, 2, head_dim, dtype=heads.dtype, device=device)
+    pages[:num_tokens, :, 0] = (normal(num_tokens, num_kv_heads, head_dim) + planted * wanted[:, 0]).to(heads.dtype)
+    pages[:num_tokens, :, 1] = normal(num_tokens, num_kv_heads, head_dim).to(heads.dtype)
+    q = normal(num_tokens, num_kv_heads, heads.num_heads // num_kv_heads, head_dim) + wanted
+    keys, values = pages.unflatten(0, (-1, page)).flatten(3).split(head_dim, -1)
+    table = torch.arange(len(keys), dtype=torch.int32, device=device)[None]
+    rows = Rows((0,), (num_tokens,), (0,), table)
+    return Prompt(Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5))

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running vLLM server as a client sees it, by openai's client: prompts of given lengths, and when tokens come."""
+
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.config.request_levels import FIELD
+from vllm_sparse_backend.evaluation.prompt_texts import project_text
+from vllm_sparse_backend.evaluation.report import BenchError
+
+TIMEOUT_S = 1800.0
+HOST_AND_PORT = re.compile(r"[\w.-]+(:\d+)?")
+BURST_S = 1e-3
+"""What arrives within it came at once: the time between its tokens is the client's, not the server's."""
+MOST_CHARS = 200_000
+"""Of one request to tokenize."""
+
+
+def server_url(address: str, name: str) -> str:
+    """The address of a server without a path.
+
+    Args:
+        address: What an operator typed, with or without ``/v1``.
+        name: What the address belongs to (an option, a label), for the message.
+
+    Raises:
+        BenchError: ``address`` does not begin with http:// or https://.
+    """
+    url = address.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        example = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else "http://127.0.0.1:8000"
+        raise BenchError(f"{name}: given {address!r}, expected a server's address such as {example}")
+    return url
+
+
+class RequestError(RuntimeError):
+    """A request was not answered as asked; the message says how, ``status`` is HTTP's where there was one."""
+
+    status: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Times are from sending the request. Later vLLM streams several tokens at a time."""
+
+    first_token_s: float
+    last_token_s: float
+    tokens: int
+    pause_s: float = 0.0
+    """The longest between two arrivals of tokens."""
+
+    @property
+    def token_s(self) -> float | None:
+        """What a token after the first takes; None where there is none, or where all came in one burst."""
+        taken = self.last_token_s - self.first_token_s
+        return taken / (self.tokens - 1) if self.tokens > 1 and taken > BURST_S else None
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """``url`` has no path: ``http://127.0.0.1:8000``."""
+
+    name: str
+    url: str
+    model: str
+    root: str | None = None
+    """What the server loaded, a folder or a name, where it says so."""
+    max_model_len: int | None = None
+    """Tokens of the longest request that the server takes, its answer included, where it says so."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Goes with every request for a completion."""
+
+    @staticmethod
+    def connect(name: str, url: str) -> "Endpoint":
+        """A running server, and the model that it serves. Raises BenchError where none answers."""
+        url = server_url(url, name)
+        try:
+            with _failures():
+                model = _client(url).get("/models", cast_to=object)["data"][0]
+                return Endpoint(name, url, model["id"], model.get("root"), model.get("max_model_len"))
+        except RequestError as error:
+            if error.status in (401, 403):
+                raise BenchError(
+                    f"{name}: the server at {url} refuses us ({error}): set OPENAI_API_KEY to its --api-key"
+                ) from None
+            raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
+
+    def require_room(self, num_tokens: int) -> None:
+        """Raise BenchError where a request of so many tokens, its answer included, is too long for the server."""
+        if self.max_model_len is not None and num_tokens > self.max_model_len:
+            raise BenchError(
+                f"{self.name}: given requests of {num_tokens:,} tokens, answers included, expected at most "
+                f"{self.max_model_len:,}, the server's max_model_len: ask for shorter prompts, or start it with a "
+                "larger --max-model-len"
+            )
+
+    def at_level(self, level: float | str) -> "Endpoint":
+        """The same server, asked for that level. Raises BenchError where it has none of that name.
+
+        Levels share a cache's first blocks, which are dense in all of them. Here none finds what another one left: the
+        same prompts are asked at each.
+        """
+        endpoint = replace(self, extra={"vllm_xargs": {FIELD: level}, "cache_salt": f"level {level}"})
+        try:
+            endpoint.ask([1] * 16, 1)
+        except RequestError as error:
+            raise BenchError(f"{self.name}: level {level!r}: {error}") from None
+        return endpoint
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
+        """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError on anything else.
+
+        ``stop_after``: break off, and close the connection, once as many tokens are there. ``more`` goes with the
+        request.
+        """
+        body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1} | more
+        wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
+        began, tokens, stamps = time.perf_counter(), 0, list[float]()
+        with _failures(), self._stream(body) as stream:
+            for event in stream:
+                if came := _tokens_of(event):
+                    tokens += came
+                    stamps.append(time.perf_counter() - began)
+                if stop_after is not None and tokens >= wanted:
+                    break
+        if tokens < wanted or (stop_after is None and tokens > wanted):
+            raise RequestError(f"{tokens} tokens answered, asked for {wanted}")
+        return Answer(stamps[0], stamps[-1], tokens, max((b - a for a, b in pairwise(stamps)), default=0.0))
+
+    def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+        return body | dict(self.extra)
+
+    def _stream(self, body: dict[str, Any]) -> Any:
+        import openai
+
+        # Not `completions.create`, which looks at each token of a prompt before it sends it: that would be timed.
+        return _client(self.url).post(
+            "/completions", body=body, cast_to=object, stream=True, stream_cls=openai.Stream[object]
+        )
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
+        """Of each token of a prompt, by vLLM's ``prompt_logprobs``: its own and the likeliest, with their ranks.
+
+        The first has none. vLLM computes such a prompt whole: it takes nothing from its prefix cache. Raises
+        RequestError on anything but an answer with such a list.
+        """
+        with _failures():
+            body = self._body(prompt, 1) | {"prompt_logprobs": 1}
+            answer = _client(self.url).post("/completions", body=body, cast_to=object)
+            returned = answer["choices"][0].get("prompt_logprobs")
+        if not isinstance(returned, list):
+            raise RequestError("the answer has no prompt_logprobs: expected a vLLM server")
+        return returned
+
+    def tokenize(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of a text, by the server's own tokenizer, in pieces that end with a line.
+
+        ``special``: with those that it puts around a text. Raises BenchError.
+        """
+        ids: list[int] = []
+        while text:
+            cut = text.rfind("\n", 0, MOST_CHARS) + 1 if len(text) > MOST_CHARS else len(text)
+            piece, text = text[: cut or MOST_CHARS], text[cut or MOST_CHARS :]
+            ids += self._vllm("/tokenize", {"prompt": piece, "add_special_tokens": special})["tokens"]
+        return ids
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return str(self._vllm("/detokenize", {"tokens": list(token_ids)})["prompt"])
+
+    def _vllm(self, path: str, body: dict[str, Any]) -> Any:
+        """Of what vLLM adds to OpenAI's interface."""
+        try:
+            with _failures():
+                return _client(self.url).post(self.url + path, body={"model": self.model, **body}, cast_to=object)
+        except RequestError as error:
+            raise BenchError(f"{self.name}: {self.url}{path}: {error}") from None
+
+    def metrics(self) -> str:
+        """The text of /metrics with counts of now; empty where there is none."""
+        try:
+            with _failures():
+                return str(_client(self.url).get(self.url + FRESH_METRICS_PATH, cast_to=str))
+        except RequestError:
+            return ""
+
+    def first_tokens(self) -> list[int]:
+        """What prompts start with: what the tokenizer adds, or the bos token of the model's folder.
+
+        The tokenizer of a model that was trained with a bos token does not always add it, and attention without its
+        sink is another one.
+        """
+        plain, full = self.tokenize("a"), self.tokenize("a", special=True)
+        if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
+            return added
+        return self.tokenize(bos) if (bos := _bos_token(self.root)) else []
+
+
+def _bos_token(folder: str | None) -> str | None:
+    """None too for a name that the server resolved, or a folder of another machine."""
+    try:
+        config = json.loads((Path(folder or "/dev/null") / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    bos = config.get("bos_token")
+    return bos.get("content") if isinstance(bos, dict) else bos
+
+
+def _tokens_of(event: Any) -> int:
+    """Of a streamed event. Raises RequestError on a log-probability that no healthy model gives."""
+    choices = event.get("choices") or [{}]
+    logprobs = (choices[0].get("logprobs") or {}).get("token_logprobs") or ()
+    for logprob in logprobs:
+        if logprob is None or not -1e4 < logprob <= 1e-6:
+            raise RequestError(f"log-probability {logprob}: not a number that a healthy model gives")
+    return len(logprobs)
+
+
+@cache
+def _client(url: str) -> Any:
+    """With the key of OPENAI_API_KEY, for servers that ask for one."""
+    try:
+        import openai
+    except ImportError:
+        raise BenchError(
+            "openai's client is missing; it comes with vLLM, and with pip install 'vllm-sparse-backend[measure]'"
+        ) from None
+    # Loopback must not go through a proxy of the environment.
+    direct = openai.DefaultHttpxClient(trust_env=False)
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=TIMEOUT_S, max_retries=0, http_client=direct)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Whatever goes wrong with a request is a RequestError: releases of openai's client differ in what they raise."""
+    try:
+        yield
+    except (RequestError, BenchError):
+        raise
+    except Exception as error:
+        status, response = (getattr(error, name, None) for name in ("status_code", "response"))
+        said = f"answered {status}: {response.text[:500]}" if status and response is not None else None
+        failed = RequestError(said or f"{type(error).__name__}: {error.__cause__ or error}")
+        failed.status = status
+        raise failed from None
+
+
+class Prompts:
+    """Stretches of a text, no two of which begin alike: none is found in a prefix cache."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) < 1024:
+            raise BenchError(f"text: given {len(token_ids)} tokens, expected at least 1,024")
+        self.token_ids = list(token_ids)
+        self.made = 0
+
+    @staticmethod
+    def of(endpoint: Endpoint, text: str | None = None) -> "Prompts":
+        """Of a text, or of this project's sources."""
+        return Prompts(endpoint.tokenize(text or project_text()[:400_000]))
+
+    def take(self, length: int) -> list[int]:
+        """The next prompt of so many tokens; a text that is too short starts again."""
+        # Stretches of one text would meet again some day: the first tokens of each are drawn.
+        ids, base = self.token_ids, len(self.token_ids)
+        head = random.Random(self.made).choices(ids, k=8)
+        start = self.made * 997 % base
+        self.made += 1
+        around = [ids[(start + i) % base] for i in range(length)]
+        return [*head, *around][:length]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that are asked the same: started one after the other, or running; what one run leaves the next asks."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from vllm_sparse_backend.config.auto_profile import AUTO
+from vllm_sparse_backend.config.metrics import PREFIX
+from vllm_sparse_backend.config.model_shape import name_of_path
+from vllm_sparse_backend.config.profile import load_profile
+from vllm_sparse_backend.evaluation.client import Endpoint
+from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.vllm_server import (
+    CPU_CACHE,
+    Server,
+    Settings,
+    max_positions,
+    sparse_args,
+    split_args,
+)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One server to ask, or a level of it; ``open`` starts it, or finds it running. Its levels share one ``open``."""
+
+    label: str
+    model: str
+    """Its name, without a folder's path."""
+    what: str
+    """Its address or its settings, whole: what a label leaves out."""
+    open: Callable[[], AbstractContextManager[Endpoint]]
+    is_running: bool = False
+    """Else it has to be started."""
+    level: float | str | None = None
+    """What its requests ask for; None if nothing."""
+
+    def at(self, levels: Sequence[float | str]) -> "list[Contestant]":
+        """The server at each of the levels; itself where none is named."""
+        at = [
+            replace(self, label=f"{self.label} {level}", what=f"{self.what}, level {level}", level=level)
+            for level in levels
+        ]
+        return at or [self]
+
+    @staticmethod
+    def running(label: str, url: str, levels: Sequence[float | str] = (), max_len: int = 0) -> "list[Contestant]":
+        """A server at each of the levels, if it is one of this backend.
+
+        Raises BenchError where none answers at ``url``, or it takes no requests of ``max_len`` tokens.
+        """
+        endpoint = Endpoint.connect(label or url, url)
+        endpoint.require_room(max_len)
+        server = Contestant(
+            label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint), True
+        )
+        return server.at(levels) if PREFIX in endpoint.metrics() else [server]
+
+    @staticmethod
+    def served(label: str, model: Path, args: Sequence[str], what: str) -> "Contestant":
+        @contextmanager
+        def start() -> Iterator[Endpoint]:
+            # A long prompt needs more than the cache that a server on a CPU gets otherwise.
+            env = {name: os.environ[name] for name in (CPU_CACHE,) if name in os.environ}
+            with Server(model, args, env=env) as server:
+                yield Endpoint.connect(label, server.url)
+
+        return Contestant(label, name_of_path(str(model)), what, start)
+
+
+@contextmanager
+def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
+    """All of them at once, each server once."""
+    with ExitStack() as stack:
+        servers = {
+            start: stack.enter_context(start())
+            for start in dict.fromkeys(contestant.open for contestant in contestants)
+        }
+        yield [
+            servers[contestant.open]
+            if contestant.level is None
+            else servers[contestant.open].at_level(contestant.level)
+            for contestant in contestants
+        ]
+
+
+def asked_for(
+    model: Path | None, settings: Sequence[str], levels: Sequence[float | str], urls: Sequence[str],
+    labels: Sequence[str], max_len: int, server_args: str,
+) -> list[Contestant]:  # fmt: skip
+    """Stock and each of the settings, to be started for ``model``; or the servers at ``urls``. Raises BenchError."""
+    if (model is None) == (not urls):
+        raise BenchError("expected a MODEL to serve, or --url of running servers")
+    if labels and len(labels) != len(urls):
+        raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
+    if model is not None:
+        chosen = [Settings.parse(text, model) for text in settings or ["{}"]]
+        return started(model, chosen, max_len, server_args, levels)
+    if useless := [name for name, value in (("--settings", settings), ("--server-args", server_args)) if value]:
+        raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
+    names_of = labels or [""] * len(urls)
+    servers = [Contestant.running(name, url, levels, max_len) for name, url in zip(names_of, urls)]
+    return list(chain.from_iterable(servers))
+
+
+def started(
+    model: Path, settings: Sequence[Settings], max_len: int, extra: str = "", levels: Sequence[float | str] = ()
+) -> list[Contestant]:
+    """Stock, and each of the settings at each of the levels, served on this machine for requests of ``max_len`` tokens.
+
+    ``extra``: more arguments for all of them.
+    """
+    if (most := max_positions(model)) is not None and max_len > most:
+        raise BenchError(f"{model} has {most:,} positions, and {max_len:,} were asked for, answers included")
+    args = ("--max-model-len", str(max_len), *split_args(extra))
+    labels, whole = (
+        [str(settings_of_server) for settings_of_server in settings],
+        [json.dumps(dict(settings_of_server.values)) for settings_of_server in settings],
+    )
+    # Those that differ in more than their parameters have their whole text for a name.
+    labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
+    contestants = [Contestant.served("stock", model, args, "stock")]
+    for name, text, settings_of_server in zip(labels, whole, settings):
+        what = text + _content_of(settings_of_server)
+        contestants += Contestant.served(name, model, (*args, *sparse_args(settings_of_server.values)), what).at(levels)
+    return contestants
+
+
+def _content_of(settings: Settings) -> str:
+    """What a profile says, in short: one that was made anew under its name is another one."""
+    profile = settings.values.get("profile")
+    if profile is None or profile == AUTO:
+        return ""
+    return f", {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"

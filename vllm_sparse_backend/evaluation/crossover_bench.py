@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which lengths on each method is faster than dense attention on this card: the table that ``auto`` reads.
+
+Two ladders, each from its longest rung down, for what a server loses: wall time of a layer's selection and attention,
+launches by the host included, against FlashAttention's.
+
+* ``min_tokens``: what follows so many tokens, half a chunk (4,096), or as many again where that is less. So many are
+  dense in every row, and what a row has of its chunk after them is half of it in the mean.
+* ``min_query_tokens``: so many new tokens after a long cached prefix.
+
+A rung counts if sparse is faster by ``MARGIN``, and so are all longer ones. null: not even at the longest. Before a
+method is timed on an engine, its result on a short chunk is held against float64.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vllm_sparse_backend.config.crossover_table import load_crossover
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt, planted_prompt
+from vllm_sparse_backend.evaluation.cuda_device import Card, Run
+from vllm_sparse_backend.evaluation.layer_timing import Layer, layers_of, new_step
+from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
+from vllm_sparse_backend.identity import package_version
+from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import layer_plan, methods_by_head
+from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
+from vllm_sparse_kernels.methods.base import Method
+
+MARGIN = 1.03
+LAYERS = 4
+"""That follow each other in a step."""
+STEPS = 2
+"""Of a pass: the more follow each other, the less waiting for the last of them counts."""
+PASSES_S = 0.25
+"""For so long a rung is measured."""
+CHECKED_TOKENS = (1792, 256)
+"""Cached and new ones, of the chunk that is held against float64."""
+SHORTEST_TOKENS = 2048
+"""The least that min_tokens could be."""
+NEW_TOKENS = (20, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+FORMAT = 1
+
+COLUMNS = {
+    "method": "method",
+    "engine": "engine",
+    "ladder": "ladder",
+    "context_len": "after",
+    "query_len": "new",
+    "density": "density",
+    "dense_ms": "dense ms",
+    "ms": "ms",
+    "times_faster": "times faster",
+    "problem": "not timed",
+    "least": "sparse from",
+}
+ENTRY_COLUMNS = {name: name for name in ("method", "params", "engine", "min_tokens", "min_query_tokens")}
+
+
+def changed_fields(method: Method) -> dict[str, Any]:
+    """The parameters that differ from the method's defaults."""
+    values = {field.name: getattr(method, field.name) for field in fields(method) if field.init}
+    default = METHODS[name_of(method)].parameters()
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def told(method: Method) -> str:
+    """``sale tau=0.03``: the name, and what differs from its defaults."""
+    changed = changed_fields(method).items()
+    values = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in changed}
+    return " ".join([name_of(method), *(f"{name}={value}" for name, value in values.items())])
+
+
+def methods_asked(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> list[Method]:
+    """Each kind of method of these configurations, with the parameters that most of its heads have.
+
+    Of none: all methods at their defaults, and what a server does that is told nothing.
+    """
+    methods: dict[Method, None] = {}
+    for values in settings:
+        layers = Plan.build(load_config({KEY: values}), shape).layers
+        counted = Counter(method for groups in layers for method in methods_by_head(groups or ()))
+        kinds: dict[str, Method] = {}
+        for method, _ in counted.most_common():
+            kinds.setdefault(name_of(method), method)
+        methods |= dict.fromkeys(kinds.values())
+    every = [*(METHODS[name].parameters() for name in sparse_names()), make_method("default", {})]
+    return list(methods or dict.fromkeys(every))
+
+
+def ladder(least: int, most: int) -> list[int]:
+    """Powers of two and their midpoints: 2,048, 3,072, 4,096, 6,144 …"""
+    rungs, rung = [], 1
+    while rung <= most:
+        rungs += [rung, rung * 3 // 2]
+        rung *= 2
+    return sorted({r for r in rungs if least <= r <= most})
+
+
+def climb_down(
+    rungs: Mapping[int, tuple[int, int]], measure: Callable[[int, int], dict[str, Any]]
+) -> Generator[dict[str, Any], None, int | None]:
+    """The least rung from which on all are faster by ``MARGIN``; None if the longest is not. Yields what it measured.
+
+    ``rungs`` gives each rung's (seq_len, query_len), which ``measure`` is called with.
+    It asks from the longest down, and no further than the first that is not: shorter ones change nothing. A rung that
+    was not timed has no ``times_faster``, and is none that pays.
+    """
+    least_rung = None
+    for rung in sorted(rungs, reverse=True):
+        row = measure(*rungs[rung])
+        yield row
+        if not row.get("times_faster", math.nan) >= MARGIN:
+            break
+        least_rung = rung
+    return least_rung
+
+
+def both_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
+    """Of both thresholds: each rung's (seq_len, query_len). Raises BenchError where the prompt is too short."""
+    after_dense = {
+        n: (n + query_len, query_len)
+        for n in ladder(SHORTEST_TOKENS, longest)
+        if n + (query_len := min(n, chunk_tokens // 2)) <= longest
+    }
+    if not after_dense:
+        raise BenchError(f"--longest: given {longest:,}, expected half a chunk more than {SHORTEST_TOKENS:,}")
+    new = [n for n in NEW_TOKENS if n <= chunk_tokens and n < longest]
+    return {"min_tokens": after_dense, "min_query_tokens": {n: (longest, n) for n in new}}
+
+
+def run(
+    card: Card, heads: Heads, methods: Sequence[Method], longest: int, chunk_tokens: int, table: Path, report: Report
+) -> Iterator[dict[str, Any]]:
+    """Measures each method with each engine on planted prompts, and writes ``table`` as it goes.
+
+    Yields each rung, and after those of a method and engine what the table says of them.
+    """
+    ladders = both_ladders(longest, chunk_tokens)
+    merge_entries(table, [])  # what is no table is found out before anything is measured
+    prompts = [planted_prompt(heads, longest, card.device, seed) for seed in range(LAYERS)]
+    for method in methods:
+        for engine in card.engines.values():
+            least_rungs: dict[str, int | None] = {}
+            timed = Timed(card, prompts, method, engine)
+            for name, rungs in ladders.items():
+                least_rungs[name] = yield from climb_down(rungs, partial(timed.rung, report, name))
+            entry = entry_of(card, heads, method, engine.name, least_rungs, report.command)
+            merge_entries(table, [entry])
+            least = ", ".join(f"{name} {rung}" for name, rung in least_rungs.items())
+            report.add_case(case := {"method": told(method), "engine": engine.name, "entry": entry, "least": least})
+            yield case
+
+
+class Timed:
+    """One method on one engine, in all layers; ``problem`` says why it is not timed."""
+
+    def __init__(self, card: Card, prompts: Sequence[Prompt], method: Method, engine: Engine) -> None:
+        self.card, self.prompts, self.method, self.engine = card, prompts, method, engine
+        # SharePrefill's heads share what they find: here all of them may.
+        shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}
+        timed_method = replace(method, **shared)
+        self.plan = [layer_plan([timed_method] * prompts[0].whole.num_heads)] * len(prompts)
+        self.problem = self._problem()
+
+    def layers(self, context_len: int, query_len: int) -> list[Layer]:
+        return layers_of(self.prompts, self.plan, context_len, query_len, self.engine.name)
+
+    def _problem(self) -> str | None:
+        first, *_ = layers = self.layers(*CHECKED_TOKENS)
+        new_step(layers)()
+        if why := first.refusal(self.engine):
+            return why
+        first.select()
+        return first.wrong(self.engine)
+
+    def rung(self, report: Report, which: str, seq_len: int, query_len: int) -> dict[str, Any]:
+        """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
+        row: dict[str, Any] = {"method": told(self.method), "engine": self.engine.name, "ladder": which}
+        row |= {"context_len": seq_len - query_len, "query_len": query_len}
+        if self.problem:
+            row["problem"] = self.problem
+        else:
+            layers = self.layers(seq_len - query_len, query_len)
+            row |= against_dense(self.card, layers, [self.engine] * len(layers))
+        report.add_case(row)
+        return row
+
+
+def against_dense(card: Card, layers: Sequence[Layer], engines: Sequence[Engine]) -> dict[str, float]:
+    """Wall time of a layer in a step through all of them, each on its engine, beside dense attention's."""
+    begin = new_step(layers)
+
+    def first() -> None:
+        begin()
+        layers[0].run(engines[0])
+
+    dense: list[Run] = [card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
+    ours: list[Run] = [first, *(partial(layer.run, engine) for layer, engine in list(zip(layers, engines))[1:])]
+    taken = card.wall_ms({"dense": dense * STEPS, "ours": ours * STEPS}, PASSES_S)
+    dense_ms, ms = median(taken["dense"]), median(taken["ours"])
+    kept = sum(int(layer.index.kept_pairs()) for layer in layers)
+    causal = sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
+    return {"density": kept / causal, "dense_ms": dense_ms, "ms": ms, "times_faster": dense_ms / ms}
+
+
+def entry_of(
+    card: Card, heads: Heads, method: Method, engine: str, least_rungs: Mapping[str, int | None], command: str
+) -> dict[str, Any]:
+    """What the table says of one method and engine on this card."""
+    return {
+        "device": card.name, "engine": engine, "method": name_of(method), "params": changed_fields(method),
+        "num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim, **least_rungs,
+        "vllm": package_version("vllm"), "triton": package_version("triton"),
+        "date": datetime.now(UTC).date().isoformat(), "command": command,
+    }  # fmt: skip
+
+
+SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim")
+
+
+def merge_entries(path: Path, entries: Sequence[dict[str, Any]]) -> None:
+    """Write entries into a table; those of the same card, engine, method and heads give way.
+
+    Raises ConfigurationError where the file holds something else.
+    """
+    old = [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
+    if not entries:
+        return
+    new = [[entry[name] for name in SAME] for entry in entries]
+    kept = [entry for entry in old if [entry[name] for name in SAME] not in new]
+    write_json(path, {"format": FORMAT, "entries": [*kept, *entries]})

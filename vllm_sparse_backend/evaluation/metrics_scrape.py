@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what this backend counted from the text of a server's /metrics, all engines together."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_sparse_backend.config.metrics import PREFIX
+
+
+@dataclass
+class LayerCounts:
+    tiles: int = 0
+    kept_pairs: int = 0
+    causal_pairs: int = 0
+
+    @property
+    def density(self) -> float:
+        """Kept (query, key) pairs over causal pairs; not a number where the layer computed nothing sparsely."""
+        return self.kept_pairs / self.causal_pairs if self.causal_pairs else float("nan")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Totals since the server started."""
+
+    samples: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
+    """By name, without what all of ours begin with, and labels."""
+
+    def by(self, name: str, *labels: str) -> Counter[Any]:
+        """One metric's sums by what these labels say: a text for one label, a tuple for several."""
+        sums: Counter[Any] = Counter()
+        for (sample_name, sample_labels), value in self.samples.items():
+            if sample_name == name:
+                key = tuple(dict(sample_labels).get(label, "") for label in labels)
+                sums[key[0] if len(key) == 1 else key] += value
+        return sums
+
+    @cached_property
+    def rows(self) -> Counter[tuple[str, str]]:
+        """By path and reason."""
+        return self.by("rows", "path", "reason")
+
+    @cached_property
+    def layers(self) -> dict[int, LayerCounts]:
+        tiles, kept, causal = (self.by(name, "layer") for name in ("tiles", "kept_pairs", "causal_pairs"))
+        return {int(layer): LayerCounts(tiles[layer], kept[layer], causal[layer]) for layer in causal | tiles}
+
+    @property
+    def attention(self) -> Counter[str]:
+        """The model's layers by what computes the attention of their prefills."""
+        return self.by("layers", "attention")
+
+    def rows_of(self, path: str) -> int:
+        return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
+
+    @property
+    def pairs(self) -> "Pairs":
+        """Of all layers together."""
+        layers = self.layers.values()
+        return Pairs(sum(counts.kept_pairs for counts in layers), sum(counts.causal_pairs for counts in layers))
+
+    def problem(self) -> str | None:
+        """Why these counts do not show a sparse prefill, or None if they do."""
+        if not self.rows_of("sparse"):
+            why = ", ".join(f"{reason}: {count}" for (path, reason), count in self.rows.items() if path == "dense")
+            return f"no row ran sparse ({f'dense rows: {why}' if why else 'the server counted no rows at all'})"
+        if not self.layers:
+            return "rows ran sparse, but no layer counted its pairs"
+        for layer, counts in sorted(self.layers.items()):
+            if not 0 < counts.density < 1:
+                return f"layer {layer} has density {counts.density}, expected more than 0 and less than 1"
+        return None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """(query, key) pairs of sparse rows, of all layers and heads."""
+
+    kept: int = 0
+    causal: int = 0
+
+    @property
+    def density(self) -> float | None:
+        """None where no row was sparse."""
+        return self.kept / self.causal if self.causal else None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """As cases of a report have them."""
+        return {"density": self.density, "kept_pairs": self.kept, "causal_pairs": self.causal}
+
+    @staticmethod
+    def of_cases(cases: Iterable[Mapping[str, Any]]) -> "Pairs":
+        """Of cases of a report, all together."""
+        return sum((Pairs(case["kept_pairs"], case["causal_pairs"]) for case in cases), Pairs())
+
+    def __add__(self, other: "Pairs") -> "Pairs":
+        return Pairs(self.kept + other.kept, self.causal + other.causal)
+
+    def __sub__(self, other: "Pairs") -> "Pairs":
+        return Pairs(self.kept - other.kept, self.causal - other.causal)
+
+
+def parse(text: str) -> Report:
+    """The report of a /metrics page (Prometheus text format)."""
+    report = Report()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):
+                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+                report.samples[name, tuple(sample.labels.items())] += int(sample.value)
+    return report

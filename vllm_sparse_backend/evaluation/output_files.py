@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output files of all commands: checked before the work begins, then written as a whole or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.strict_yaml import kind_of_file
+
+PROBE_BYTES = 4096
+"""Written and deleted again by a check: a full disk often still has room for an empty file."""
+
+
+def require_output_file(option: str, path: Path) -> None:
+    """Check that a file can be written at ``path``, by writing a few bytes beside it and deleting them.
+
+    Args:
+        option: Option or argument that names the file, for the message.
+        path: The output file. It may exist if it is a regular file; symbolic links are followed.
+
+    Raises:
+        ConfigurationError: The folder is missing or cannot be written to, the disk is full, or ``path`` is a folder,
+            a device or anything else that is no regular file.
+    """
+    expected = "a file in a folder that exists and can be written to"
+    try:
+        target = _target(path)
+        _write_probe(_beside(target))
+    except OSError as error:
+        problem = f"there is no folder {path.parent}" if not path.parent.exists() else error.strerror
+        raise ConfigurationError(f"{option}: given {str(path)!r}: {problem}; expected {expected}") from None
+
+
+def require_output_folder(option: str, path: Path) -> Path:
+    """Check that files can be written below ``path``, which is made later where it does not exist.
+
+    Args:
+        option: Option or argument that names the folder, for the message.
+        path: The folder.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ConfigurationError: ``path`` is no folder, cannot be made or written to, or the disk is full.
+    """
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(None, f"{existing} is {kind_of_file(existing)}")
+        _write_probe(existing / f".{path.name or 'sparse-prefill'}.new")
+    except OSError as error:
+        expected = "a folder that can be written to, or made"
+        raise ConfigurationError(f"{option}: given {str(path)!r}: {error.strerror}; expected {expected}") from None
+    return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a path to write to, which takes the place of ``path`` when the block ends, and is deleted if it fails.
+
+    Args:
+        path: The output file. Its folder is made where it does not exist; symbolic links are followed.
+
+    Yields:
+        A path in the same folder.
+
+    Raises:
+        ConfigurationError: The file cannot be written, as on a full disk.
+    """
+    partial_path = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = _target(path)
+        partial_path = _beside(target)
+        yield partial_path
+        partial_path.replace(target)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        if partial_path is not None:
+            _delete(partial_path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` in UTF-8 to ``path``, as a whole or not at all.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+    """
+    with whole_file(path) as partial_path, partial_path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # some file systems report a full disk only here
+
+
+def _target(path: Path) -> Path:
+    """The file that a write replaces: where symbolic links lead. Raises OSError where that is no regular file."""
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not target.is_file():
+        raise OSError(None, f"it is {kind_of_file(target)}")
+    return target
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.new")
+
+
+def _write_probe(path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        _delete(path)
+
+
+def _delete(path: Path) -> None:
+    with suppress(OSError):  # where it could not be made either, the first error says why
+        path.unlink(missing_ok=True)

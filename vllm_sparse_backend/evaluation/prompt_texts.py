@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prompts are made of: a text of the operator's, or prose of few words that is made here."""
+
+import hashlib
+import importlib.util
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_sparse_backend.evaluation.report import BenchError
+
+_SUBJECTS = "farmer sailor teacher painter doctor baker soldier child neighbor traveler judge miller nurse clerk king"
+_VERBS = "watched followed carried found painted opened remembered sold mended lost visited measured closed"
+_ADJECTIVES = "old small wooden heavy green narrow bright empty distant warm strange plain round cold wide"
+_OBJECTS = "door boat letter garden horse table window road basket lamp field wall coat bridge kettle mill"
+_TIMES = "in the morning,before the rain,after a while,at noon,in winter,without a word,once more,that day"
+
+
+def read_text(path: Path, most_chars: int | None = None) -> str:
+    """A text file, or all *.py and *.md of a folder, in a mixed order that is the same everywhere; at most so much.
+
+    Raises BenchError.
+    """
+    parts: list[str] = []
+    try:
+        for file in _files(path):
+            parts.append(file.read_text(encoding="utf-8", errors="replace"))
+            if most_chars is not None and sum(map(len, parts)) >= most_chars:
+                break
+    except OSError as error:
+        raise BenchError(f"--text: given {str(path)!r}, expected a text file or a folder: {error.strerror}") from None
+    if not parts:
+        raise BenchError(f"--text: given {str(path)!r}, expected *.py or *.md in that folder")
+    return "".join(parts)[:most_chars]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = [file for file in path.rglob("*") if file.suffix in (".py", ".md") and file.is_file()]
+    return sorted(files, key=lambda file: hashlib.sha256(str(file.relative_to(path)).encode()).digest())
+
+
+def project_files() -> Iterator[str]:
+    """The sources of this project's two packages."""
+    for package in ("vllm_sparse_backend", "vllm_sparse_kernels"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                yield path.read_text(encoding="utf-8")
+
+
+def project_text() -> str:
+    return "".join(project_files())
+
+
+def prose(num_words: int, seed: int) -> str:
+    """English sentences of about a hundred words' vocabulary; the same for the same seed."""
+    rng = random.Random(seed)
+    kinds = [kind.split() for kind in (_SUBJECTS, _VERBS, _ADJECTIVES, _OBJECTS)]
+    times = _TIMES.split(",")
+    parts: list[str] = []
+    words = 0
+    while words < num_words:
+        subject, verb, adjective, thing = map(rng.choice, kinds)
+        parts.append(f"The {subject} {verb} the {adjective} {thing} {rng.choice(times)}.")
+        words += len(parts[-1].split())
+        parts.append("\n" if rng.random() < 0.2 else " ")
+    return "".join(parts)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark found, case by case, as a file and as tables."""
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vllm_sparse_backend.evaluation.output_files import write_text
+from vllm_sparse_backend.identity import PACKAGE, package_version
+
+FORMAT = 1
+
+
+class BenchError(RuntimeError):
+    """A benchmark could not run; the message says why, and what to do."""
+
+
+class Report:
+    """Cases of one run. The file is written anew with each: a run that is broken off leaves what it has."""
+
+    def __init__(self, bench: str, device: str, json_path: Path | None = None, command: str | None = None) -> None:
+        self.on_case: Callable[[dict[str, Any]], object] = lambda case: None
+        """Is told of each case."""
+        self.bench, self.device, self.json_path = bench, device, json_path
+        self.command = command or command_of(sys.argv[1:])
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.cases: list[dict[str, Any]] = []
+
+    def add_case(self, case: Mapping[str, Any]) -> None:
+        # JSON has no NaN.
+        self.cases.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in case.items()})
+        self.write()
+        self.on_case(self.cases[-1])
+
+    def write(self, **more: object) -> None:
+        """The file, where one is asked for; ``more`` goes before the cases."""
+        if self.json_path is not None:
+            about = {"bench": self.bench, "device": self.device, "command": self.command, "date": self.date}
+            write_json(self.json_path, {"format": FORMAT, **about, "versions": versions(), **more, "cases": self.cases})
+
+
+OUTPUTS = ("--json", "--results", "--png", "--html", "--table")
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command that measures the same elsewhere: without its output files, and folders by their names alone."""
+    kept: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        name, equals, _ = argument.partition("=")
+        if name in OUTPUTS:
+            if not equals:
+                next(left, None)
+        else:
+            kept.append(Path(argument).name if Path(argument).is_absolute() else argument)
+    return shlex.join(["sparse-prefill", *kept])
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write ``data`` as JSON, as a whole or not at all. Raises ConfigurationError where it cannot be written."""
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about speed."""
+    versions_by_name = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
+    with suppress(ImportError):
+        import torch
+
+        versions_by_name |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return versions_by_name
+
+
+def table_of(
+    title: str, columns: Mapping[str, str], cases: Sequence[Mapping[str, Any]], caption: str | None = None
+) -> Table:
+    """Cases as a table: ``columns`` maps a case's key to the column's heading. What a case lacks stays empty."""
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for key, heading in columns.items():
+        numeric = any(isinstance(case.get(key), int | float) for case in cases)
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for case in cases:
+        table.add_row(*(cell(case.get(key)) for key in columns))
+    return table
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench serve`: TTFT and TPOT of several servers, all of which get the same prompts.
+
+Servers that run already are asked in turn, each prompt there and back; those that are started are asked one after the
+other, each with the whole device to itself, its levels in turn.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vllm_sparse_backend.evaluation.client import Answer, Endpoint, Prompts, RequestError
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
+from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse
+from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.vllm_server import max_positions
+
+STOCK, OURS = "stock", "ours"
+"""How keys of cases and headings call the first server, which is stock vLLM unless levels or other servers are named,
+and the one that is compared to it."""
+
+
+def columns(first: str) -> dict[str, str]:
+    """Headings by a case's key. ``first``: the label of the server that others are compared to."""
+    return {
+        "case": "prompt",
+        "repeats": "times",
+        "stock_first_s": f"{first}: TTFT, s",
+        "ours_first_s": OURS,
+        "ttft_speed_up": "TTFT speed-up",
+        "density": "density",
+        "stock_token_ms": f"{first}: TPOT, ms",
+        "ours_token_ms": OURS,
+        "tpot_speed_up": f"{first} ÷ {OURS}",
+        "stock_pause_ms": f"{first}: longest pause, ms",
+        "ours_pause_ms": OURS,
+        "failures": "failed",
+    }
+
+
+MOST_TO_WARM_UP = 32768
+"""Tokens of a prompt: a longer one warms up no better."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """``new_tokens`` after ``cached_tokens``, which are sent alone just before, so that a prefix cache has them."""
+
+    new_tokens: int
+    cached_tokens: int = 0
+
+    def __str__(self) -> str:
+        after = f" new after {self.cached_tokens:,} cached" if self.cached_tokens else " tokens"
+        return f"{self.new_tokens:,}{after}"
+
+
+@dataclass
+class Taken:
+    """Answers of one server, and what went wrong."""
+
+    answers: list[Answer] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    pairs: Pairs = field(default_factory=Pairs)
+    """Of one of the requests that were timed."""
+
+    @property
+    def first_s(self) -> float | None:
+        return median(answer.first_token_s for answer in self.answers) if self.answers else None
+
+    @property
+    def token_ms(self) -> float | None:
+        """The median of requests, each from its first token to its last, by the tokens between."""
+        request_ms = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
+        return median(request_ms) if request_ms else None
+
+    @property
+    def pause_ms(self) -> float | None:
+        """The median of requests: the longest that a client waits for the next token once it has the first."""
+        return 1e3 * median(answer.pause_s for answer in self.answers) if self.answers else None
+
+
+def repeats_of(length: Length, most: int) -> int:
+    """Fewer of the long ones: they take longer and vary less. Short first tokens of 30 ms drown in noise otherwise."""
+    return min(most, max(3, 200_000 // max(1, length.new_tokens)))
+
+
+def ask_in_turn(
+    servers: Sequence[Endpoint],
+    lengths: Sequence[Length],
+    prompts: Prompts,
+    output_tokens: int,
+    most_repeats: int,
+    step: Callable[[], None],
+) -> Iterator[tuple[Length, list[Taken]]]:
+    """Each prompt of all servers, there and back. Prompts depend on what was taken of ``prompts`` before, no more."""
+    prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
+    for length in lengths:
+        taken_by_server = [(server, Taken()) for server in servers]
+        prefix = prefixes.get(length.cached_tokens, [])
+        for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
+            prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
+            for server, taken in taken_by_server if i % 2 else taken_by_server[::-1]:
+                before = parse(server.metrics()).pairs if i == 0 else Pairs()
+                _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
+                if i == 0:
+                    taken.pairs = parse(server.metrics()).pairs - before
+                step()
+        yield length, [taken for _, taken in taken_by_server]
+
+
+def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: Taken, timed: bool) -> None:
+    try:
+        if prefix:
+            server.ask(prefix, 1)
+        answer = server.ask(prompt, output_tokens)
+    except RequestError as error:
+        taken.failures.append(str(error))  # one that warms up counts too: it should have been answered
+        return
+    if timed:
+        taken.answers.append(answer)
+
+
+def case_of(label: str, length: Length, stock: Taken, ours: Taken, first: str = STOCK) -> dict[str, Any]:
+    """The server ``label`` beside the first one, whose label is ``first``. One that never answered gets no ratio."""
+    taken_by_name = {STOCK: stock, OURS: ours}
+    labels = {STOCK: first, OURS: OURS}
+    case: dict[str, Any] = {
+        "part": "latency", "label": label, "first": first, "case": str(length), "new_tokens": length.new_tokens,
+        "cached_tokens": length.cached_tokens, "repeats": len(ours.answers), **ours.pairs.figures,
+        "failures": len(stock.failures) + len(ours.failures),
+        "said": [f"{labels[name]}: {said}" for name, taken in taken_by_name.items() for said in taken.failures][:10],
+        "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in taken_by_name.items()},
+    }  # fmt: skip
+    for name, taken in taken_by_name.items():
+        case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms", "pause_ms")}
+    for ratio, key in (("ttft_speed_up", "first_s"), ("tpot_speed_up", "token_ms")):
+        if case[f"stock_{key}"] and case[f"ours_{key}"]:
+            case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
+    return case
+
+
+LENGTHS = (1024, 8192, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What every server is asked."""
+
+    lengths: tuple[Length, ...]
+    output_tokens: int
+    most_repeats: int
+    text: str | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, its answer included."""
+        return max(length.new_tokens + length.cached_tokens for length in self.lengths) + self.output_tokens
+
+    @property
+    def steps(self) -> int:
+        """Requests that each server gets."""
+        return sum(repeats_of(length, self.most_repeats) + 1 for length in self.lengths)
+
+
+def fitting(model: Path | None, output_tokens: int) -> list[int]:
+    """Of the usual lengths those that the model has positions for."""
+    most = None if model is None else max_positions(model)
+    return [length for length in LENGTHS if most is None or length + output_tokens <= most]
+
+
+def compare(contestants: Sequence[Contestant], asking: Asking, report: Report, step: Callable[[], None]) -> None:
+    """Cases of every server but the first, beside the first's. Raises BenchError, or ServerError."""
+    first: dict[Length, Taken] = {}
+    labels = [contestant.label for contestant in contestants[1:]]
+    if not labels:
+        raise BenchError(
+            f"given one server to measure ({contestants[0].label}), expected another to compare with it: repeat --url, "
+            "or name two levels of a server of this backend with --level"
+        )
+    if len(set(labels)) < len(labels):
+        raise BenchError(f"servers to compare to the first: {', '.join(labels)}; expected each --label once")
+    how = (asking.output_tokens, asking.most_repeats, step)
+    for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
+        with opened(members := list(group)) as servers:
+            prompts = Prompts.of(servers[0], asking.text)  # each time the same
+            for length, taken in ask_in_turn(servers, asking.lengths, prompts, *how):
+                for contestant, of_server in zip(members, taken, strict=True):
+                    if first.setdefault(length, of_server) is not of_server:
+                        first_label = contestants[0].label
+                        report.add_case(case_of(contestant.label, length, first[length], of_server, first_label))
+    for label in labels:
+        density = Pairs.of_cases(case for case in report.cases if case["label"] == label).density
+        report.add_case({"part": "density", "label": label, "density": density})

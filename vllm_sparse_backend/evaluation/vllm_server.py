@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers, stock vLLM's and ours: with which arguments, started, waited for, asked, and always stopped."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_sparse_backend.config.auto_profile import AUTO
+from vllm_sparse_backend.config.crossover_table import load_crossover
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.model_check import read_config
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.profile import load_profile, name_of_profile
+from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.evaluation.report import BenchError
+
+# Loopback must not go through a proxy of the environment.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+"""In GiB; where it is set, vLLM does not look at ``--kv-cache-memory-bytes``."""
+
+# The default share of memory fails on CPU, and a small cache keeps a test machine usable.
+CPU_ENV = {CPU_CACHE: "1"}
+CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
+STOP_TIMEOUT_S = 30.0
+FILES = ("profile", "crossover")
+"""Settings that may be paths."""
+
+_ENGINE_ERROR = re.compile(
+    r"^\((?:EngineCore|Worker|VllmWorker)\S* pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] )?"
+    r"((?:[a-zA-Z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt): \S.*)$",
+    re.MULTILINE,
+)
+"""A line of a traceback's end, as processes of the engine log it: the exception's name and message."""
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or died; the message ends with the last lines of its log and the engine's own error."""
+
+
+def root_cause(log: str) -> str | None:
+    """The first exception that the engine logged. What follows in other processes says only that the engine is gone."""
+    match = _ENGINE_ERROR.search(log)
+    return match[1] if match else None
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Arguments of `vllm serve` that select this backend with ``settings`` (the ``sparse_prefill`` object).
+
+    Files that it names, from here on, are found from the server's own folder too.
+    """
+    files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
+    settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
+    return ("--attention-backend", "sparse-prefill", "--additional-config", json.dumps({"sparse_prefill": settings}))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One configuration of this backend: the object under ``sparse_prefill``."""
+
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def parse(text: str, model: Path | None = None) -> "Settings":
+        """From JSON, or the name or path of a profile; for a model, where its folder is here.
+
+        Raises BenchError naming what is wrong: a server would find out when others have been asked for an hour.
+        """
+        try:
+            values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
+            config = load_config({KEY: values})
+            load_crossover(config.crossover)
+            if config.profile is not None and config.profile != AUTO:
+                profile = load_profile(config.profile)
+                if model is not None:
+                    profile.check_model(ModelShape.from_folder(model), config.profile)
+        except (ValueError, ConfigurationError) as error:
+            raise BenchError(f"--settings {text!r}: {error}") from None
+        return Settings(values)
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "no configuration"
+        params = self.values.get("params") or {}
+        profile = self.values.get("profile")
+        name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
+        guard = ["with guard"] if self.values.get("guard") is not None else []
+        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
+
+
+def max_positions(model: Path) -> int | None:
+    """None where the model does not say. Raises ConfigurationError where it has no config.json."""
+    config = read_config(model)
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    return int(positions) if positions else None
+
+
+def split_args(text: str) -> tuple[str, ...]:
+    """What --server-args holds."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise BenchError(f"--server-args: given {text!r}, expected arguments as a shell takes them: {error}") from None
+
+
+def device_name() -> str:
+    """Of this machine: its card, or its number of CPUs."""
+    if has_cuda():
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    return f"CPU, {os.cpu_count()} cores"
+
+
+class Server:
+    """Context manager around one `vllm serve MODEL` on loopback.
+
+    ``args`` follow the model on the command line, before what a CPU needs. ``env`` is laid over this process's
+    environment. What the server writes goes with it when it stops, but for a log at ``log_path``.
+
+    Raises ``ServerError`` on entry if the server exits or has not answered /health after ``ready_timeout_s`` seconds.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        args: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        ready_timeout_s: float = 600.0,
+    ) -> None:
+        self.model = str(Path(model).resolve()) if Path(model).exists() else str(model)
+        self.ready_timeout_s = ready_timeout_s
+        self._port = reserve_port()
+        self.port: int = self._port.getsockname()[1]
+        on_cpu = not has_cuda()
+        device_args = CPU_ARGS if on_cpu else ()
+        address = ("--host", "127.0.0.1", "--port", str(self.port))
+        self.command = [*vllm_command(), "serve", self.model, *address, *args, *device_args]
+        self._folder = tempfile.TemporaryDirectory(prefix="sparse-prefill-")
+        self.log_path = log_path or Path(self._folder.name) / "server.log"
+        self._env = {**environment(), **(CPU_ENV if on_cpu else {}), **(env or {})}
+        if any(arg.partition("=")[0] == "--kv-cache-memory-bytes" for arg in args):
+            self._env.pop(CPU_CACHE, None)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __str__(self) -> str:
+        return shlex.join(["vllm", *self.command[self.command.index("serve") :]])
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        folder = Path(self._folder.name)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                env=self._env | {"VLLM_RPC_BASE_PATH": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.ready_timeout_s
+        while time.monotonic() < deadline:
+            if (code := self.exit_code()) is not None:
+                raise ServerError(f"{self}\nexited with code {code} before it was ready. {self._end_of_log()}")
+            if self._process is None:
+                raise ServerError(f"{self}\nwas stopped before it was ready.")
+            try:
+                self.get("/health", timeout_s=5)
+                return
+            except OSError:
+                time.sleep(0.25)
+        raise ServerError(f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. {self._end_of_log()}")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        return self._process.poll() if self._process else None
+
+    def tail(self) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-60:])
+
+    def _end_of_log(self) -> str:
+        """An engine's error often stands before the last lines, which other processes fill as they end."""
+        cause = root_cause(self.log_path.read_text(errors="replace"))
+        return f"The end of its log:\n{self.tail()}" + (f"\nThe engine's own error: {cause}" if cause else "")
+
+    def get(self, path: str, *, timeout_s: float = 60) -> str:
+        with _DIRECT.open(self.url + path, timeout=timeout_s) as response:
+            return response.read().decode()
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
+        """POST ``body`` as JSON; an answer other than 2xx raises ``ServerError`` with what the server said."""
+        answer: dict[str, Any] = json.loads(self.post_text(path, body, timeout_s=timeout_s))
+        return answer
+
+    def post_text(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> str:
+        """The answer as it comes, which may be a stream."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            with _DIRECT.open(request, timeout=timeout_s) as response:
+                return response.read().decode()
+        except urllib.error.HTTPError as error:
+            said = f"POST {path} answered {error.code}: {error.read().decode(errors='replace')}"
+            if error.code >= 500:
+                said += f"\n{self._end_of_log()}"
+            raise ServerError(said) from error
+        except OSError as error:
+            raise ServerError(f"POST {path}: {error}. {self._end_of_log()}") from error
+
+    def stop(self) -> None:
+        """Ask the server to end, then kill what is left of its process group."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                _kill_group(process.pid)
+                process.wait()
+        self._port.close()
+        self._folder.cleanup()
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all of it had gone already
+
+
+def reserve_port() -> socket.socket:
+    """Holds a port of loopback until it is closed: nobody is given that one, but a server that is told to listen may.
+
+    A port that was only found to be free may be gone minutes later, when a server has imported what it needs.
+    """
+    held = socket.socket()
+    # Two that both say so may share a port as long as one of them at most listens, which this one never does.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+def environment() -> dict[str, str]:
+    """Of this process, for vLLM's commands."""
+    # Tests switch the interpreter on, for kernels.
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | OFFLINE
+
+
+def vllm_command() -> list[str]:
+    """The `vllm` command that belongs to this Python; its module where the script is missing."""
+    script = shutil.which("vllm", path=str(Path(sys.executable).parent))
+    return [script] if script else [sys.executable, "-m", "vllm.entrypoints.cli.main"]

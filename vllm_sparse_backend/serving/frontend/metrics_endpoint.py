@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's side: adds what the engines' workers counted to vLLM's own text, when somebody reads /metrics.
+
+vLLM's text never waits for an engine. A reader gets this process's last counts where they are younger than
+``metrics_interval_s``; otherwise the engines are asked in the background, and the reader waits ``WAIT_S`` at most for
+their answers before it gets the last counts. So only an engine in the middle of a step makes counts late, and only
+these. An engine that does not answer is shown with ``up`` 0 and its last counts.
+
+``GET /metrics?sparse_prefill=fresh`` waits for counts that were asked for after it came, for tools that compare.
+"""
+
+import asyncio
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import parse_qsl
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
+from vllm_sparse_backend.identity import LOGGER, is_ours
+from vllm_sparse_backend.serving.frontend.engine_counts import TIMEOUT_S, EngineReader, SiblingCounts
+from vllm_sparse_backend.serving.frontend.engine_rpc import engines_of, path_of, send_whole
+from vllm_sparse_backend.serving.resolution import settings_of
+
+logger = logging.getLogger(LOGGER)
+
+WAIT_S = 0.02
+"""What a reader waits at most for engines that were asked on its behalf: an idle one answers within a few ms."""
+
+START_S = 2.0
+"""What a server's start waits at most for the first counts, so that the first reader has them."""
+
+
+class MetricsPage:
+    """The last counts of each engine as text, and their refresh."""
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._model_name, self._interval_s = "", 0.0
+        self._siblings: SiblingCounts | None = None
+        self._readers: dict[str, EngineReader] = {}
+        self._down: frozenset[str] = frozenset()
+        self._rendered: tuple[object, bytes] = (None, b"")
+
+    def open(
+        self, engine_client: Any, model_name: str, interval_s: float, siblings: SiblingCounts | None = None
+    ) -> None:
+        """Show the counts of this client's engines from now on.
+
+        Args:
+            engine_client: vLLM's client of all engines of the server.
+            model_name: Value of the label ``model_name``.
+            interval_s: Least seconds between two questions to an engine.
+            siblings: Shares counts with the server's other API processes; None if there are none.
+        """
+        self._client, self._model_name, self._interval_s = engine_client, model_name, interval_s
+        self._siblings = siblings
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this server's engines have counts to show."""
+        return self._client is not None
+
+    async def start(self) -> None:
+        """Ask the engines for the first time, before anyone reads, and wait ``START_S`` at most for them."""
+        try:
+            if questions := self.refresh():
+                await asyncio.wait(questions, timeout=START_S)
+        except Exception:  # the server starts whatever becomes of our counters
+            logger.exception("sparse-prefill: cannot ask the engines for their counters yet")
+
+    def refresh(self) -> list[asyncio.Task[None]]:
+        """Ask each engine whose counts are older than the interval; return all questions under way."""
+        asks = engines_of(self._client, WORKER_METHOD)
+        self._readers = {engine: self._readers.get(engine) or EngineReader() for engine in asks}
+        questions = [
+            reader.refresh(asks[engine], self._interval_s, self._publish) for engine, reader in self._readers.items()
+        ]
+        return [question for question in questions if question is not None]
+
+    async def text(self) -> bytes:
+        """The engines' counts in Prometheus's text format, after ``WAIT_S`` at most."""
+        if questions := self.refresh():
+            waited_from = max(reader.asked_at for reader in self._readers.values())
+            if (left_s := waited_from + WAIT_S - time.monotonic()) > 0:
+                await asyncio.wait(questions, timeout=left_s)
+        return self._render()
+
+    async def fresh_text(self) -> bytes:
+        """The engines' counts, asked for after this call; of an engine that does not answer in time, the last ones."""
+        called_at = time.monotonic()
+        deadline = called_at + self._interval_s + 2 * TIMEOUT_S
+        while time.monotonic() < deadline:
+            questions = self.refresh()
+            readers = self._readers.values()
+            late = [reader for reader in readers if reader.finished_at < called_at and not reader.is_silent]
+            if not late:
+                break
+            wake_at = min(deadline, *(reader.next_change(self._interval_s) for reader in late))
+            pause_s = max(wake_at - time.monotonic(), 0)
+            if questions:
+                await asyncio.wait(questions, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(pause_s)
+        return self._render()
+
+    def _publish(self) -> None:
+        if self._siblings is not None:
+            known = {engine: reader.counts for engine, reader in self._readers.items()}
+            self._siblings.publish({engine: counts for engine, counts in known.items() if counts is not None})
+
+    def _render(self) -> bytes:
+        """The page's text, made anew only where a count or ``up`` has changed."""
+        if self._siblings is not None:
+            for engine, counts in self._siblings.newest().items():
+                if engine in self._readers:
+                    self._readers[engine].take(counts)
+        problems = {engine: reader.problem() for engine, reader in self._readers.items()}
+        down = frozenset(engine for engine, problem in problems.items() if problem is not None)
+        for engine in sorted(down - self._down):
+            logger.warning("sparse-prefill: no new metrics from engine %s: %s", engine, problems[engine])
+        self._down = down
+        moments = {engine: reader.counts and reader.counts.moment for engine, reader in self._readers.items()}
+        if self._rendered[0] != (moments, down):
+            text: bytes = generate_latest(SimpleNamespace(collect=self._families))
+            self._rendered = (moments, down), text
+        return self._rendered[1]
+
+    def _families(self) -> Iterator[Metric]:
+        for name, metric in METRICS.items():
+            samples = dict(self._samples(name))
+            if not samples:
+                continue
+            new = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
+            family = new(PREFIX + name, metric.help, labels=metric.all_labels)
+            for labels, value in samples.items():
+                family.add_metric((self._model_name, *labels), value)
+            yield family
+
+    def _samples(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
+        """A metric's values by its labels but the model."""
+        for engine, reader in self._readers.items():
+            if name == "up":
+                yield (engine,), float(engine not in self._down)
+            elif reader.counts is not None:
+                for labels, value in reader.counts.totals.get(name, {}).items():
+                    yield (engine, *labels), value
+
+
+class MetricsMiddleware:
+    """ASGI middleware: adds a page's text to what the app answers to GET /metrics, and touches nothing else.
+
+    vLLM's own text may come from one of several registries, by how many processes serve: here all are alike.
+    """
+
+    def __init__(self, app: Any, page: MetricsPage) -> None:
+        self.app = app
+        self.page = page
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if not (self.page.is_open and _asks_for_metrics(scope)):
+            await self.app(scope, receive, send)
+            return
+        self._refresh()  # engines answer while vLLM writes its own part
+        # What comes compressed, or in another format, could not be added to.
+        plain = [(name, value) for name, value in scope["headers"] if name not in (b"accept", b"accept-encoding")]
+        start: dict[str, Any] = {}
+        body = bytearray()
+
+        async def collect(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            elif message["type"] == "http.response.body":
+                body.extend(message.get("body", b""))
+
+        await self.app({**scope, "headers": plain}, receive, collect)
+        headers = {name.lower(): value for name, value in start.get("headers", ())}
+        if start.get("status") == 200 and headers.get(b"content-type", b"").startswith(b"text/plain"):
+            body.extend(await self._text(asks_for_fresh(scope)))
+        await send_whole(send, start, bytes(body))
+
+    def _refresh(self) -> None:
+        with suppress(Exception):  # ``_text`` meets it again, and logs it
+            self.page.refresh()
+
+    async def _text(self, is_fresh: bool) -> bytes:
+        try:
+            return await (self.page.fresh_text() if is_fresh else self.page.text())
+        except Exception:  # whatever it is, vLLM's own metrics are not to go with ours
+            logger.exception("sparse-prefill: no counters on /metrics this time")
+            return b""
+
+
+def _asks_for_metrics(scope: Mapping[str, Any]) -> bool:
+    return scope["type"] == "http" and scope["method"] == "GET" and path_of(scope) == "/metrics"
+
+
+def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
+    """Whether a request's query asks for counts that were asked for after it came."""
+    query = scope.get("query_string", b"").decode("latin-1")
+    return FRESH_QUERY in (f"{name}={value}" for name, value in parse_qsl(query))
+
+
+class MetricsEndpoint:
+    """An endpoint plugin as vLLM defines it, of each app that a server process builds."""
+
+    name = "sparse_prefill"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self.page = MetricsPage()
+
+    def attach_router(self, app: Any) -> None:
+        self.app = app
+        app.add_middleware(MetricsMiddleware, page=self.page)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        config = getattr(engine_client, "vllm_config", None)
+        if config is not None and is_ours(config.attention_config.backend):
+            settings = settings_of(config)
+            siblings = SiblingCounts.of_server(config)
+            name = config.model_config.served_model_name
+            self.page.open(engine_client, name, settings.metrics_interval_s, siblings)
+            await self.page.start()
+            if settings.switch:
+                from vllm_sparse_backend.serving.core.exact_switch import Switch
+
+                self.app.router.add_route(SWITCH_PATH, Switch(engine_client).answer, methods=["POST"])

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every kernel that the plan needs before the server reports ready, so that no request waits for a compiler.
+
+Triton compiles a kernel once for each kind of argument: a number may be 1, a multiple of 16 or neither. Kernels declare
+numbers that change from step to step as not to be told apart; the batches here are of several kinds all the same, so
+that one that was overlooked is met here and not in a request. Layers get their engines on the way: see ``engines.py``.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_sparse_backend.config.settings import AUTO
+from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.arena import Row, rows_of
+from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
+from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
+from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.step import own_block_table
+from vllm_sparse_kernels import PagedCache, Rows, Workspace
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.layer import Layer, run
+from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.pair_counts import add_listed_pairs
+from vllm_sparse_kernels.rows import ceil_div
+
+logger = logging.getLogger(LOGGER)
+
+BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((4096, 320),),
+    ((4095, 321), (0, 1), (1024, 1024), (129, 2000)),
+    ((0, 2048),),
+    ((0, 1),),
+)
+"""Rows of (context_len, query_len): alone and beside others, with and without cached keys, full tiles and such that are
+not, lengths that 16 divides and others, and 1.
+"""
+
+
+def warm_up(
+    impls: Sequence[SparsePrefillImpl],
+    spec: AttentionSpec,
+    device: torch.device,
+    engine: str = AUTO,
+    order: Sequence[int] = compat.TOKENS_FIRST,
+    gather: Callable[[Report], Sequence[Report]] = lambda report: [report],
+) -> None:
+    """Choose the engines of each distinct plan, and run all of them over a small cache laid out as vLLM's.
+
+    Args:
+        impls: The layers; each gets its engines.
+        spec: Of their cache.
+        device: Where they run.
+        engine: Name of the attention engine that the configuration asks for.
+        order: The cache's ``compat.page_order``.
+        gather: From what this rank's picker passed over, that of all tensor-parallel ranks (``EnginePicker.settle``).
+
+    Raises:
+        ConfigurationError: An engine cannot be had.
+    """
+    start = time.monotonic()
+    longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
+    num_pages = ceil_div(longest, spec.block_size)
+    cache = compat.random_cache(spec, num_pages, device, order)
+    table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
+    picker = EnginePicker(engine)
+    kinds: dict[tuple[Layer, bool], WarmUp] = {}
+    with warming_up():
+        for impl in impls:
+            kind = impl.layer, impl.sinks is not None
+            if kind not in kinds:
+                kinds[kind] = WarmUp(impl, cache, table)
+        agreed = False
+        while not agreed:
+            for distinct in kinds.values():
+                distinct.choose(picker)
+            agreed = picker.settle(gather(picker.passed_over))
+        for distinct in kinds.values():
+            distinct.run()
+        for impl in impls:
+            impl.layer = kinds[impl.layer, impl.sinks is not None].layer
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # vLLM is about to take what is left for its own cache
+    picker.report({impl.number: impl.layer.engine for impl in impls})
+    picker.report_selection({impl.number: impl.layer for impl in impls})
+    logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(kinds), time.monotonic() - start)
+
+
+class WarmUp:
+    """One distinct layer over ``BATCHES``: its engines are chosen on the first batch, and run on all of them."""
+
+    def __init__(self, impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor) -> None:
+        assert impl.worker is not None
+        assert impl.worker.memory is not None
+        self.impl, self.layer, self.memory = impl, impl.layer, impl.worker.memory
+        self.cache, self.table = cache, table
+        # Some sinks outweigh all keys, as weights may.
+        self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
+
+    def _batch(self, lengths: Sequence[tuple[int, int]]) -> Batch:
+        rows = rows_of(in_turn(lengths), own_block_table(self.table, list(range(len(lengths)))))
+        query = torch.randn(sum(rows.query_lens), self.impl.num_heads, self.cache.head_dim, device=self.table.device)
+        dtype = self.cache.keys.dtype
+        return Batch(query.to(dtype), self.cache, rows, self.impl.scale, self.impl.out_dtype, self.sinks)
+
+    def _workspace(self, rows: Rows) -> Workspace:
+        """The arena; a server of short requests has a smaller one than these rows take."""
+        room, arena = self.memory.room, self.memory.arena
+        return arena if room.needed(rows) <= room.num_bytes else Workspace(arena.device)
+
+    def choose(self, picker: EnginePicker) -> None:
+        """Take the engines that ``picker`` chooses for this layer."""
+        batch = self._batch(BATCHES[0])
+        layer = replace(self.layer, select_engines=picker.pick_selection(self.layer, batch))
+        workspace = self._workspace(batch.rows)
+        with workspace.frame():
+            index = layer.index(batch.rows, workspace)
+            layer.select(batch.q, batch.cache, index, batch.scale)
+            self.layer = replace(layer, engine=picker.pick(batch, index, layer.options))
+
+    def run(self) -> None:
+        """Select and attend on every batch."""
+        for batch in map(self._batch, BATCHES):
+            workspace = self._workspace(batch.rows)
+            with workspace.frame():
+                inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
+                index = run(self.layer, inputs, batch.empty_out(), workspace, batch.sinks)
+                if not compat.IS_CPU:
+                    pairs = torch.zeros(1, dtype=torch.int64, device=batch.q.device)
+                    add_listed_pairs(index, pairs, 0)
+
+
+def in_turn(lengths: Sequence[tuple[int, int]]) -> list[Row]:
+    """Rows of (context_len, query_len), one behind the other in q."""
+    rows: list[Row] = []
+    for context_len, query_len in lengths:
+        token = rows[-1].token + rows[-1].query_len if rows else 0
+        rows.append(Row(len(rows), token, query_len, context_len))
+    return rows
