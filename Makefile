@@ -14,7 +14,7 @@ JOBS ?= 2
 # Where it is set, each of pytest's processes rewrites all tests anew, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all gpu lint compile-matrix matrix wheel house clean
+.PHONY: setup demo test test-all gpu lint readability compile-matrix matrix wheel clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -55,9 +55,9 @@ matrix: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
 		--out docs/results/matrix.json
 
-# Lines of code, longest files and functions, commands and options, against their bars.
-house: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.house
+# Names, signatures, docstrings and imports that break a rule, each with its place.
+readability: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.readability --list
 
 wheel: $(INSTALLED)
 	@$(BIN)/python -m pip wheel --disable-pip-version-check -qq --no-deps -w dist .

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What documents name exists: commands with their options, programs of the lab, targets of make, files, links."""
+
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from benchmarks import settings_tables
+from tests.helpers import promql
+from tests.helpers.external_tools import ROOT
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.config.method_parameters import PRESETS
+from vllm_sparse_backend.config.metrics import METRICS, PREFIX, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
+from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import EXACT, SHARE
+from vllm_sparse_backend.config.request_levels import FIELD, MARK, REPORT
+from vllm_sparse_backend.config.settings import GuardConfig, RequestsConfig, SparsePrefillConfig
+from vllm_sparse_kernels.methods import METHODS
+
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "deploy").rglob("*.md"),
+    *(ROOT / name / "README.md" for name in ("tests", "profiles", "docs/results")),
+]
+AS_IT_WAS_THEN = ("CHANGELOG.md", "docs/results/README.md")
+"""What tells of earlier versions, or of figures by the commands that made them."""
+NAMES = [name for name in (str(path.relative_to(ROOT)) for path in DOCUMENTS) if name not in AS_IT_WAS_THEN]
+
+
+def told(name: str, pattern: str) -> list[tuple[str, ...]]:
+    """What is set as code, on a line or in a block, a command over several lines being one."""
+    text = (ROOT / name).read_text().replace("\\\n", " ")
+    code = re.findall(r"`+([^`\n]+)`+", text)
+    code += re.findall(r"^(?: {4}|\$ |(?=sparse-prefill|python|make))(.*)$", text, re.MULTILINE)
+    return [found for line in code for found in re.findall(pattern, line)]
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """By path, the options of each command and of each group of commands."""
+    yield path, {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(one, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+LEAVES = {path for path in COMMANDS if not any(other[:-1] == path for other in COMMANDS if other)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_and_their_options(name: str) -> None:
+    for words, rest in told(name, r"(?:^|[\s/(])sparse-prefill((?: [a-z]+)+)([^|;&]*)"):
+        path = tuple(words.split())
+        if path[:1] not in COMMANDS:
+            continue  # a line of a log
+        while path not in COMMANDS:
+            path = path[:-1]
+        assert path in LEAVES or path == tuple(words.split()), (name, words)
+        own = re.sub(r"'[^']*'|\"[^\"]*\"", "", rest)  # what is quoted may be another program's
+        assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", own)) <= COMMANDS[path], (name, words, rest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_and_targets(name: str) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for module in told(name, r"python -m (benchmarks[\w.]+)"):
+        assert importlib.util.find_spec(str(module)) is not None, (name, module)
+    for target in told(name, r"^make ([a-z-]+)"):
+        assert target in targets, (name, target)
+
+
+@pytest.mark.parametrize(("name", "folder"), [("tests/README.md", "tests"), ("CONTRIBUTING.md", ".")])
+def test_files(name: str, folder: str) -> None:
+    files = [Path(str(found)) for found in told(name, r"^((?:\w+/)+\w+\.\w+)$")]
+    assert files
+    assert [str(path) for path in files if not (ROOT / folder / path).is_file()] == []
+
+
+def test_where_a_tiles_blocks_are_chosen() -> None:
+    """CONTRIBUTING.md names the one file of the default's folder that writes lists of blocks; README leads there."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (named,) = re.findall(r"a tile's blocks are chosen\W.*`(\S+)` \|$", text, re.MULTILINE)
+    method = METHODS[PRESETS["default"][0]].parameters
+    files = Path(inspect.getfile(method)).parent.glob("*.py")
+    writing = [path for path in files if "block_ids" in path.read_text() and path.name != "reference.py"]
+    assert writing == [ROOT / named]
+    assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text()
+
+
+FOR_REQUESTS = {FIELD, REPORT, MARK}
+"""Names of the same prefix that are no metrics: keys of requests."""
+METHODS_OF_WORKERS = {WORKER_METHOD, REPORT_METHOD, SWITCH_METHOD}
+OF_TARGETS = {"job", "instance", "le"}
+"""Labels that Prometheus adds, and those of histograms' buckets."""
+MONITORING = [*(ROOT / "deploy/monitoring").rglob("*.json"), *(ROOT / "deploy/monitoring").glob("*.yml")]
+METRIC_TEXTS = [ROOT / name for name in NAMES] + MONITORING
+SELECTOR = re.compile(r"\b(sparse_prefill_\w+)\{([^}]*)\}")
+MENTION = re.compile(r"(?<![\w./])sparse_prefill_\w+")
+GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([\w, ]+)\)")
+SAMPLES = {metric.sample: metric for metric in METRICS.values()}
+
+
+def unescaped(path: Path) -> str:
+    """A file's text with quotes as a query has them."""
+    return path.read_text().replace('\\"', '"')
+
+
+def unknown_metrics(text: str) -> set[str]:
+    """Names that look like our metrics, and are none."""
+    return set(MENTION.findall(text)) - {*SAMPLES, *FOR_REQUESTS, *METHODS_OF_WORKERS, PREFIX}
+
+
+def unknown_labels(text: str) -> set[tuple[str, str]]:
+    """(metric, label) of selectors that no sample of ours has, and ("", label) of groupings that no metric has."""
+    found = set()
+    for name, selector in SELECTOR.findall(text):
+        known = {*SAMPLES[name].all_labels, *OF_TARGETS} if name in SAMPLES else set()
+        found |= {(name, label) for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector) if label not in known}
+    known = {label for metric in METRICS.values() for label in metric.all_labels} | OF_TARGETS
+    for labels in GROUPING.findall(text):
+        if PREFIX in text:
+            found |= {("", label) for label in re.split(r"[,\s]+", labels.strip()) if label not in known}
+    return found
+
+
+@pytest.mark.parametrize("path", METRIC_TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_metrics_and_their_labels(path: Path) -> None:
+    """In prose and in queries, of documents, alerts and the dashboard."""
+    text = unescaped(path)
+    assert unknown_metrics(text) == set()
+    if path in MONITORING:
+        assert unknown_labels(text) == set()
+    else:
+        code = "\n".join(str(line) for line in told(str(path.relative_to(ROOT)), r"(.+)"))
+        assert unknown_labels(code) == set()
+
+
+def test_metrics_that_are_none_are_seen() -> None:
+    """So that the test above can fail."""
+    assert unknown_metrics("see `sparse_prefill_seconds_total`, `sparse_prefill_report`") == {
+        "sparse_prefill_seconds_total"
+    }
+    assert unknown_labels('sparse_prefill_rows_total{path="dense", p="0.9"}') == {("sparse_prefill_rows_total", "p")}
+    assert unknown_labels("sum by (head) (sparse_prefill_tiles_total)") == {("", "head")}
+
+
+def test_what_operators_are_told_to_watch_are_metrics() -> None:
+    rows = (ROOT / "docs/operations.md").read_text().partition("## Watch\n")[2].partition("\nQueries")[0].splitlines()
+    watched = [row.split("|")[1] for row in rows if row.startswith("| ")][2:]
+    assert len(watched) >= 5
+    for row in watched:
+        names = re.findall(r"`(\w+|vllm:\w+)(?:\{[^}]*\})?`", row)
+        assert names, row
+        assert [name for name in names if name not in SAMPLES and not name.startswith("vllm:")] == [], row
+
+
+def test_the_dashboards_panels() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "deploy/README.md").read_text()).partition("Its panels: ")[2].partition(". `")[0]
+    assert re.findall(r"\*([^*]+)\*", text) == [panel["title"] for panel in promql.panels()]
+
+
+def test_levels_that_metrics_name_are_explained() -> None:
+    """Values of the label ``level`` that no profile names."""
+    text = (ROOT / "docs/metrics.md").read_text()
+    paragraph = text.partition("`level` is what requests")[2].partition("\n\n")[0]
+    assert [level for level in (DEFAULT, EXACT, SHARE) if f"`{level}`" not in paragraph] == []
+
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(path: Path) -> None:
+    for target, anchor in LINK.findall(re.sub(r"<!--.*?-->", "", path.read_text(), flags=re.DOTALL)):
+        if "://" in target:
+            continue
+        found = path.parent / target if target else path
+        assert found.exists(), (path.name, target)
+        assert not anchor or anchor in anchors(found), (path.name, target, anchor)
+
+
+@pytest.mark.parametrize("document", settings_tables.DOCUMENTS)
+def test_tables_of_settings_and_methods_are_current(document: str) -> None:
+    text = (ROOT / document).read_text()
+    assert settings_tables.REGION.search(text), document
+    assert settings_tables.fill(text, document) == text, "run python -m benchmarks.settings_tables"
+
+
+def test_each_table_is_in_exactly_one_document() -> None:
+    texts = [(ROOT / document).read_text() for document in settings_tables.DOCUMENTS]
+    names = [match[2] for text in texts for match in settings_tables.REGION.finditer(text)]
+    assert sorted(names) == sorted(settings_tables.TABLES)
+
+
+@pytest.mark.parametrize("section", [SparsePrefillConfig, GuardConfig, RequestsConfig])
+def test_a_tables_rows_are_the_sections_fields(section: Any) -> None:
+    rows = settings_tables.settings_table(section).splitlines()[2:]
+    assert [re.findall(r"`(\w+)`", row)[0] for row in rows] == list(section.model_fields)
+
+
+def test_a_changed_description_makes_a_document_outdated(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = "docs/guard.md"
+    text = (ROOT / document).read_text()
+    monkeypatch.setattr(GuardConfig.model_fields["bound"], "description", "Another text. See docs/quality.md#a.")
+    changed = settings_tables.fill(text, document)
+    assert "| Another text. See [docs/quality.md](quality.md#a). |" in changed
+    monkeypatch.setattr(GuardConfig.model_fields["bound"], "description", None)
+    with pytest.raises(ValueError, match=r"GuardConfig\.bound: given no description"):
+        settings_tables.fill(text, document)
+    with pytest.raises(
+        ValueError, match=r"docs/guard\.md: given .*:begin settings -->, expected one of sparse_prefill"
+    ):
+        settings_tables.fill(text.replace("begin guard", "begin settings"), document)

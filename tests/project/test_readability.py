@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repository keeps the rules that ``benchmarks.readability`` checks, and each check sees what it should."""
+
+import ast
+from collections.abc import Callable, Iterator
+
+import pytest
+import typer
+
+from benchmarks import readability
+from vllm_sparse_backend.cli import app
+
+SOURCE = '''
+import vllm.config
+from vllm import LLM
+from vllm_sparse_backend import plugin
+
+
+@triton.jit
+def kernel(x, sizes, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, a16):
+    return x.shape[0] + sizes[1] + x[0]
+
+
+def nine(a, b, c, d, e, f, g, h, i):
+    """No Args here."""
+    sizes[0]
+    for one in a:
+        given = one
+
+
+def documented(a: int) -> int:
+    """Return a.
+
+    Args:
+        a: a number.
+
+    Returns:
+        The number.
+    """
+
+
+def returns_nothing() -> None:
+    """Do it."""
+
+
+class Thing:
+    @property
+    def size(self) -> int:
+        """The size."""
+
+    def method(self, own):
+        return lambda told: told
+
+
+def raises(a) -> int:
+    """Return a number.
+
+    Args:
+        b: a parameter that is gone.
+
+    Raises:
+        TypeError: never.
+    """
+    raise ValueError("x")
+
+
+def _private(rest): ...
+
+
+@app.command()
+def serve(a, b, c, d, e, f, g, h, i, j): ...
+'''
+
+CASES = [
+    (readability.numeric_indices, ["sizes[1]", "x[0]"]),
+    (readability.long_signatures, ["kernel has 16 parameters, at most 15", "nine has 9 parameters, at most 8"]),
+    (readability.pronoun_names, ["given", "one", "own", "rest", "told"]),
+    (readability.vllm_imports, ["from vllm import LLM", "import vllm.config"]),
+    (
+        readability.incomplete_docstrings,
+        [
+            "Thing.method: no docstring",
+            "Thing: no docstring",
+            "kernel: no docstring",
+            "nine: no Args a, no Args b, no Args c, no Args d, no Args e, no Args f, no Args g, no Args h, no Args i",
+            "raises: no Args a, no Returns, no Raises ValueError",
+            "serve: no docstring",
+        ],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "expected"), CASES, ids=lambda case: getattr(case, "__name__", ""))
+def test_each_check_sees_what_breaks_its_rule(
+    check: Callable[[ast.Module], Iterator[tuple[int, str]]], expected: list[str]
+) -> None:
+    assert sorted(what for _, what in check(ast.parse(SOURCE))) == expected
+
+
+@pytest.mark.parametrize("name", readability.CODE_CHECKS)
+def test_the_code_keeps_the_rule(name: str) -> None:
+    assert readability.CODE_CHECKS[name]() == []
+
+
+def test_texts_for_users_have_the_fields_words() -> None:
+    command = typer.main.get_command(app)
+    assert readability.jargon(readability.user_texts(command)) == []
+    assert readability.jargon({"a": "It ends sooner."}) == [readability.Violation("a", "sooner")]
+
+
+def test_the_command_line_stays_small() -> None:
+    counts = list(readability.count_options(typer.main.get_command(app)))
+    assert len(counts) <= readability.MAX_COMMANDS
+    assert sum(counts) <= readability.MAX_OPTIONS
