@@ -75,11 +75,21 @@ def test_programs_and_targets(name: str) -> None:
         assert target in targets, (name, target)
 
 
-@pytest.mark.parametrize(("name", "folder"), [("tests/README.md", "tests"), ("CONTRIBUTING.md", ".")])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("tests/README.md", "tests"),
+        ("CONTRIBUTING.md", "."),
+        ("docs/how_it_works.md", "vllm_sparse_backend"),
+        ("docs/compatibility.md", "vllm_sparse_backend"),
+    ],
+)
 def test_files(name: str, folder: str) -> None:
+    """Paths, from the folder that the document speaks of or from the repository."""
     files = [Path(str(found)) for found in told(name, r"^((?:\w+/)+\w+\.\w+)$")]
     assert files
-    assert [str(path) for path in files if not (ROOT / folder / path).is_file()] == []
+    roots = (ROOT / folder, ROOT)
+    assert [str(path) for path in files if not any((root / path).is_file() for root in roots)] == []
 
 
 def test_where_a_tiles_blocks_are_chosen() -> None:
@@ -91,6 +101,27 @@ def test_where_a_tiles_blocks_are_chosen() -> None:
     writing = [path for path in files if "block_ids" in path.read_text() and path.name != "reference.py"]
     assert writing == [ROOT / named]
     assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text()
+
+
+def modules_in_the_map(text: str) -> list[str]:
+    """Return the path of each module that a line of CONTRIBUTING.md's map describes, repeated where lines repeat it."""
+    modules, folder = [], ""
+    for line in text.partition("\n## Code map\n")[2].splitlines():
+        if heading := re.match(r"### `(\S+)/`: \S", line):
+            folder = heading[1]
+        elif entry := re.match(r"- `(\w+\.py)`: \S", line):
+            modules.append(f"{folder}/{entry[1]}")
+    return modules
+
+
+def test_the_map_names_every_module_once() -> None:
+    """By folder, in which ``__init__.py`` is described by the heading."""
+    packages = ("vllm_sparse_backend", "kernels/vllm_sparse_kernels")
+    paths = [path for package in packages for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert sorted(modules_in_the_map(text)) == sorted(str(path.relative_to(ROOT)) for path in paths)
+    folders = {str(path.parent.relative_to(ROOT)) for path in paths}
+    assert sorted(re.findall(r"^### `(\S+)/`: \S", text, re.MULTILINE)) == sorted(folders)
 
 
 FOR_REQUESTS = {FIELD, REPORT, MARK}
