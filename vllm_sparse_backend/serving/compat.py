@@ -156,13 +156,35 @@ def flash_attention() -> FlashAttention | None:
     return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
 
 
-def flash_attention_version(vllm_config: VllmConfig) -> int | None:
-    """The version of FlashAttention that vLLM takes for this model."""
+def flash_attn_varlen_func() -> Callable[..., Any]:
+    """Return vLLM's FlashAttention function for paged caches.
+
+    Returns:
+        The function of that name, which takes ``fa_version`` by keyword.
+    """
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    function: Callable[..., Any] = flash_attn_varlen_func
+    return function
+
+
+def flash_attention_version(vllm_config: VllmConfig | None = None) -> int | None:
+    """Return the version of FlashAttention that vLLM chooses.
+
+    Args:
+        vllm_config: The configuration of the served model; None for vLLM's choice on this device for any model.
+
+    Returns:
+        The version; None if vLLM has no FlashAttention for this device.
+    """
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    with set_current_vllm_config(vllm_config, check_compile=False):
-        found = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
-    return None if found is None else int(found)
+    if vllm_config is None:
+        version = get_flash_attn_version()
+    else:
+        with set_current_vllm_config(vllm_config, check_compile=False):
+            version = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+    return None if version is None else int(version)
 
 
 def pools(vllm_config: VllmConfig) -> bool:

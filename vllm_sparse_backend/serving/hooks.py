@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import DOCUMENTS
 from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
-from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, RELEASES, displaced, is_ours
+from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, RELEASES
+from vllm_sparse_backend.serving.registration import is_ours, why_displaced
 
 logger = logging.getLogger(LOGGER)
 
@@ -62,7 +63,7 @@ def _looked_up(original: Function) -> Function:
 
     def __getitem__(cls: type, name: str) -> Any:
         member = original(cls, name)
-        if name in NAMES and (why := displaced()) is not None:
+        if name in NAMES and (why := why_displaced()) is not None:
             error = ConfigurationError(f"--attention-backend sparse-prefill: not available: {why}")
             _end_in_one_line(error)
             raise error
@@ -111,7 +112,7 @@ def serves(vllm_config: Any) -> bool:
     if is_ours(vllm_config.attention_config.backend):
         return True
     carried = vllm_config.additional_config
-    if isinstance(carried, Mapping) and DOCUMENTS in carried and (why := displaced()) is not None:
+    if isinstance(carried, Mapping) and DOCUMENTS in carried and (why := why_displaced()) is not None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: not available in this process: {why}")
     return False
 
@@ -155,11 +156,11 @@ def _selectable(original: Function) -> Function:
     """The CPU platform knows one backend and would go on with it whatever was asked for."""
 
     def get_attn_backend_cls(
-        cls: type, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any
+        cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
         if is_ours(selected_backend) and not attn_selector_config.use_mla:
             return BACKEND
-        return original(selected_backend, attn_selector_config, *rest, **more)
+        return original(selected_backend, attn_selector_config, *args, **kwargs)
 
     return get_attn_backend_cls
 
@@ -263,22 +264,13 @@ def _with_http_level(original: Function) -> Function:
 
 
 def _salted(original: Function) -> Function:
-    """Hashes go on from block to block: what is in that of the first block past the exact positions is in all later.
-
-    A request does not say which engine it is of. Where a process has an engine of ours beside others, a mark in a
-    request of theirs tells its blocks apart as well, which changes no answer.
-    """
-    from vllm_sparse_backend.config.request_levels import Mark
+    from vllm_sparse_backend.serving.core.block_salts import add_salt
 
     def generate_block_hash_extra_keys(
-        request: Any, start_token_idx: int, end_token_idx: int, *rest: Any
+        request: Any, start_token_idx: int, end_token_idx: int, *args: Any
     ) -> tuple[tuple[Any, ...] | None, Any]:
-        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *rest)
-        mark = Mark.read(getattr(request.sampling_params, "extra_args", None))
-        if mark is None or mark.salt is None:
-            return keys, next_mm_idx
-        key = mark.salt.key(start_token_idx, end_token_idx)
-        return keys if key is None else (*(keys or ()), key), next_mm_idx
+        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *args)
+        return add_salt(keys, request, start_token_idx, end_token_idx), next_mm_idx
 
     return generate_block_hash_extra_keys
 
@@ -290,7 +282,7 @@ def _switched(original: Function) -> Function:
         if is_ours(self.vllm_config.attention_config.backend):
             from vllm_sparse_backend.serving.core import exact_switch
 
-            exact_switch.apply(self, request)
+            exact_switch.mark_new_request(self, request)
         return original(self, request)
 
     return preprocess_add_request
@@ -305,7 +297,7 @@ def _switching(original: Function) -> Function:
         from vllm_sparse_backend.serving.core import exact_switch
 
         if method == SWITCH_METHOD:
-            return [exact_switch.turn(self, *args)]
+            return [exact_switch.set_switch(self, *args)]
         answers = original(self, method, timeout, args, kwargs)
         if method == WORKER_METHOD:
             answers[0]["samples"].append(("switched_exact", [], float(exact_switch.is_exact(self))))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.frontend.engine_rpc import Ask
+from vllm_sparse_backend.serving.frontend.engine_rpc import Call
 
 logger = logging.getLogger(LOGGER)
 
@@ -99,11 +99,11 @@ class EngineReader:
             return self.asked_at + interval_s
         return math.inf if self._waiting_since is None else self._waiting_since + TIMEOUT_S
 
-    def refresh(self, ask: Ask, interval_s: float, on_counts: Callable[[], None]) -> asyncio.Task[None] | None:
+    def refresh(self, call: Call, interval_s: float, on_counts: Callable[[], None]) -> asyncio.Task[None] | None:
         """Return the question under way, or put a new one where the last is ``interval_s`` old; None if it is not.
 
         Args:
-            ask: Calls a method of all of the engine's workers.
+            call: Calls a method of all of the engine's workers.
             interval_s: Least seconds between two questions.
             on_counts: Called whenever ``counts`` has become newer.
         """
@@ -113,7 +113,7 @@ class EngineReader:
         if now - self.asked_at < interval_s:
             return None
         self.asked_at = self._waiting_since = now
-        self._question = asyncio.create_task(self._read(ask, on_counts))
+        self._question = asyncio.create_task(self._read(call, on_counts))
         return self._question
 
     def problem(self) -> str | None:
@@ -127,25 +127,25 @@ class EngineReader:
             self.counts = counts
         return is_newer
 
-    async def _read(self, ask: Ask, on_counts: Callable[[], None]) -> None:
+    async def _read(self, call: Call, on_counts: Callable[[], None]) -> None:
         """Counts on a device set out when they are asked for, and arrive when the work before them is done."""
         try:
-            is_behind = await self._call(ask, True, on_counts)
+            is_behind = await self._call(call, True, on_counts)
             for pause_s in LOOKS_S:
                 if not is_behind:
                     break
                 await asyncio.sleep(pause_s)
-                is_behind = await self._call(ask, False, on_counts)
+                is_behind = await self._call(call, False, on_counts)
         except Exception as error:  # an engine that fails must not keep others, or vLLM's part, from the page
             self._failure = f"{type(error).__name__}: {error}"
         finally:
             self._waiting_since = None
             self.finished_at = self.asked_at
 
-    async def _call(self, ask: Ask, start: bool, on_counts: Callable[[], None]) -> bool:
+    async def _call(self, call: Call, start: bool, on_counts: Callable[[], None]) -> bool:
         """Call the workers once and keep what they counted; return whether newer counts are on their way."""
         self._waiting_since = time.monotonic()
-        workers: Answers = await ask(start)
+        workers: Answers = await call(start)
         self._waiting_since = self._failure = None
         if self.take(EngineCounts(answer_moment(workers), engine_totals(workers))):
             on_counts()

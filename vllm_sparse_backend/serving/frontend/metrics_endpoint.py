@@ -23,9 +23,11 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
-from vllm_sparse_backend.identity import LOGGER, is_ours
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend.engine_counts import TIMEOUT_S, EngineReader, SiblingCounts
-from vllm_sparse_backend.serving.frontend.engine_rpc import engines_of, path_of, send_whole
+from vllm_sparse_backend.serving.frontend.engine_rpc import engine_calls, path_of, send_with_body
+from vllm_sparse_backend.serving.frontend.switch_endpoint import SwitchEndpoint
+from vllm_sparse_backend.serving.registration import is_ours
 from vllm_sparse_backend.serving.resolution import settings_of
 
 logger = logging.getLogger(LOGGER)
@@ -77,10 +79,10 @@ class MetricsPage:
 
     def refresh(self) -> list[asyncio.Task[None]]:
         """Ask each engine whose counts are older than the interval; return all questions under way."""
-        asks = engines_of(self._client, WORKER_METHOD)
-        self._readers = {engine: self._readers.get(engine) or EngineReader() for engine in asks}
+        calls = engine_calls(self._client, WORKER_METHOD)
+        self._readers = {engine: self._readers.get(engine) or EngineReader() for engine in calls}
         questions = [
-            reader.refresh(asks[engine], self._interval_s, self._publish) for engine, reader in self._readers.items()
+            reader.refresh(calls[engine], self._interval_s, self._publish) for engine, reader in self._readers.items()
         ]
         return [question for question in questions if question is not None]
 
@@ -183,7 +185,7 @@ class MetricsMiddleware:
         headers = {name.lower(): value for name, value in start.get("headers", ())}
         if start.get("status") == 200 and headers.get(b"content-type", b"").startswith(b"text/plain"):
             body.extend(await self._text(asks_for_fresh(scope)))
-        await send_whole(send, start, bytes(body))
+        await send_with_body(send, start, bytes(body))
 
     def _refresh(self) -> None:
         with suppress(Exception):  # ``_text`` meets it again, and logs it
@@ -229,6 +231,4 @@ class MetricsEndpoint:
             self.page.open(engine_client, name, settings.metrics_interval_s, siblings)
             await self.page.start()
             if settings.switch:
-                from vllm_sparse_backend.serving.core.exact_switch import Switch
-
-                self.app.router.add_route(SWITCH_PATH, Switch(engine_client).answer, methods=["POST"])
+                self.app.router.add_route(SWITCH_PATH, SwitchEndpoint(engine_client).answer, methods=["POST"])

@@ -26,11 +26,11 @@ from starlette.responses import JSONResponse
 from vllm_sparse_backend.config.errors import TYPO_PARTS, ConfigurationError, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.config.request_levels import FIELD, REPORT, Choices, RequestLevel, Ticket, asks_report
 from vllm_sparse_backend.config.settings import KEY, OPTION
-from vllm_sparse_backend.identity import is_ours
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.frontend.engine_rpc import path_of
 from vllm_sparse_backend.serving.frontend.prefill_reports import ANSWERED, Reporting
 from vllm_sparse_backend.serving.level_policy import HTTP_REQUEST, HttpRequest, choices_at, front_of
+from vllm_sparse_backend.serving.registration import is_ours
 
 PREFILLING = {
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",

@@ -16,7 +16,7 @@ from typing import Any
 from vllm_sparse_backend.config.metrics import REPORT_METHOD
 from vllm_sparse_backend.config.request_levels import REPORT, Ticket
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.frontend.engine_rpc import answers_of, engines_of, send_whole
+from vllm_sparse_backend.serving.frontend.engine_rpc import call_engines, send_with_body
 
 logger = logging.getLogger(LOGGER)
 
@@ -43,8 +43,7 @@ def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
 
 async def report(client: Any, ticket: str) -> dict[str, Any] | None:
     """All workers' tallies of an HTTP request as one: what its prompts had together. None where there are none."""
-    asks = engines_of(client, REPORT_METHOD)
-    engines, failed = await answers_of({engine: ask(ticket) for engine, ask in asks.items()}, TIMEOUT_S)
+    engines, failed = await call_engines(client, REPORT_METHOD, ticket, timeout_s=TIMEOUT_S)
     for engine, why in failed.items():  # the answer itself is not to go with it
         logger.warning("sparse-prefill: no report from engine %s: %s", engine, why)
     return None if failed else merged([worker for workers in engines.values() for worker in workers])
@@ -91,7 +90,7 @@ class Reporting:
         self.held += message.get("body", b"")
         if message.get("more_body"):
             return
-        await send_whole(self.send, self.start, await self._with_report(self.held))
+        await send_with_body(self.send, self.start, await self._with_report(self.held))
 
     async def _event(self, message: dict[str, Any]) -> None:
         """Events come one in a message; each waits for the next, as it may be the last."""

@@ -14,9 +14,10 @@ from typing import Any
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD
 from vllm_sparse_backend.config.resolved import Numbers
-from vllm_sparse_backend.identity import LOGGER, is_ours
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.frontend.engine_rpc import answers_of, engines_of
+from vllm_sparse_backend.serving.frontend.engine_rpc import call_engines
+from vllm_sparse_backend.serving.registration import is_ours
 from vllm_sparse_backend.serving.resolution import resolve
 
 logger = logging.getLogger(LOGGER)
@@ -77,8 +78,7 @@ class AgreementEndpoint:
         config = getattr(engine_client, "vllm_config", None)
         if config is None or not is_ours(config.attention_config.backend) or not hasattr(engine_client, "engine_core"):
             return
-        asks = engines_of(engine_client, AGREEMENT_METHOD)
-        answers, failed = await answers_of({engine: ask() for engine, ask in asks.items()}, TIMEOUT_S)
+        answers, failed = await call_engines(engine_client, AGREEMENT_METHOD, timeout_s=TIMEOUT_S)
         for engine, why in failed.items():
             logger.warning(
                 "sparse-prefill: engine %s: cannot tell whether its workers agree with this process from which lengths "
