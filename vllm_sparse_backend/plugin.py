@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.identity import LOGGER, OLDEST, RELEASES, TOO_NEW
+from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, OLDEST, RELEASES, TOO_NEW
 
 logger = logging.getLogger(LOGGER)
 
@@ -63,10 +63,18 @@ def register() -> None:
     Most processes that it runs in serve with another backend, or do not know their backend yet. It therefore wraps only
     what ``hooks.install`` names: where a backend is looked up, and where a process gets its configuration.
     """
-    from vllm_sparse_backend.serving import hooks, registration
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if (why := registration.why_displaced()) is not None:
+    from vllm_sparse_backend.serving import hooks
+    from vllm_sparse_backend.serving.registration import why_displaced
+
+    if (why := why_displaced()) is not None:
         logger.warning("sparse-prefill is not available: %s", why)
         return
     hooks.install()
-    registration.register_names()
+    custom = AttentionBackendEnum.CUSTOM
+    register_backend(custom, BACKEND)
+    # A member of its own would not survive being pickled to a spawned worker, which reads its configuration before it
+    # loads plugins. The flag's value is looked up among the enum's names in capitals.
+    for name in NAMES:
+        AttentionBackendEnum._member_map_[name] = custom

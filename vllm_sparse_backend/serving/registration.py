@@ -7,7 +7,7 @@ inside its functions only: plugins are loaded before vLLM knows its platform.
 
 from typing import Any
 
-from vllm_sparse_backend.identity import BACKEND, NAMES
+from vllm_sparse_backend.identity import BACKEND
 
 
 def is_ours(backend: Any) -> bool:
@@ -42,20 +42,6 @@ def why_displaced() -> str | None:
         f"another plugin has taken vLLM's one place for a custom attention backend ({custom.get_path()}). Choose "
         "plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
     )
-
-
-def register_names() -> None:
-    """Point ``CUSTOM`` at this backend, and give it the names that the flag's value is looked up by.
-
-    A member of its own would not survive being pickled to a spawned worker, which reads its configuration before it
-    loads plugins.
-    """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    custom = AttentionBackendEnum.CUSTOM
-    register_backend(custom, BACKEND)
-    for name in NAMES:
-        AttentionBackendEnum._member_map_[name] = custom
 
 
 def load_plugins() -> None:
