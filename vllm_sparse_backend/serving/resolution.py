@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a process, parsed once from vLLM's configuration.
 
-The front process reads the files that the settings name, and the name of the device that ``auto`` is looked up for. Both
-travel in the configuration (``carry_settings``), so every process has the same settings, whatever its device.
+The front process reads the files that the settings name, and the name of the device that ``auto`` is looked up for.
+Both travel in the configuration (``carry_settings``), so every process has the same settings, whatever its device.
 """
 
 import logging
