@@ -12,7 +12,8 @@ from vllm_sparse_backend.config import crossover_table
 from vllm_sparse_backend.config.crossover_table import Crossover, Thresholds, load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 
 CARD = "NVIDIA H100 80GB HBM3"
@@ -164,6 +165,19 @@ def test_layers_with_different_engines_take_the_strictest() -> None:
     never = table(entry(None), entry(3000, engine="portable"), entry(4000, engine="hopper"))
     assert plan.earliest_thresholds(never, CARD).min_tokens == 3000
     assert plan.exact_tokens(never, CARD) == 3000
+
+
+def test_resolved_settings_have_the_thresholds_of_every_engine(tmp_path: Path) -> None:
+    """Also of engines that were not measured, whose notes name them, and of engines that nobody knows."""
+    path = tmp_path / "crossover.json"
+    path.write_text(written(entry(9000, 700), entry(20000, 100, engine="portable"), entry(3000, 300, engine="newer")))
+    config = {"method": "a_shape", "crossover": str(path)}
+    settings = Resolved.of({"sparse_prefill": config}, SHAPE, CARD)
+    plan = Plan.build(SparsePrefillConfig(**config), SHAPE)
+    for engines in (["flash"], ["portable"], ["newer"], ["hopper"], ["flash", "portable", "hopper"]):
+        assert settings.thresholds(DEFAULT, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)
+    assert "with engine hopper" in settings.thresholds(DEFAULT, ["hopper"]).notes[0]
+    assert settings.thresholds(DEFAULT, ["unknown"]).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
 
 
 @pytest.mark.parametrize(
