@@ -200,6 +200,7 @@ def test_another_plugin_that_takes_the_flags_place_in_either_order(
     from vllm.v1.attention.backends import registry
 
     from vllm_sparse_backend import plugin
+    from vllm_sparse_backend.identity import NAMES
 
     custom = registry.AttentionBackendEnum.CUSTOM
 
@@ -210,7 +211,7 @@ def test_another_plugin_that_takes_the_flags_place_in_either_order(
     monkeypatch.setattr(plugins, "load_plugins_by_group", lambda group: {name: ways[name] for name in order})
     monkeypatch.setattr(plugins, "plugins_loaded", False)
     members = registry.AttentionBackendEnum._member_map_
-    without_ours = {name: member for name, member in members.items() if name not in plugin.NAMES}
+    without_ours = {name: member for name, member in members.items() if name not in NAMES}
     monkeypatch.setattr(registry.AttentionBackendEnum, "_member_map_", without_ours)
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.ok("plugin", "is there"))

@@ -12,7 +12,8 @@ from vllm_sparse_backend.config import crossover_table
 from vllm_sparse_backend.config.crossover_table import Crossover, Thresholds, load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 
 CARD = "NVIDIA H100 80GB HBM3"
@@ -69,7 +70,7 @@ def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "busy", "given", "expected"),
+    ("chunk", "busy", "min_query_tokens", "expected"),
     [
         (8192, 7000, "auto", 2048),
         (2048, 2047, "auto", 2047),  # a single decode beside
@@ -82,23 +83,23 @@ def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected:
     ],
 )
 def test_steps_too_small_for_the_number_lower_it_as_far_as_was_measured(
-    chunk: int, busy: int, given: Any, expected: int
+    chunk: int, busy: int, min_query_tokens: Any, expected: int
 ) -> None:
-    found = resolved(table(entry(9000, 2048)), min_query_tokens=given).fitted(chunk, busy)
-    assert found.min_query_tokens == expected
-    before = 2048 if given == "auto" else given
+    fitted = resolved(table(entry(9000, 2048)), min_query_tokens=min_query_tokens).fitted(chunk, busy)
+    assert fitted.min_query_tokens == expected
+    before = 2048 if min_query_tokens == "auto" else min_query_tokens
     lines = [f"min_query_tokens is {expected} here, not {before}: a step has {chunk} new tokens"] * (expected != before)
-    assert [note.partition(" of a")[0] for note in found.notes] == lines
-    unmeasured = resolved(table(), min_query_tokens=given)
+    assert [note.partition(" of a")[0] for note in fitted.notes] == lines
+    unmeasured = resolved(table(), min_query_tokens=min_query_tokens)
     assert unmeasured.fitted(chunk, busy) is unmeasured
 
 
 @pytest.mark.parametrize("others", [[], [entry(1, device="other")], [entry(1, engine="portable")]])
 def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str, Any]]) -> None:
-    found = resolved(table(*others))
-    assert found.min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
-    assert found.min_query_tokens == crossover_table.UNMEASURED_MIN_QUERY_TOKENS
-    (note,) = found.notes
+    thresholds = resolved(table(*others))
+    assert thresholds.min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+    assert thresholds.min_query_tokens == crossover_table.UNMEASURED_MIN_QUERY_TOKENS
+    (note,) = thresholds.notes
     assert f"a_shape not measured on {CARD} with engine flash" in note
     assert "run `sparse-prefill bench crossover` to measure this device" in note
 
@@ -106,11 +107,11 @@ def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str
 @pytest.mark.parametrize("numbers", [(None, 512), (9000, None), (None, None)])
 def test_what_never_pays_stays_dense_until_the_operator_sets_a_number(numbers: tuple[int | None, int | None]) -> None:
     measured = table(entry(*numbers))
-    found = resolved(measured)
-    assert found.min_tokens is None
-    assert str(found) == "no rows"
-    assert "a_shape never faster than dense attention" in found.notes[0]
-    assert "set min_tokens" in found.notes[0]
+    thresholds = resolved(measured)
+    assert thresholds.min_tokens is None
+    assert str(thresholds) == "no rows"
+    assert "a_shape never faster than dense attention" in thresholds.notes[0]
+    assert "set min_tokens" in thresholds.notes[0]
     assert resolved(measured, min_tokens=500).min_tokens == 500
 
 
@@ -166,6 +167,19 @@ def test_layers_with_different_engines_take_the_strictest() -> None:
     assert plan.exact_tokens(never, CARD) == 3000
 
 
+def test_resolved_settings_have_the_thresholds_of_every_engine(tmp_path: Path) -> None:
+    """Also of engines that were not measured, whose notes name them, and of engines that nobody knows."""
+    path = tmp_path / "crossover.json"
+    path.write_text(written(entry(9000, 700), entry(20000, 100, engine="portable"), entry(3000, 300, engine="newer")))
+    config = {"method": "a_shape", "crossover": str(path)}
+    settings = Resolved.of({"sparse_prefill": config}, SHAPE, CARD)
+    plan = Plan.build(SparsePrefillConfig(**config), SHAPE)
+    for engines in (["flash"], ["portable"], ["newer"], ["hopper"], ["flash", "portable", "hopper"]):
+        assert settings.thresholds(DEFAULT, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)
+    assert "with engine hopper" in settings.thresholds(DEFAULT, ["hopper"]).notes[0]
+    assert settings.thresholds(DEFAULT, ["unknown"]).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+
+
 @pytest.mark.parametrize(
     ("profile", "config", "expected"),
     [
@@ -199,22 +213,28 @@ def test_a_table_that_is_none_is_an_error_that_names_it(content: str, expected: 
 
 def test_what_a_profile_says_of_its_own_heads_goes_before_the_table(tmp_path: Path) -> None:
     """On the device and the engines that it was measured with; a number that the operator sets goes before both."""
-    own = {"device": CARD, "engines": ["hopper"], "longest_tokens": 65536, "min_tokens": 4096, "min_query_tokens": 256}
+    measured = {
+        "device": CARD,
+        "engines": ["hopper"],
+        "longest_tokens": 65536,
+        "min_tokens": 4096,
+        "min_query_tokens": 256,
+    }
     a_shape = {"method": "a_shape"}
-    fast = {"default": a_shape, "crossover": own | {"min_tokens": None}}
-    path = profile_file(tmp_path, model=SHAPE, level="high", default=a_shape, crossover=own, levels={"fast": fast})
-    given = table(entry(9000, 700))
+    fast = {"default": a_shape, "crossover": measured | {"min_tokens": None}}
+    path = profile_file(tmp_path, model=SHAPE, level="high", default=a_shape, crossover=measured, levels={"fast": fast})
+    crossovers = table(entry(9000, 700))
 
     def of(level: str, *engines: str, device: str = CARD, **fields: Any) -> Thresholds:
         plans = Plan.by_level(SparsePrefillConfig(profile=path, **fields), SHAPE)
-        return plans[level].thresholds(given, device, engines)
+        return plans[level].thresholds(crossovers, device, engines)
 
     assert of("default", "hopper", device=CARD.lower()) == Thresholds(4096, 256)
     assert of("default", "hopper", "flash") == of("default", "flash") == Thresholds(9000, 700)
     assert of("default", "hopper", device="NVIDIA H200").min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
     assert of("default", "hopper", min_tokens=1) == Thresholds(1, 256)
     plan = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
-    assert plan.exact_tokens(given, CARD) == plan.earliest_thresholds(given, CARD).min_tokens == 4096
+    assert plan.exact_tokens(crossovers, CARD) == plan.earliest_thresholds(crossovers, CARD).min_tokens == 4096
     never = of("fast", "hopper")
     assert never.min_tokens is None
     assert "the heads of this profile never faster than dense attention" in never.notes[0]

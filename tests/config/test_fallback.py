@@ -48,7 +48,10 @@ UNREAD = ("nvfp4", "fp8_per_token_head", "fp8_inc", "turboquant_3bit")
         (None, {"dtype": "float32", "device_type": "cpu"}),
         (None, {"kv_cache_dtype": "fp8_e4m3", "reads_fp8": True}),
         (None, FP8 | {"head_dim": 80}),
-        *((Fallback.QUANTISED_CACHE, FP8 | one) for one in ({"reads_fp8": False}, {"head_dim": 16}, {"head_dim": 72})),
+        *(
+            (Fallback.QUANTISED_CACHE, FP8 | traits)
+            for traits in ({"reads_fp8": False}, {"head_dim": 16}, {"head_dim": 72})
+        ),
         *((Fallback.QUANTISED_CACHE, FP8 | {"kv_cache_dtype": name}) for name in UNREAD),
     ],
 )

@@ -24,7 +24,7 @@ CANDIDATES = (True, False, -8.0, 0.03, 0.3, 0.7, 0.999, 2.0, 1, 2, 3, 16, 32, 64
 """Values that one field or another may have."""
 
 FIELDS = [
-    (name, one.name) for name, spec in METHODS.items() for one in fields(spec.parameters) if one.init
+    (name, parameter.name) for name, spec in METHODS.items() for parameter in fields(spec.parameters) if parameter.init
 ]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def plan_of(heads: Sequence[Sequence[Method]]) -> Plan:
 def test_any_field_of_any_head_makes_another(name: str, field: str) -> None:
     """Of a head alone, and of one that is merged with others, whose numbers differ from its own."""
     default = make_method(name, {})
-    others = [next(changed(default, name, one.name), default) for one in fields(default) if one.init]
+    others = [next(changed(default, name, parameter.name), default) for parameter in fields(default) if parameter.init]
     variants = list(itertools.islice(changed(default, name, field), 3))
     assert variants, f"{name}.{field}: no other value is taken; add one to CANDIDATES"
     alike = [[(default, *others)[(layer + head) % (1 + len(others))] for head in range(4)] for layer in range(3)]
@@ -68,21 +68,21 @@ def test_any_field_of_any_head_makes_another(name: str, field: str) -> None:
 
 
 def test_heads_in_another_order_make_another() -> None:
-    one, other = (make_method("sale", {"tau": tau}) for tau in (0.01, 0.02))
-    orders = set(itertools.permutations((one, one, other, other)))
+    method, other = (make_method("sale", {"tau": tau}) for tau in (0.01, 0.02))
+    orders = set(itertools.permutations((method, method, other, other)))
     assert len({fingerprint(plan_of([order] * 3)) for order in orders}) == len(orders)
 
 
 def test_what_auto_stands_for_makes_another() -> None:
     plan = Plan.build(SparsePrefillConfig(), SHAPE)
     numbers = [{"hopper": [tokens, 1024]} for tokens in (8192, 16384)]
-    assert len({fingerprint(plan), *(fingerprint(plan, found) for found in numbers)}) == 3
+    assert len({fingerprint(plan), *(fingerprint(plan, auto_numbers) for auto_numbers in numbers)}) == 3
 
 
 def scaled(method: Method, name: str) -> Method:
     """The method with every number changed in which heads that are selected together may differ; else with all."""
-    own = getattr(method, "differing", None) or [one.name for one in fields(method) if one.init]
-    for field in own:
+    names = getattr(method, "differing", None) or [parameter.name for parameter in fields(method) if parameter.init]
+    for field in names:
         method = next(changed(method, name, field), method)
     return method
 
@@ -101,8 +101,8 @@ def test_a_bundled_profile_with_all_numbers_changed_has_another(name: str) -> No
             known[method] = scaled(method, parameters_of(method)["method"])
     counts = Counter(known[method].sharing for method in itertools.chain.from_iterable(methods))
     layers = [
-        None if groups is None else group_heads([known[method] for method in own], counts)
-        for groups, own in zip(plan.layers, methods, strict=True)
+        None if groups is None else group_heads([known[method] for method in layer_methods], counts)
+        for groups, layer_methods in zip(plan.layers, methods, strict=True)
     ]
     assert fingerprint(replace(plan, layers=tuple(layers))) != fingerprint(plan)
 
@@ -114,6 +114,6 @@ def test_bundled_profiles_of_one_model_have_different_ones() -> None:
         if profile.model is not None:
             plan = Plan.build(SparsePrefillConfig(profile=name), profile.model)
             by_shape.setdefault(profile.model, {})[name] = fingerprint(plan)
-    assert any(len(found) > 1 for found in by_shape.values())
-    for found in by_shape.values():
-        assert len({*found.values()}) == len(found), found
+    assert any(len(fingerprints) > 1 for fingerprints in by_shape.values())
+    for fingerprints in by_shape.values():
+        assert len({*fingerprints.values()}) == len(fingerprints), fingerprints

@@ -53,7 +53,7 @@ def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) 
     shape = ModelShape("M", 1, num_heads, data.draw(st.sampled_from([1, 2, num_heads])), 64)
     heads = {(head,): method for head, method in enumerate(methods)}
     config = SparsePrefillConfig(profile=write(layers={(0,): LayerProfile(heads=heads)}))
-    found: dict[int, object] = {}
+    method_of_head: dict[int, object] = {}
     for rank in range(size):
         groups = Plan.build(config, shape, rank, size).layer(0)
         assert groups is not None
@@ -63,9 +63,9 @@ def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) 
             assert list(group.heads) == sorted(group.heads)
             for head in group.heads:
                 assert 0 <= head < num_heads // size
-                assert found.setdefault(rank * (num_heads // size) + head, group.method) is group.method
+                assert method_of_head.setdefault(rank * (num_heads // size) + head, group.method) is group.method
         assert sum(len(group.heads) for group in groups) == num_heads // size
-    assert [found[head] for head in range(num_heads)] == methods
+    assert [method_of_head[head] for head in range(num_heads)] == methods
 
 
 # SharePrefill, whose heads depend on each other
@@ -79,7 +79,7 @@ def clusters_of(plan: Plan, layer: int) -> tuple[int, ...]:
     groups = plan.layer(layer)
     assert groups is not None
     (group,) = groups
-    return tuple(one.cluster for one in group.methods())
+    return tuple(method.cluster for method in group.methods())
 
 
 def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) -> None:
@@ -130,10 +130,13 @@ def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
     """Other processes get what the first one read: a file that changed or is gone since makes no difference."""
     path, table = Path(write()), tmp_path / "crossover.json"
     table.write_text('{"format": 1, "entries": []}')
-    given = {"sparse_prefill": {"profile": str(path), "crossover": str(table), "dense_layers": [2]}, "other": 1}
-    first = Resolved.of(given, SHAPE, "cpu")
-    travelled = json.loads(json.dumps(first.carry(given)))
-    assert travelled.items() >= given.items()
+    additional_config = {
+        "sparse_prefill": {"profile": str(path), "crossover": str(table), "dense_layers": [2]},
+        "other": 1,
+    }
+    first = Resolved.of(additional_config, SHAPE, "cpu")
+    travelled = json.loads(json.dumps(first.carry(additional_config)))
+    assert travelled.items() >= additional_config.items()
     path.unlink()
     table.write_text("broken")
     again = Resolved.of(travelled, SHAPE, "cpu", 1, 2)

@@ -282,10 +282,10 @@ def test_levels() -> None:
     named = parse_profile(text.replace("  high:", "  own-2:\n    default: {method: sale}\n  high:"), "")
     assert named.level_names == ("exact", "high", "a_shape", "own-2")  # bounds first, then the profile's own order
     assert named.at_level("own-2").default == make_method("sale", {})
-    for one in (profile, fast, high, exact, named):
-        again = parse_profile(one.to_yaml(), "")
-        assert again == one
-        assert again.to_yaml() == one.to_yaml()
+    for variant in (profile, fast, high, exact, named):
+        again = parse_profile(variant.to_yaml(), "")
+        assert again == variant
+        assert again.to_yaml() == variant.to_yaml()
 
 
 @pytest.mark.parametrize(

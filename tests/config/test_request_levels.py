@@ -46,24 +46,24 @@ def config(tmp_path: Path) -> SparsePrefillConfig:
 
 
 @pytest.mark.parametrize(
-    ("given", "level"),
+    ("value", "level"),
     [
         (0, "exact"), (1, DEFAULT), (False, "exact"), (True, DEFAULT), (0.0, "exact"), (1.0, DEFAULT),
         ("exact", "exact"), ("on", DEFAULT), ("high", DEFAULT), ("fast", "fast"),
     ],
 )  # fmt: skip
-def test_values_and_the_levels_that_they_name(given: object, level: str) -> None:
+def test_values_and_the_levels_that_they_name(value: object, level: str) -> None:
     """The level that the server has anyway is no other than its own: both read the same cache."""
     salt = {"exact": Salt("exact", 256), "fast": Salt("fast", 256)}.get(level)
-    assert marked(CHOICES, {"sparse_prefill": given, "other": 3}) == Mark(level, None, salt)
+    assert marked(CHOICES, {"sparse_prefill": value, "other": 3}) == Mark(level, None, salt)
 
 
-@pytest.mark.parametrize("given", [2, -1, 1.5, "0", "Exact", "", "default", None, [0], {"level": 0}, float("nan")])
-def test_anything_else_is_an_error_that_lists_what_is_allowed(given: object) -> None:
+@pytest.mark.parametrize("value", [2, -1, 1.5, "0", "Exact", "", "default", None, [0], {"level": 0}, float("nan")])
+def test_anything_else_is_an_error_that_lists_what_is_allowed(value: object) -> None:
     said = r"sparse_prefill: given .*, expected one of 0 \(exact\), 1 .*, high\), 'exact', 'high', 'fast'"
     for choices, more in (CHOICES, "$"), (BY_MASS, r", a number between 0 and 1 \(p of its top_p heads\)$"):
         with pytest.raises(ValueError, match=said + more):
-            choices.level_of({"sparse_prefill": given})
+            choices.level_of({"sparse_prefill": value})
 
 
 @pytest.mark.parametrize(
@@ -98,30 +98,30 @@ class TestPolicy:
 
     @pytest.mark.parametrize("default", ["exact", "on", "high", "fast", True, 0])
     def test_requests_that_ask_for_none(self, default: Any) -> None:
-        found = self.under(default=default)
-        assert found.level_of(None).name == {"exact": "exact", 0: "exact", "fast": "fast"}.get(default, DEFAULT)
-        for given, level in (1, DEFAULT), (0, "exact"), ("fast", "fast"), (0.5, "p=0.5"):
-            assert str(found.level_of({"sparse_prefill": given})) == level
+        choices = self.under(default=default)
+        assert choices.level_of(None).name == {"exact": "exact", 0: "exact", "fast": "fast"}.get(default, DEFAULT)
+        for value, level in (1, DEFAULT), (0, "exact"), ("fast", "fast"), (0.5, "p=0.5"):
+            assert str(choices.level_of({"sparse_prefill": value})) == level
 
     def test_by_the_name_that_a_model_is_served_by(self) -> None:
-        found = self.under(models={"a": "exact", "b": "on"}, default="fast")
-        assert found.policy() == "fast unasked, as model a exact, as model b on; all on request"
-        levels = [found.unasked(model).name for model in ("a", "b", "c", None)]
+        choices = self.under(models={"a": "exact", "b": "on"}, default="fast")
+        assert choices.policy() == "fast unasked, as model a exact, as model b on; all on request"
+        levels = [choices.unasked(model).name for model in ("a", "b", "c", None)]
         assert levels == ["exact", DEFAULT, "fast", "fast"]
-        assert found.permit(1, "a") == SERVER_LEVEL
+        assert choices.permit(1, "a") == SERVER_LEVEL
 
     def test_clients_are_kept_from_levels(self) -> None:
-        found = self.under(default="exact", allow=["on", "p"])
-        for given, level in (0, "exact"), ("exact", "exact"), (1, DEFAULT), (0.97, "p=0.97"):
-            assert str(found.level_of({"sparse_prefill": given})) == level
+        choices = self.under(default="exact", allow=["on", "p"])
+        for value, level in (0, "exact"), ("exact", "exact"), (1, DEFAULT), (0.97, "p=0.97"):
+            assert str(choices.level_of({"sparse_prefill": value})) == level
         said = r"given 'fast', but .*\(requests.allow\) let the request have 0 \(exact\), 1 .*, 'high', a number"
         with pytest.raises(ValueError, match=said):
-            found.level_of({"sparse_prefill": "fast"})
+            choices.level_of({"sparse_prefill": "fast"})
         only = self.under(allow=[])
         assert only.level_of({"sparse_prefill": "high"}) == SERVER_LEVEL
-        for given in (0, "fast", 0.97):
+        for value in (0, "fast", 0.97):
             with pytest.raises(ValueError, match=r"requests\.allow"):
-                only.level_of({"sparse_prefill": given})
+                only.level_of({"sparse_prefill": value})
 
     @pytest.mark.parametrize("allow", [None, [], ["on"], ["exact", "p"], ["fast"], ["p"]])
     @pytest.mark.parametrize("default", ["on", "exact", "fast"])
@@ -132,15 +132,15 @@ class TestPolicy:
         self, known: Choices, refusal: str | None, default: str, allow: Any, refused: Any
     ) -> None:
         policy = {"default": default} | ({} if allow is None else {"allow": allow})
-        found = self.under(replace(known, refusal=refusal), **policy)
+        choices = self.under(replace(known, refusal=refusal), **policy)
         try:
-            found.permit(refused)
+            choices.permit(refused)
         except ValueError as error:
             said = str(error).partition("but" if refusal is None else "expected")[2]
             values = {"0 (exact)": 0, "1 (this": 1, "'exact'": "exact", "'high'": "high", "'fast'": "fast"}
             values["a number between"] = 0.25
             for text in [text for text in values if text in said]:
-                found.permit(values[text])
+                choices.permit(values[text])
 
     @pytest.mark.parametrize(
         ("policy", "said"),
@@ -158,10 +158,10 @@ class TestPolicy:
 
     def test_a_server_that_can_do_nothing_but_its_own_says_why(self) -> None:
         for default, other in ("on", 0), ("exact", 1):
-            found = self.under(replace(CHOICES, refusal="it has a store"), default=default)
-            assert found.level_of({"sparse_prefill": default}) == found.level_of(None)
+            choices = self.under(replace(CHOICES, refusal="it has a store"), default=default)
+            assert choices.level_of({"sparse_prefill": default}) == choices.level_of(None)
             with pytest.raises(ValueError, match=f"given {other}, but it has a store; leave it out"):
-                found.level_of({"sparse_prefill": other})
+                choices.level_of({"sparse_prefill": other})
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ class TestPolicy:
 def test_a_mark_goes_along_with_other_arguments(extra_args: Mapping[str, Any] | None) -> None:
     """And takes the place of what was asked for, and of one that somebody sent. The server's own level needs none."""
     others = {key: value for key, value in (extra_args or {}).items() if key == "other"}
-    own = Mark(salt=Salt("own", 256))
-    for mark in SALTED, own, Mark("p", 0.97, Salt("p=0.97", 0)), Mark("fast"):
+    salted = Mark(salt=Salt("own", 256))
+    for mark in SALTED, salted, Mark("p", 0.97, Salt("p=0.97", 0)), Mark("fast"):
         written = mark.write(extra_args)
         assert Mark.read(written) == mark
         assert written is not None

@@ -101,7 +101,7 @@ def test_every_registered_method_can_be_named_and_written_down(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "layers"), [("0-4", (0, 1, 2, 3, 4)), ("7,0-1", (0, 1, 7)), (3, (3,)), ([2, 1], (1, 2))]
+    ("value", "layers"), [("0-4", (0, 1, 2, 3, 4)), ("7,0-1", (0, 1, 7)), (3, (3,)), ([2, 1], (1, 2))]
 )
-def test_dense_layers_are_written_as_in_profiles(given: object, layers: tuple[int, ...]) -> None:
-    assert load_config({"sparse_prefill": {"dense_layers": given}}).dense_layers == layers
+def test_dense_layers_are_written_as_in_profiles(value: object, layers: tuple[int, ...]) -> None:
+    assert load_config({"sparse_prefill": {"dense_layers": value}}).dense_layers == layers

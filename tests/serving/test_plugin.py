@@ -31,6 +31,7 @@ from tests.helpers.folders import profile_file
 from tests.helpers.vllm_objects import make_config, make_model
 from vllm_sparse_backend import plugin
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.identity import BACKEND, NAMES
 from vllm_sparse_backend.serving import hooks
 from vllm_sparse_backend.serving.frontend.metrics_endpoint import MetricsEndpoint
 from vllm_sparse_backend.serving.unread import unread_settings
@@ -39,7 +40,7 @@ CUSTOM = registry.AttentionBackendEnum.CUSTOM
 WRAPPED = ("check_and_update_config", "get_attn_backend_cls")
 SELECTION = AttentionSelectorConfig(head_size=32, dtype=torch.float32, kv_cache_dtype="auto", block_size=32)
 UNAVAILABLE = [
-    (lambda patch: patch.setattr("vllm.__version__", "0.25.1"), "vLLM 0.25.1 is here, and it is made for 0.26 to 0.33"),
+    (lambda patch: patch.setattr("vllm.__version__", "0.25.1"), "vLLM 0.25.1 is installed, expected 0.26 to 0.33"),
     (lambda patch: patch.delattr(registry, "register_backend"), "(ImportError: cannot import name 'register_backend'"),
     (
         lambda patch: setattr(type(current_platform), WRAPPED[0], None),
@@ -62,7 +63,7 @@ def is_wrapped() -> bool:
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     """vLLM as it was before any plugin, and again as it is now afterwards."""
     members = registry.AttentionBackendEnum._member_map_
-    for name in plugin.NAMES:
+    for name in NAMES:
         monkeypatch.delitem(members, name, raising=False)
     monkeypatch.delitem(registry._ATTN_OVERRIDES, CUSTOM, raising=False)
     platform = type(current_platform)
@@ -119,14 +120,14 @@ class TestRegistration:
             plugin.register()
         assert dict(registry.AttentionBackendEnum._member_map_) == names
         assert {name: vars(untouched)[name].__func__ for name in WRAPPED} == methods
-        assert CUSTOM.get_path() == plugin.BACKEND
+        assert CUSTOM.get_path() == BACKEND
         assert list(registry.AttentionBackendEnum).count(CUSTOM) == 1  # aliases are not members of their own
 
     def test_another_plugin_that_comes_later_is_not_taken_for_ours(self, untouched: type) -> None:
         plugin.register()
-        assert path_of(CUSTOM) == plugin.BACKEND
+        assert path_of(CUSTOM) == BACKEND
         registry.register_backend(CUSTOM, "other.plugin.Backend")
-        assert path_of(CUSTOM) != plugin.BACKEND
+        assert path_of(CUSTOM) != BACKEND
 
     def test_the_flag_is_refused_where_another_plugin_takes_its_place_later(
         self, untouched: type, lines: list[str]
@@ -163,7 +164,7 @@ class TestRegistration:
         (line,) = lines
         assert line.startswith("sparse-prefill is not available: ")
         assert why in line
-        assert not {*plugin.NAMES} & {*registry.AttentionBackendEnum._member_map_}
+        assert not {*NAMES} & {*registry.AttentionBackendEnum._member_map_}
         assert not is_wrapped()
         with pytest.raises(ValueError, match="Unknown attention backend: 'SPARSE-PREFILL'"):
             AttentionConfig(backend="sparse-prefill")
@@ -237,14 +238,14 @@ class TestPlatform:
     def test_other_backends_are_chosen_as_before(self, untouched: type, backend: Any) -> None:
         before = path_of(backend)
         plugin.register()
-        assert path_of(backend) == before != plugin.BACKEND
+        assert path_of(backend) == before != BACKEND
 
     def test_ours_is_chosen_if_asked_for_but_never_for_mla(self, untouched: type) -> None:
         plugin.register()
-        assert path_of(CUSTOM) == plugin.BACKEND
+        assert path_of(CUSTOM) == BACKEND
         mla = SELECTION._replace(use_mla=True)
         with contextlib.suppress(NotImplementedError):  # 0.26 has none on a CPU
-            assert current_platform.get_attn_backend_cls(CUSTOM, mla, num_heads=4) != plugin.BACKEND
+            assert current_platform.get_attn_backend_cls(CUSTOM, mla, num_heads=4) != BACKEND
 
     def test_a_configuration_is_checked_if_ours_is_asked_for(self, default_model: Any) -> None:
         wrong = {"method": "dense", "min_token": 5}

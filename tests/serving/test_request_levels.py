@@ -126,11 +126,11 @@ class TestBlocks:
     def test_levels_share_the_exact_positions_and_nothing_else(self, exact_tokens: int, shared: int) -> None:
         """Of the first block that holds more than those, and of all later ones, the hashes are a level's own."""
         marks = [None, *(Mark(level, None, Salt(level, exact_tokens)) for level in ("exact", "fast"))]
-        found = [self.blocks(mark) for mark in marks]
-        assert len({tuple(hashes[:shared]) for hashes in found}) == 1
-        own = [one for hashes in found for one in hashes[shared:]]
-        assert len({*own}) == len(own) == 3 * (12 - shared)
-        assert [self.blocks(mark) for mark in marks] == found
+        hashes_by_mark = [self.blocks(mark) for mark in marks]
+        assert len({tuple(hashes[:shared]) for hashes in hashes_by_mark}) == 1
+        unshared = [block_hash for hashes in hashes_by_mark for block_hash in hashes[shared:]]
+        assert len({*unshared}) == len(unshared) == 3 * (12 - shared)
+        assert [self.blocks(mark) for mark in marks] == hashes_by_mark
 
     def test_tokens_that_were_generated_too(self) -> None:
         assert self.blocks(EXACT, 70, decoded=130) == self.blocks(EXACT, 200)
@@ -188,21 +188,21 @@ class TestFront:
 
     def test_on_a_server_that_pools(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """Every row is dense, vLLM's own all the way; ``on`` lets it go sparse. Requests have what the server has."""
-        for policy, own, other in ({}, 0, 1), ({"default": "on"}, 1, 0):
+        for policy, server_value, other in ({}, 0, 1), ({"default": "on"}, 1, 0):
             config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, requests=policy)
             monkeypatch.setattr(config.model_config, "runner_type", "pooling")
-            found = choices(config)
-            assert found.permit(own) == found.unasked()
+            known = choices(config)
+            assert known.permit(server_value) == known.unasked()
             with pytest.raises(ValueError, match="but this server pools, and has one level for all requests"):
-                found.permit(other)
+                known.permit(other)
             made = make_layers(config, range(4))
             builder = make_builder(config, made)
-            assert builder.sparse_layers == (() if own == 0 else (0, 1, 2, 3))
-            assert (made[0].impl.worker.reserve() is None) == (own == 0)
+            assert builder.sparse_layers == (() if server_value == 0 else (0, 1, 2, 3))
+            assert (made[0].impl.worker.reserve() is None) == (server_value == 0)
             step = make_step(made[0], MIXED)
             metadata = builder.build(0, step.common)
             exact = torch.equal(step.forward(made[0], metadata), step.by_dense_backend(made[0], builder))
-            assert exact == (own == 0)
+            assert exact == (server_value == 0)
         monkeypatch.setitem(config.additional_config["sparse_prefill"], "requests", {"models": {"a": "on"}})
         with pytest.raises(ConfigurationError, match=r"given default, exact for .* but this server pools"):
             choices(config)
@@ -213,9 +213,9 @@ class TestFront:
     ) -> None:
         """So routers find what most requests write. Where nothing keeps levels apart, several are refused at start."""
         monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
-        found = choices(levels)
-        assert found.mark(found.unasked()).salt is None
-        assert set(found.salts) == {DEFAULT, "exact", "fast"} - {found.default}
+        known = choices(levels)
+        assert known.mark(known.unasked()).salt is None
+        assert set(known.salts) == {DEFAULT, "exact", "fast"} - {known.default}
         monkeypatch.setattr(levels.parallel_config, "enable_dbo", True)
         with pytest.raises(ConfigurationError, match=r"requests: given .* but this server splits steps"):
             choices(levels)
@@ -224,8 +224,8 @@ class TestFront:
 class Asgi:
     """An app behind the middleware, as vLLM's apps are: one that reads bodies, or does not."""
 
-    def __init__(self, desk: LevelsEndpoint, reads: bool = True) -> None:
-        self.desk, self.reads = desk, reads
+    def __init__(self, endpoint: LevelsEndpoint, reads: bool = True) -> None:
+        self.endpoint, self.reads = endpoint, reads
         self.ran = 0
         self.asked_for = 0
         """Messages of a body that somebody received."""
@@ -255,7 +255,7 @@ class Asgi:
 
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(content)).encode())]
         scope = {"type": "http", "method": "POST", "path": "/root" + path, "root_path": "/root", "headers": headers}
-        asyncio.run(LevelsMiddleware(self, self.desk)(scope, receive, send))
+        asyncio.run(LevelsMiddleware(self, self.endpoint)(scope, receive, send))
         start, *others = sent
         assert [message["type"] for message in sent].count("http.response.start") == 1
         answer = b"".join(message["body"] for message in others)
@@ -296,15 +296,15 @@ class TestWaysIn:
     def app(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Asgi:
         policy = {"models": {"b": "exact"}, "default": "fast"}
         monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
-        asyncio.run((desk := LevelsEndpoint()).init_state(*started(levels, "a", "b")))
-        return Asgi(desk)
+        asyncio.run((endpoint := LevelsEndpoint()).init_state(*started(levels, "a", "b")))
+        return Asgi(endpoint)
 
     @pytest.fixture
     def plain(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Asgi:
         """Of a server whose levels do not depend on the model that is named: most bodies are not parsed."""
         monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", {})
-        asyncio.run((desk := LevelsEndpoint()).init_state(*started(levels)))
-        return Asgi(desk)
+        asyncio.run((endpoint := LevelsEndpoint()).init_state(*started(levels)))
+        return Asgi(endpoint)
 
     @pytest.mark.parametrize(
         ("body", "level"),
@@ -430,7 +430,7 @@ class TestWaysIn:
         monkeypatch.setattr(middleware, "looks_like", lambda key, ours: compared.append(key))
         fields = body if isinstance(body, dict) else {"a": body}
         begun = time.process_time()
-        assert list(middleware.keys_of_ours(fields)) == []
+        assert list(middleware.our_keys(fields)) == []
         assert time.process_time() - begun < 5
         assert len(compared) <= middleware.MOST_SLIPS
 
@@ -458,7 +458,7 @@ class TestWaysIn:
             except Exception:
                 await PlainTextResponse("fine")(scope, receive, send)
 
-        asgi = Asgi(plain.desk)
+        asgi = Asgi(plain.endpoint)
         asgi.__class__ = type("Hiding", (Asgi,), {"__call__": lambda self, *args: app(*args)})
         assert asgi.post("/v1/completions", asking("zzz"), parts=1)[0] == 400
 
@@ -477,7 +477,7 @@ class TestWaysIn:
             ran.append(body)
             return str(level_policy.HTTP_REQUEST.get().level)  # type: ignore[union-attr]
 
-        app.add_middleware(LevelsMiddleware, desk=plain.desk)
+        app.add_middleware(LevelsMiddleware, endpoint=plain.endpoint)
         client = TestClient(app)
         assert client.post("/v1/completions", json={"prompt": "a", **asking(0)}).json() == "exact"
         refused = client.post("/v1/completions", json={"prompt": "a", **asking("zzz")})
@@ -494,16 +494,16 @@ class TestWaysIn:
 
 
 def requests_of(runner: Any) -> step_context.RunnerRequests:
-    found = step_context.requests_of(runner)
-    assert found is not None
-    return found
+    requests = step_context.requests_of(runner)
+    assert requests is not None
+    return requests
 
 
 def stored(*names: str) -> KVTransferConfig:
     """By one connector, or by several."""
     name, extra = names[0], {}
     if len(names) > 1:
-        name, extra = "MultiConnector", {"connectors": [{"kv_connector": one} for one in names]}
+        name, extra = "MultiConnector", {"connectors": [{"kv_connector": connector} for connector in names]}
     return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
 
 
@@ -514,12 +514,12 @@ class TestStores:
     ) -> None:
         """So whoever shares the store finds there what it would have computed itself."""
         monkeypatch.setattr(levels, "kv_transfer_config", stored(name))
-        found = choices(levels)
-        assert found.refusal is None
-        assert set(found.salts) == {DEFAULT, "fast"}
-        assert len(set(found.salts.values())) == 2
-        assert found.mark(found.unasked()).salt == Salt(found.salts[DEFAULT], MIN_TOKENS)
-        assert found.mark(RequestLevel("exact")).salt is None
+        known = choices(levels)
+        assert known.refusal is None
+        assert set(known.salts) == {DEFAULT, "fast"}
+        assert len(set(known.salts.values())) == 2
+        assert known.mark(known.unasked()).salt == Salt(known.salts[DEFAULT], MIN_TOKENS)
+        assert known.mark(RequestLevel("exact")).salt is None
 
     @pytest.mark.parametrize(
         ("names", "by_tokens"),
@@ -536,14 +536,14 @@ class TestStores:
         self, levels: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str], names: list[str], by_tokens: str | None
     ) -> None:
         monkeypatch.setattr(levels, "kv_transfer_config", stored(*names))
-        found = choices(levels)
+        known = choices(levels)
         level_policy.warn_of_stores(levels)
-        assert found.permit(1) == SERVER_LEVEL
+        assert known.permit(1) == SERVER_LEVEL
         if by_tokens is None:
-            assert (found.refusal, found.salts, lines) == (None, {"exact": "exact", "fast": "fast"}, [])
+            assert (known.refusal, known.salts, lines) == (None, {"exact": "exact", "fast": "fast"}, [])
             return
         with pytest.raises(ValueError, match=f"given 0, but this server keeps keys and values with {by_tokens}, by"):
-            found.permit(0)
+            known.permit(0)
         assert re.search("by their tokens alone.* Give it a store of its own", lines[0])
 
     @pytest.mark.parametrize(("backend", "by_token"), [("native", []), ("lmcache", ["LMCacheMPConnector"])])
@@ -560,7 +560,9 @@ class TestStores:
 def scheduled(new: dict[str, Mark | None], finished: Sequence[str] = ()) -> Any:
     """What a step's output of the scheduler says of requests that are new to the worker."""
     params = {req_id: SamplingParams(extra_args=mark and mark.write(None)) for req_id, mark in new.items()}
-    news = [SimpleNamespace(req_id=req_id, sampling_params=one) for req_id, one in params.items()]
+    news = [
+        SimpleNamespace(req_id=req_id, sampling_params=sampling_params) for req_id, sampling_params in params.items()
+    ]
     return SimpleNamespace(scheduled_new_reqs=news, finished_req_ids={*finished})
 
 
@@ -617,8 +619,8 @@ class TestRunners:
         return self.of(request.param)
 
     def test_rows_are_known_by_their_requests_whatever_their_order(self, runner: Any) -> None:
-        both = {"a": EXACT, "b": None, "c": FAST}
-        assert runner.execute_model(scheduled(both), "bca", 4) == [DEFAULT, "fast", "exact", DEFAULT]
+        marks = {"a": EXACT, "b": None, "c": FAST}
+        assert runner.execute_model(scheduled(marks), "bca", 4) == [DEFAULT, "fast", "exact", DEFAULT]
         assert runner.execute_model(scheduled({}), "ac", 2) == ["exact", "fast"]
         assert runner.execute_model(scheduled({"d": EXACT}, finished="a"), "dcb", 3) == ["exact", "fast", DEFAULT]
 
@@ -736,12 +738,12 @@ class TestRows:
         for share in (0.1, 0.5, 0.9):
             layer, builder = made(share)
             alone[share] = step.forward(layer, builder.build(0, step.common))
-        asked = {0: 0.1, 4: 0.5, 6: 0.5}
-        at_step([RequestLevel("p", asked[row]) if row in asked else DEFAULT for row in range(len(MIXED))])
+        share_of_row = {0: 0.1, 4: 0.5, 6: 0.5}
+        at_step([RequestLevel("p", share_of_row[row]) if row in share_of_row else DEFAULT for row in range(len(MIXED))])
         together = step.forward(layer, builder.build(0, step.common))
         for row in SPARSE_ROWS:
             tokens = step.tokens(row)
-            assert torch.equal(together[tokens], alone[asked.get(row, 0.9)][tokens])
+            assert torch.equal(together[tokens], alone[share_of_row.get(row, 0.9)][tokens])
             if row in (0, 6):  # the others are too short to leave much out
                 assert not torch.equal(together[tokens], alone[0.9][tokens])
         assert layer.impl.worker.memory.arena.overflows == 0
@@ -767,6 +769,6 @@ class TestRows:
                 impl.layer = replace(impl.layer, engine=engine)
 
         monkeypatch.setattr(SparsePrefillMetadataBuilder, "_make_ready", make_ready)
-        found = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).thresholds
-        numbers = {level: (one.min_tokens, one.min_query_tokens) for level, one in found.items()}
+        thresholds = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).thresholds
+        numbers = {level: (lengths.min_tokens, lengths.min_query_tokens) for level, lengths in thresholds.items()}
         assert numbers == {DEFAULT: (100, 10), "fast": (300, 30)}

@@ -58,8 +58,10 @@ def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
 
 def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on: Callable[[str], None]) -> None:
     """Else rows would go sparse from 4,096 positions on, in blocks that all levels share up to 16,384."""
-    own = Resolved.of({"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), WORKER)
-    assert own.thresholds("default", ["hopper"]).min_tokens == 4096
+    on_worker = Resolved.of(
+        {"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), WORKER
+    )
+    assert on_worker.thresholds("default", ["hopper"]).min_tokens == 4096
     resolved = resolve(sent)
     assert resolved.device == FRONT
     assert resolved.thresholds("default", ["hopper"]).min_tokens == 20480
@@ -91,7 +93,7 @@ def test_nothing_is_said_where_no_number_is_looked_up(
 def test_a_process_parses_its_settings_once(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
     real = resolution.load_config
-    monkeypatch.setattr(resolution, "load_config", lambda given: parsed.append(given) or real(given))
+    monkeypatch.setattr(resolution, "load_config", lambda values: parsed.append(values) or real(values))
     resolution._settings.cache_clear()
     resolution._resolved.cache_clear()
     assert resolve(sent) is resolve(pickle.loads(pickle.dumps(sent)))
@@ -128,19 +130,19 @@ class TestAgreement:
         asyncio.run(worker_agreement.AgreementEndpoint().init_state(client, None, Namespace()))
 
     def test_workers_of_the_same_configuration_agree(self, sent: Any, on: Callable[[str], None]) -> None:
-        told = worker_agreement.worker_numbers(SimpleNamespace(vllm_config=sent, rank=0))
+        answer = worker_agreement.worker_numbers(SimpleNamespace(vllm_config=sent, rank=0))
         on(FRONT)
-        self.start(self.client(sent, json.loads(json.dumps(told))))
+        self.start(self.client(sent, json.loads(json.dumps(answer))))
 
     def test_a_node_of_another_device_is_refused(
         self, sent: Any, default_model: Any, table: str, on: Callable[[str], None]
     ) -> None:
         on(WORKER)
         headless = make_config(default_model, {"method": "a_shape", "crossover": table})
-        told = worker_agreement.worker_numbers(SimpleNamespace(vllm_config=headless, rank=3))
+        answer = worker_agreement.worker_numbers(SimpleNamespace(vllm_config=headless, rank=3))
         on(FRONT)
         with pytest.raises(ConfigurationError) as caught:
-            self.start(self.client(sent, json.loads(json.dumps(told))))
+            self.start(self.client(sent, json.loads(json.dumps(answer))))
         for part in ("engine 0, rank 3, on NVIDIA H200", "default.hopper: (4096, 512)", "expected default.hopper: (20"):
             assert part in str(caught.value)
 

@@ -128,7 +128,7 @@ def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict
 
 
 def test_slow_paths() -> None:
-    assert [startup.slow_path(*given) for given in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
+    assert [startup.slow_path(*arguments) for arguments in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
     assert "pages of 16 tokens" in str(startup.slow_path(16, (9, 0)))
     assert "a multiple of 128" in str(startup.slow_path(544, (9, 0)))
     assert "compute capability 8.0" in str(startup.slow_path(128, (8, 0)))

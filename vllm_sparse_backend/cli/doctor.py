@@ -121,23 +121,20 @@ def registration() -> Iterator[Finding]:
         return
     warnings: list[str] = []
     try:
-        from vllm.plugins import load_general_plugins
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-        from vllm_sparse_backend.identity import displaced
+        from vllm_sparse_backend.serving.registration import load_plugins, look_up_backend, why_displaced
 
         with _warnings_of_plugin(warnings):
-            load_general_plugins()
-        if (why := displaced()) is not None:
+            load_plugins()
+        if (why := why_displaced()) is not None:
             yield bad("backend", f"not available: {why}")
             return
-        backend = AttentionBackendEnum["SPARSE-PREFILL"].get_class()
+        backend = look_up_backend("SPARSE-PREFILL")
     except Exception as error:  # whatever vLLM or a plugin raises is the finding
         yield bad("backend", " ".join(warnings) or f"does not register: {type(error).__name__}: {error}")
         return
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point
-    yield _delegate()
+    yield _dense_backend()
 
 
 @contextmanager
@@ -169,14 +166,14 @@ def _entry_point() -> Finding:
     return ok("plugin", f"vLLM loads {names[0]} by itself")
 
 
-def _delegate() -> Finding:
+def _dense_backend() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
         return ok("dense rows and decodes", "vLLM's CPU attention")
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm_sparse_backend.serving.compat import flash_attention_version
 
-    flash_version = get_flash_attn_version()
+    flash_version = flash_attention_version()
     if flash_version is None:
         return bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
     return ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")

@@ -47,6 +47,10 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
     return tuple(dense if groups is None else groups for groups in groups_by_level)
 
 
+ANY_OTHER = "any other"
+"""Stands for an engine without measurements."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Methods of the heads of one rank at one level.
@@ -188,7 +192,7 @@ class Plan:
         Returns:
             The thresholds.
         """
-        engines = self._engines(table, device) or ["any"]
+        engines = self.measured_engines(table, device) or ["any"]
         candidates = [self.thresholds(table, device, [engine]) for engine in engines]
         return min(candidates, key=lambda thresholds: thresholds.severity)
 
@@ -217,12 +221,20 @@ class Plan:
         """
         thresholds = {
             engine: self.thresholds(table, device, [engine])
-            for engine in [*sorted(self._engines(table, device)), "any other"]
+            for engine in [*sorted(self.measured_engines(table, device)), ANY_OTHER]
         }
         return {engine: [lengths.min_tokens, lengths.min_query_tokens] for engine, lengths in thresholds.items()}
 
-    def _engines(self, table: Crossover, device: str) -> set[str]:
-        """Engines with measurements on this device."""
+    def measured_engines(self, table: Crossover, device: str) -> set[str]:
+        """Return the attention engines that were measured on a device.
+
+        Args:
+            table: The table of measurements.
+            device: Name of the device, as torch reports it.
+
+        Returns:
+            Names of the engines in the table or in the profile's measurement.
+        """
         profile_engines = self.profile_crossover.engines if self.profile_crossover is not None else ()
         return {*table.engines(device), *profile_engines}
 

@@ -8,10 +8,11 @@ from typing import Any
 from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, Thresholds
 from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.config.plan import ANY_OTHER, DEFAULT, Plan, layer_by_level
 from vllm_sparse_backend.config.profile import EXACT, SHARE
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
 from vllm_sparse_backend.config.source_files import Documents
+from vllm_sparse_kernels.attention import engines as attention_engines
 from vllm_sparse_kernels.layer import LayerPlan
 
 Numbers = dict[str, dict[str, list[int | None]]]
@@ -57,6 +58,7 @@ class Resolved:
         plans: The plan of each level, the server's own first. If some head lets requests set p, requests with a p are
             a level too.
         table: The table of measured crossovers.
+        thresholds_by_engine: The lengths from which rows of each level go sparse with each attention engine.
         device: Name of the device that ``auto`` is looked up for, as the table has it: the one on which the server
             started.
         pools: Whether requests are for embeddings, scores or classes.
@@ -66,6 +68,7 @@ class Resolved:
     documents: Documents
     plans: Mapping[str, Plan]
     table: Crossover
+    thresholds_by_engine: Mapping[str, Mapping[str, Thresholds]]
     device: str
     pools: bool = False
 
@@ -97,7 +100,15 @@ class Resolved:
         plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
         if plans[DEFAULT].has_shares:
             plans[SHARE] = plans[DEFAULT]  # but for p, which each row has of its own
-        return Resolved(config, read, plans, read.parse_crossover(), device, pools)
+        table = read.parse_crossover()
+        thresholds_by_engine = {
+            level: {
+                engine: plan.thresholds(table, device, [engine])
+                for engine in {*attention_engines(), *plan.measured_engines(table, device), ANY_OTHER}
+            }
+            for level, plan in plans.items()
+        }
+        return Resolved(config, read, plans, table, thresholds_by_engine, device, pools)
 
     def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
         """Add all that other processes need to resolve vLLM's configuration to the same settings.
@@ -157,7 +168,9 @@ class Resolved:
         Returns:
             The strictest thresholds of these engines.
         """
-        return self.plans[level].thresholds(self.table, self.device, engines)
+        by_engine = self.thresholds_by_engine[level]
+        candidates = [by_engine.get(engine, by_engine[ANY_OTHER]) for engine in sorted(engines)]
+        return max(candidates, key=lambda thresholds: thresholds.severity)
 
     def earliest_thresholds(self) -> Thresholds:
         """Return the lowest thresholds of any level with any engine.

@@ -64,9 +64,9 @@ class Card:
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
         """vLLM's FlashAttention over the batch's pages, as vLLM calls it, ready to be run."""
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm_sparse_backend.serving.compat import flash_attn_varlen_func
 
-        rows = batch.rows
+        varlen, rows = flash_attn_varlen_func(), batch.rows
         starts = [0]
         for query_len in rows.query_lens:
             starts.append(starts[-1] + query_len)
@@ -76,7 +76,7 @@ class Card:
         block_table = torch.where(rows.block_table < num_pages, rows.block_table, 0)
 
         def run() -> None:
-            flash_attn_varlen_func(
+            varlen(
                 q=batch.q, k=batch.cache.keys, v=batch.cache.values, out=out, cu_seqlens_q=query_start_loc,
                 max_seqlen_q=max(rows.query_lens), seqused_k=seq_lens, max_seqlen_k=max(rows.seq_lens),
                 softmax_scale=batch.scale, causal=True, block_table=block_table, fa_version=self.flash_version,
@@ -169,9 +169,9 @@ def _passes(budget_s: float) -> Iterable[bool]:
 
 
 def _flash_version(device: torch.device) -> int:
-    """That of a server's dense attention."""
+    """Return the version of FlashAttention that a server's dense attention takes."""
     if torch.cuda.get_device_capability(device)[0] == 9:
         return 3
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm_sparse_backend.serving.compat import flash_attention_version
 
-    return int(get_flash_attn_version() or 2)
+    return flash_attention_version() or 2

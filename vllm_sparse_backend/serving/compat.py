@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that differs between vLLM's versions and platforms, in one place; tried with 0.26, 0.32 (CPU build) and 0.33.
+"""Differences between vLLM's versions and platforms, in one place; tested with 0.26, 0.32 (CPU build) and 0.33.
 
-``DenseBackend`` and its parts are what decode rows and dense rows run on: vLLM's own FlashAttention, or on a CPU its
-own CPU attention. Our classes derive from them, so keywords that later versions add pass through by inheritance.
+Decode rows and dense rows run on ``DenseBackend``: vLLM's FlashAttention, or its CPU attention on a CPU. Our classes
+derive from it and its parts, so keywords that later versions add pass through by inheritance.
 """
 
 import math
@@ -42,13 +42,13 @@ else:
     )
 
 BULK_PAGE_TOKENS = 128
-"""The widest block of keys that is copied in one piece, if it lies within a page."""
+"""The widest block of keys that one bulk copy reads, if the block lies within a page."""
 
 TOKENS_FIRST = (0, 2, 1, 3)
-"""The usual order in memory: pages, their tokens, the heads of these."""
+"""The usual order in memory: pages, then tokens, then heads."""
 
 FP8_STORAGE = torch.uint8
-"""What vLLM calls the dtype of a cache in fp8."""
+"""dtype of vLLM's tensor for an fp8 cache."""
 
 __all__ = ["DenseBackend", "DenseBuilder", "DenseImpl", "DenseMetadata"]
 
@@ -56,27 +56,55 @@ T = TypeVar("T")
 
 
 def hf_config(vllm_config: VllmConfig) -> dict[str, Any]:
-    """config.json of the model that is served, or of its text part wherever that is nested, and its architectures."""
+    """Return the config.json of the served model.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The fields of the model's text part, wherever that is nested, with the model's ``architectures``.
+    """
     model = vllm_config.model_config
     text = model.hf_text_config.to_dict()
     return {**text, "architectures": model.hf_config.architectures or text.get("architectures")}
 
 
 def model_shape(vllm_config: VllmConfig) -> ModelShape:
-    """Layers and heads of the model that is served."""
+    """Return the numbers of layers and heads of the served model.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The shape of the whole model.
+    """
     model = vllm_config.model_config.model
     return ModelShape.from_config({**hf_config(vllm_config), "_name_or_path": model}, model)
 
 
 def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
-    """(rank, size) of this worker among those that share a layer's heads."""
+    """Return this worker's place among those that share a layer's heads.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        (rank, size) of the tensor-parallel group.
+    """
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
 
 
 def gather_over_ranks(value: T) -> list[T]:
-    """The values of all tensor-parallel ranks, by rank; each of them must call this, and waits for the others."""
+    """Gather a value from all tensor-parallel ranks. Every rank must call this, and waits for the others.
+
+    Args:
+        value: This rank's value, which can be pickled.
+
+    Returns:
+        The values by rank.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -88,10 +116,15 @@ def gather_over_ranks(value: T) -> list[T]:
 
 
 def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries: bool = True) -> dict[str, Any]:
-    """Fields of ``LayerTraits`` that are the same for all layers of a cache dtype.
+    """Return the fields of ``LayerTraits`` that are the same for all layers of a cache dtype.
 
-    Context parallel sizes are 1 where a version has no such thing. quantised_queries: whether those of an fp8 cache are
-    in fp8 too.
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_dtype: vLLM's name for the dtype of the layers' cache.
+        quantised_queries: Whether queries of an fp8 cache are in fp8 too.
+
+    Returns:
+        The fields by name. Context-parallel sizes are 1 in versions that do not have them.
     """
     parallel = vllm_config.parallel_config
     scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
@@ -107,43 +140,73 @@ def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries
 
 
 def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
-    """Whole-step graphs for uniform decode alone: a step that holds prefills is decided on per request."""
+    """Limit whole-step CUDA graphs to uniform decode, because steps with prefills differ from request to request.
+
+    Args:
+        support: The steps that the dense backend can capture.
+
+    Returns:
+        The steps that this backend can capture.
+    """
     return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
 
 
 def prefers_bulk_pages() -> bool:
-    """Whether 128-token pages pay: bulk copies need them, and FlashAttention-3 itself is faster on them."""
+    """Return whether 128-token pages are faster: bulk copies need them, and FlashAttention-3 is faster on them.
+
+    Returns:
+        True on Hopper.
+    """
     return not IS_CPU and current_platform.is_device_capability_family(90)
 
 
 def reads_fp8() -> bool:
-    """Whether caches in fp8 are read here: vLLM's FlashAttention does so on Hopper, and rounds queries to fp8 for it.
+    """Return whether this device's kernels read fp8 caches.
 
-    (On Blackwell, too, by its version 4, which does not take the tables that our engine makes.)
+    vLLM's FlashAttention does on Hopper, and rounds queries to fp8 for it. On Blackwell its version 4 does too, but it
+    does not take the block tables that our engine makes.
+
+    Returns:
+        True on Hopper.
     """
     return prefers_bulk_pages()
 
 
 def device_name() -> str:
-    """The device as tables of measurements name it. Asked of the driver: it starts nothing on the device."""
+    """Return the name of the device. The driver answers, so no CUDA context is created.
+
+    Returns:
+        The name, as crossover tables have it.
+    """
     return str(current_platform.get_device_name())
 
 
 def device_capability() -> tuple[int, int] | None:
-    """The GPU's compute capability; None on a CPU. Asked of the driver, as its name is."""
-    found = None if IS_CPU else current_platform.get_device_capability()
-    return None if found is None else (found.major, found.minor)
+    """Return the GPU's compute capability. The driver answers, so no CUDA context is created.
+
+    Returns:
+        (major, minor); None on a CPU.
+    """
+    capability = None if IS_CPU else current_platform.get_device_capability()
+    return None if capability is None else (capability.major, capability.minor)
 
 
 def device_memory_bytes() -> int:
-    """Memory of the device, in use or not."""
+    """Return the size of the device's memory.
+
+    Returns:
+        Bytes, whether in use or free.
+    """
     return int(current_platform.get_device_total_memory())
 
 
 def flash_attention() -> FlashAttention | None:
-    """vLLM's FlashAttention for paged caches, the newest version that takes any tables; None where it has none.
+    """Return vLLM's FlashAttention for paged caches, in the newest version that takes any block table.
 
-    Version 4 wants pages of its own tile's size.
+    Version 4 requires pages of its own tile's size.
+
+    Returns:
+        Version 3 or 2; None if vLLM has neither for this device.
     """
     if IS_CPU:
         return None
@@ -156,32 +219,76 @@ def flash_attention() -> FlashAttention | None:
     return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
 
 
-def flash_attention_version(vllm_config: VllmConfig) -> int | None:
-    """The version of FlashAttention that vLLM takes for this model."""
+def flash_attn_varlen_func() -> Callable[..., Any]:
+    """Return vLLM's FlashAttention function for paged caches.
+
+    Returns:
+        The function of that name, which takes ``fa_version`` by keyword.
+    """
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    function: Callable[..., Any] = flash_attn_varlen_func
+    return function
+
+
+def flash_attention_version(vllm_config: VllmConfig | None = None) -> int | None:
+    """Return the version of FlashAttention that vLLM chooses.
+
+    Args:
+        vllm_config: The configuration of the served model; None for vLLM's choice on this device for any model.
+
+    Returns:
+        The version; None if vLLM has no FlashAttention for this device.
+    """
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    with set_current_vllm_config(vllm_config, check_compile=False):
-        found = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
-    return None if found is None else int(found)
+    if vllm_config is None:
+        version = get_flash_attn_version()
+    else:
+        with set_current_vllm_config(vllm_config, check_compile=False):
+            version = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+    return None if version is None else int(version)
 
 
 def pools(vllm_config: VllmConfig) -> bool:
-    """Whether the server's requests are for pooling: embeddings, scores, classes."""
+    """Return whether the server's requests are for pooling: embeddings, scores or classes.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        True if vLLM runs the model as a pooling model.
+    """
     return getattr(vllm_config.model_config, "runner_type", None) == "pooling"
 
 
 def is_set(variable: str) -> bool:
-    """Whether one of vLLM's environment variables is on; those that a version does not have are off."""
+    """Return whether one of vLLM's environment variables is on.
+
+    Args:
+        variable: Name of the variable.
+
+    Returns:
+        True if it is on; False if it is off or this version does not have it.
+    """
     from vllm import envs
 
     return bool(getattr(envs, variable, False))
 
 
 def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Callable[[], T]) -> T:
-    """What ``make`` returns, with its tensors where sleep mode leaves them alone.
+    """Call a function with its allocations outside of the memory pool whose contents sleep mode discards.
 
-    0.26 to 0.28 make metadata builders within the memory pool of the KV cache, whose contents sleep mode discards; from
-    0.30 on the cache alone is in it. A pool takes the allocations of one thread: another thread's go past it.
+    0.26 to 0.28 construct metadata builders within the memory pool of the KV cache; from 0.30 on only the cache is in
+    it. A pool serves the allocations of a single thread, so the function runs on another thread.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        device: Device of the allocations.
+        make: The function.
+
+    Returns:
+        The function's result.
     """
     if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
         return make()
@@ -199,7 +306,14 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
 
 
 def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """In which order (pages, heads, tokens, elements) lie in memory. From 0.30 on the engine's core settles it."""
+    """Return the order in which the dimensions of a layer's cache lie in memory.
+
+    Args:
+        vllm_config: vLLM's configuration. From 0.30 on it has the layout that the engine's core chose.
+
+    Returns:
+        Indices of (pages, heads, tokens, elements), the outermost dimension first.
+    """
     if getattr(vllm_config.cache_config, "kv_cache_layout", None) is not None:
         return tuple(vllm_config.cache_config.get_resolved_kv_cache_layout().layer_view_order)
     try:
@@ -211,7 +325,17 @@ def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
 def random_cache(
     spec: AttentionSpec, num_pages: int, device: torch.device, order: Sequence[int] = TOKENS_FIRST
 ) -> PagedCache:
-    """Normal keys and values, laid out as vLLM lays out the cache of a layer: see ``page_order``."""
+    """Allocate normally distributed keys and values in vLLM's layout of a layer's cache.
+
+    Args:
+        spec: vLLM's description of the layer's cache.
+        num_pages: Number of pages.
+        device: Device of the cache.
+        order: Order of the dimensions in memory (``page_order``).
+
+    Returns:
+        The cache. Its keys and values have the shape [num_pages, page_size, num_kv_heads, head_dim].
+    """
     shape = (num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
     dtype = FP8 if spec.dtype == FP8_STORAGE else spec.dtype
     sizes = [shape[i] for i in order]
@@ -224,7 +348,17 @@ def random_cache(
 
 
 def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
-    """Sequence lengths as the host knows them: exact for rows that prefill, an upper bound for others."""
+    """Return the sequence lengths that the host knows.
+
+    Args:
+        common: vLLM's metadata of a batch.
+
+    Returns:
+        Tokens by row: exact for rows that prefill, an upper bound for others.
+
+    Raises:
+        RuntimeError: vLLM has no lengths on the host, as in unsupported releases.
+    """
     if common.seq_lens_cpu_upper_bound is not None:
         return common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
     raise RuntimeError(
@@ -234,19 +368,28 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
 
 
 def keep_schedule(metadata: DenseMetadata) -> None:
-    """Let metadata have its schedule to itself: FlashAttention's builder may have put it in its one persistent buffer.
+    """Copy the schedule of some metadata, which FlashAttention's builder may have put into its persistent buffer.
 
-    The CPU build makes a new one each time, which must not be copied: it holds pointers into itself.
+    The CPU build makes a new schedule each time, which must not be copied because it holds pointers into itself.
+
+    Args:
+        metadata: The dense backend's metadata, changed in place.
     """
     if not IS_CPU and metadata.scheduler_metadata is not None:
         metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
 
 
 def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, rows: slice, tokens: slice) -> None:
-    """Give some rows' metadata its part of the whole batch's ranges that attend in both directions (prefix-LM).
+    """Give some rows' metadata their part of the batch's ranges that attend in both directions (prefix-LM).
 
-    Asked for in each layer, as models clear the whole batch's for some. 0.26 keeps them per row; 0.32 per token, in one
-    persistent buffer that metadata built with ranges of its own would overwrite.
+    Each layer calls this, because models clear the batch's ranges for some layers. 0.26 stores them per row; 0.32 per
+    token, in a persistent buffer that metadata built with other ranges would overwrite.
+
+    Args:
+        part: Metadata of the rows, changed in place.
+        whole: Metadata of the batch.
+        rows: The rows.
+        tokens: Their tokens.
     """
     for name, place in (("mm_prefix_range_tensor", rows), ("mm_prefix_query_range_tensor", tokens)):
         if hasattr(whole, name):
@@ -255,7 +398,15 @@ def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, rows: slice, t
 
 
 def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
-    """vLLM's cache of one layer, [num_pages, num_kv_heads, page_size, 2 · head_dim], as keys and values."""
+    """Return vLLM's cache of a layer as keys and values.
+
+    Args:
+        kv_cache: [num_pages, num_kv_heads, page_size, 2 · head_dim], in the model's dtype or uint8 for fp8.
+        head_dim: Elements of a head's key or value.
+
+    Returns:
+        Views of it, each [num_pages, page_size, num_kv_heads, head_dim].
+    """
     if kv_cache.dtype == FP8_STORAGE:
         kv_cache = kv_cache.view(FP8)
     if not IS_CPU:
@@ -270,10 +421,17 @@ def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
 
 
 def with_scales(cache: PagedCache, layer: Any) -> PagedCache:
-    """The cache with the scales that vLLM has for the layer's queries, keys and values, if it is in fp8.
+    """Add the scales of a layer's queries, keys and values to an fp8 cache.
 
-    Asked for in each step, as they may be loaded anew or, in 0.26, found in the first one. vLLM keeps them on the host
-    too.
+    Each step calls this, because scales may be loaded again or, in 0.26, computed in the first step. vLLM keeps a copy
+    on the host.
+
+    Args:
+        cache: The layer's cache.
+        layer: vLLM's attention layer.
+
+    Returns:
+        The cache with scales; ``cache`` itself if it is not in fp8.
     """
     if cache.keys.dtype != FP8:
         return cache
@@ -282,9 +440,14 @@ def with_scales(cache: PagedCache, layer: Any) -> PagedCache:
 
 
 def check_cpu_layout(isa: str, spec: AttentionSpec) -> None:
-    """Write numbered keys and values with vLLM's own operation and read them back through ``paged_cache``.
+    """Write numbered keys and values with vLLM's own operation, and read them back through ``paged_cache``.
 
-    Raises RuntimeError where they land elsewhere: the layout depends on the instruction set and on the build.
+    Args:
+        isa: The instruction set that vLLM's CPU attention uses.
+        spec: vLLM's description of a layer's cache.
+
+    Raises:
+        RuntimeError: They are read back differently. The layout depends on the instruction set and on the build.
     """
     from vllm import _custom_ops as ops
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every place where this package reaches into vLLM. ``HOOKS``, below the functions that it names, is the table of them.
+"""All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, is the table of them.
 
-The package is installed on servers of other backends too. There, registration puts in only the hooks of
+The package is installed on servers of other backends too. There, registration installs only the hooks of
 ``REGISTRATION``: where a backend is looked up, and where a front process, an engine's core and a worker get their
-configuration. These look at the configuration alone. All other hooks are put in once a process holds a configuration
-that is ours, and let pass what belongs to another engine of the same process.
+configuration. These read only the configuration. All other hooks are installed once a process has a configuration that
+is ours, and pass calls of other engines in the same process through.
 
-A function that is no longer what a hook expects, as a later vLLM may have it, ends the start with an error that names
-it: a request must never be run at another level than it asked for. Only for ``COUNTERS`` it is a warning, as a server
-without our lines on /metrics still answers right.
+If a later vLLM changes a function so that a hook does not fit, the server does not start, with an error that names the
+function: a request must never run at another level than it chose. For ``COUNTERS`` it is a warning, because a server
+without our lines on /metrics still answers correctly.
 
-Nothing of this package is imported here that imports vLLM: plugins are loaded before vLLM knows its platform.
+This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
 
 import functools
@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import DOCUMENTS
 from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
-from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, RELEASES, displaced, is_ours
+from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, RELEASES
+from vllm_sparse_backend.serving.registration import is_ours, why_displaced
 
 logger = logging.getLogger(LOGGER)
 
@@ -35,7 +36,7 @@ Function = Callable[..., Any]
 EVERY = "every process"
 ON_CPU = "every process, on a CPU"
 REGISTRATION = (EVERY, ON_CPU)
-"""What registration puts in, whatever backend is configured. All else waits for a configuration that is ours."""
+"""Hooks that registration installs, whatever backend is configured. Others wait for a configuration that is ours."""
 
 COUNTERS = "workers, for /metrics"
 FRONT = "the front process"
@@ -47,10 +48,10 @@ NEWER = "workers with Model Runner V2"
 UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: 0.26 to 0.29, hybrid models, encoders"
 
 FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "elastic_ep_execute", "execute_dummy_batch")
-"""Calls to a worker that run the model for no request. What these count is not counted.
+"""Methods of a worker that run the model without requests. Counters ignore these runs.
 
-The last is what ranks without requests do beside busy ones. Steps for requests come by other ways, and not by the same
-one from every executor.
+Ranks without requests call the last one while other ranks are busy. Steps with requests use other methods, which differ
+between executors.
 """
 
 
@@ -58,24 +59,24 @@ one from every executor.
 
 
 def _looked_up(original: Function) -> Function:
-    """The flag's value is looked up here once all plugins are loaded, one that took CUSTOM after ours among them."""
+    """Refuse the flag's value if another plugin holds CUSTOM; the lookup happens after all plugins are loaded."""
 
-    def __getitem__(cls: type, name: str) -> Any:
+    def look_up(cls: type, name: str) -> Any:
         member = original(cls, name)
-        if name in NAMES and (why := displaced()) is not None:
+        if name in NAMES and (why := why_displaced()) is not None:
             error = ConfigurationError(f"--attention-backend sparse-prefill: not available: {why}")
             _end_in_one_line(error)
             raise error
         return member
 
-    return __getitem__
+    return look_up
 
 
 def _checked(original: Function) -> Function:
-    """vLLM builds its configuration in the front process, where ours is checked before any model loads.
+    """Validate our settings where the front process builds vLLM's configuration, before any model loads.
 
-    While a model loads, workers derive further configurations for its parts (a multimodal model's text stack, a draft
-    model), whose shapes are not the served model's. These are made under a current configuration, and not looked at.
+    While a model loads, workers derive configurations for its parts (a multimodal model's text stack, a draft model),
+    whose shapes differ from the served model's. They do so under a current configuration, and are skipped.
     """
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
@@ -103,48 +104,55 @@ def _checked(original: Function) -> Function:
 
 
 def serves(vllm_config: Any) -> bool:
-    """Whether an engine of this configuration runs this backend.
+    """Return whether an engine of a configuration runs this backend.
 
-    Raises ConfigurationError where it was checked as ours in the front process, and another plugin has taken the
-    backend's place in this one: its rows would run on that plugin's backend under our flag.
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        True if its backend is this one.
+
+    Raises:
+        ConfigurationError: The front process checked the configuration as ours, but in this process another plugin
+            has taken the backend's place and would run its rows.
     """
     if is_ours(vllm_config.attention_config.backend):
         return True
     carried = vllm_config.additional_config
-    if isinstance(carried, Mapping) and DOCUMENTS in carried and (why := displaced()) is not None:
+    if isinstance(carried, Mapping) and DOCUMENTS in carried and (why := why_displaced()) is not None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: not available in this process: {why}")
     return False
 
 
 def _begun(install: Callable[[], None]) -> Callable[[Function], Function]:
-    """Around a constructor that takes ``vllm_config``: ``install`` the process's hooks, if that is ours.
+    """Install a process's hooks in a constructor that takes ``vllm_config``, if the configuration is ours.
 
-    Spawned processes load plugins before they look at their configuration, which comes to them whole: it is not built
-    and checked anew there.
+    Spawned processes load plugins before they have a configuration. They receive it whole, so vLLM's check of a new
+    configuration does not run there.
     """
 
     def around(original: Function) -> Function:
         signature = inspect.signature(original)
 
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
             if serves(signature.bind(self, *args, **kwargs).arguments["vllm_config"]):
                 install()
             original(self, *args, **kwargs)
 
-        return __init__
+        return construct
 
     return around
 
 
 def _end_in_one_line(error: ConfigurationError) -> None:
-    """Have the error's message alone end the process, if nothing catches it."""
+    """Let the process end with the error's message and without a traceback, if nothing catches the error."""
     sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
 
 
 def _in_one_line(
     ours: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
 ) -> None:
-    """How a process ends that nothing keeps from it: our error says what to mend, and a traceback would hide it."""
+    """``sys.excepthook``: print the message of our error, which a traceback would hide; pass other errors on."""
     if error is ours:
         print(f"sparse-prefill: {error}", file=sys.stderr)
     else:
@@ -152,14 +160,14 @@ def _in_one_line(
 
 
 def _selectable(original: Function) -> Function:
-    """The CPU platform knows one backend and would go on with it whatever was asked for."""
+    """Select this backend on the CPU platform, which would take its only backend whatever is configured."""
 
     def get_attn_backend_cls(
-        cls: type, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any
+        cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
         if is_ours(selected_backend) and not attn_selector_config.use_mla:
             return BACKEND
-        return original(selected_backend, attn_selector_config, *rest, **more)
+        return original(selected_backend, attn_selector_config, *args, **kwargs)
 
     return get_attn_backend_cls
 
@@ -168,10 +176,10 @@ def _selectable(original: Function) -> Function:
 
 
 def _with_our_endpoints(original: Function) -> Function:
-    """Endpoint plugins see a server's app and its engine client.
+    """Add our endpoint plugins, which get a server's app and its engine client.
 
-    From an entry point vLLM loads them only where VLLM_PLUGINS names them, as they may open routes to strangers. Ours
-    open none, they look at what comes and goes; so they come with the backend, and need no variable.
+    vLLM loads endpoint plugins of an entry point only if VLLM_PLUGINS names them, because they may open routes. Ours
+    belong to the backend, and need no variable.
     """
 
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
@@ -188,9 +196,9 @@ def _with_our_endpoints(original: Function) -> Function:
 
 
 def _counting(original: Function) -> Function:
-    """The wrapper around every worker passes calls by name on to it, from ``collective_rpc`` and from the engine."""
+    """Answer our methods where vLLM's wrapper of a worker looks methods up by name, and do not count idle runs."""
 
-    def __getattr__(self: Any, attr: str) -> Any:
+    def look_up(self: Any, attr: str) -> Any:
         worker = vars(self).get("worker")  # absent until it is made
         if worker is None or not is_ours(worker.vllm_config.attention_config.backend):
             return original(self, attr)
@@ -209,7 +217,7 @@ def _counting(original: Function) -> Function:
         method = original(self, attr)
         return _uncounted(method) if attr in FOR_NO_REQUEST else method
 
-    return __getattr__
+    return look_up
 
 
 def _uncounted(method: Function) -> Function:
@@ -227,7 +235,7 @@ def _uncounted(method: Function) -> Function:
 
 
 def _marked(original: Function) -> Function:
-    """Each request comes through here, however it came in, and goes on to the other processes with its mark."""
+    """Mark each request for the engine's processes; all requests pass here, whatever their entrance."""
     signature = inspect.signature(original)
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +254,7 @@ def _marked(original: Function) -> Function:
 
 
 def _with_http_level(original: Function) -> Function:
-    """Here the context is still the HTTP request's. ``process_inputs`` may run in a thread, which has none."""
+    """Apply the HTTP request's level here, where its context exists; ``process_inputs`` may run in another thread."""
     signature = inspect.signature(original)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -263,41 +271,32 @@ def _with_http_level(original: Function) -> Function:
 
 
 def _salted(original: Function) -> Function:
-    """Hashes go on from block to block: what is in that of the first block past the exact positions is in all later.
-
-    A request does not say which engine it is of. Where a process has an engine of ours beside others, a mark in a
-    request of theirs tells its blocks apart as well, which changes no answer.
-    """
-    from vllm_sparse_backend.config.request_levels import Mark
+    from vllm_sparse_backend.serving.core.block_salts import add_salt
 
     def generate_block_hash_extra_keys(
-        request: Any, start_token_idx: int, end_token_idx: int, *rest: Any
+        request: Any, start_token_idx: int, end_token_idx: int, *args: Any
     ) -> tuple[tuple[Any, ...] | None, Any]:
-        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *rest)
-        mark = Mark.read(getattr(request.sampling_params, "extra_args", None))
-        if mark is None or mark.salt is None:
-            return keys, next_mm_idx
-        key = mark.salt.key(start_token_idx, end_token_idx)
-        return keys if key is None else (*(keys or ()), key), next_mm_idx
+        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *args)
+        return add_salt(keys, request, start_token_idx, end_token_idx), next_mm_idx
 
     return generate_block_hash_extra_keys
 
 
 def _switched(original: Function) -> Function:
-    """Each request of an engine comes through here, before its blocks are hashed."""
+    """Apply the exact switch to each request of an engine, before its blocks are hashed."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
         if is_ours(self.vllm_config.attention_config.backend):
             from vllm_sparse_backend.serving.core import exact_switch
 
-            exact_switch.apply(self, request)
+            exact_switch.mark_new_request(self, request)
         return original(self, request)
 
     return preprocess_add_request
 
 
 def _switching(original: Function) -> Function:
-    """What servers ask an engine's workers by name: of our names the core answers one, and adds to another."""
+    """Answer ``SWITCH_METHOD`` in the core, and add the switch's position to the workers' answers for /metrics."""
 
     def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
@@ -305,11 +304,11 @@ def _switching(original: Function) -> Function:
         from vllm_sparse_backend.serving.core import exact_switch
 
         if method == SWITCH_METHOD:
-            return [exact_switch.turn(self, *args)]
+            return [exact_switch.set_switch(self, *args)]
         answers = original(self, method, timeout, args, kwargs)
         if method == WORKER_METHOD:
             answers[0]["samples"].append(("switched_exact", [], float(exact_switch.is_exact(self))))
-            answers[0]["moment"] = time.monotonic_ns()  # orders what several API server processes are told
+            answers[0]["moment"] = time.monotonic_ns()  # orders the answers that several API server processes get
         return answers
 
     return collective_rpc
@@ -319,8 +318,11 @@ def _switching(original: Function) -> Function:
 
 
 def _known(original: Function) -> Function:
-    """Levels of a step's requests. The older runner keeps one batch, in order when metadata is built; in Model Runner
-    V2 metadata numbers a step's rows (``req_idx``), or its batch comes to ``prepare_attn``, but a dummy run's never."""
+    """Note the levels of a step's requests, and how its rows map to requests.
+
+    The older runner has a persistent batch, which is in order when metadata is built. In Model Runner V2 metadata
+    numbers a step's rows (``req_idx``), or ``prepare_attn`` gets the batch; a dummy run has neither.
+    """
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
@@ -366,7 +368,7 @@ def _worker_begins() -> None:
 
 
 class Hook(NamedTuple):
-    """A function of vLLM's that something is put around: of a class, or of the module itself where ``owner`` is ""."""
+    """A function of vLLM that is wrapped, of a class or, if ``owner`` is empty, of the module."""
 
     where: str
     module: str
@@ -379,7 +381,7 @@ class Hook(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Something of vLLM's that wrappers read: a class, and the fields or methods that it must have."""
+    """A class of vLLM that wrappers read, and the fields or methods that it must have."""
 
     where: str
     module: str
@@ -438,7 +440,7 @@ PARTS = (
 
 
 def install() -> None:
-    """Put in what every process has, whatever backend is configured: ``REGISTRATION``."""
+    """Install the hooks of ``REGISTRATION``, which every process has, whatever backend is configured."""
     from vllm.platforms import current_platform
 
     _install(EVERY)
@@ -447,7 +449,11 @@ def install() -> None:
 
 
 def install_counters() -> str | None:
-    """Put in what a worker needs for /metrics. Returns why there are no counters, where vLLM has changed."""
+    """Install a worker's hooks for /metrics.
+
+    Returns:
+        Why there are no counters, if vLLM has changed; None if the hooks are installed.
+    """
     try:
         _install(COUNTERS)
     except ConfigurationError as error:
@@ -456,7 +462,11 @@ def install_counters() -> str | None:
 
 
 def counters_problem() -> str | None:
-    """Why servers here would have no counters on /metrics; None if they would. For a process that serves nothing."""
+    """Try the hooks for /metrics, in a process that does not serve.
+
+    Returns:
+        Why servers here would have no counters on /metrics; None if they would have them.
+    """
     try:
         _install(SERVER)
     except ConfigurationError as error:
@@ -465,13 +475,13 @@ def counters_problem() -> str | None:
 
 
 def install_in_front() -> None:
-    """Check what requests ask for where they come in, and mark them for the processes that they go on to."""
+    """Install the front process's hooks, which check requests and mark them for the engine's processes."""
     _install(FRONT)
     _install(SERVER)
 
 
 def install_in_core() -> None:
-    """Let hashes of cached blocks tell levels apart, in all modules that have the function by name."""
+    """Install the core's hooks. All modules that imported the function that hashes blocks by name get the wrapper."""
     from vllm.v1.core import block_pool, kv_cache_utils
 
     name = "generate_block_hash_extra_keys"
@@ -479,26 +489,37 @@ def install_in_core() -> None:
     if name not in hasher.__code__.co_names:
         raise _misfit(f"{kv_cache_utils.__name__}.get_request_block_hasher does not call {name}")
     _install(CORE)
-    for module in (block_pool, *_that_have(name)):
+    for module in (block_pool, *_modules_with(name)):
         setattr(module, name, getattr(kv_cache_utils, name))
 
 
-def _that_have(name: str) -> Iterator[Any]:
-    """Modules of vLLM's that imported the function by name before it was replaced."""
+def _modules_with(name: str) -> Iterator[Any]:
+    """Yield vLLM's modules that imported the function by name before it was replaced."""
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("vllm.v1.") and name in vars(module):
             yield module
 
 
 def install_in_worker(vllm_config: Any) -> None:
-    """Learn from the runner what requests ask for and which rows are theirs, on every rank and pipeline stage."""
+    """Install a worker's hooks, which tell it the levels of requests and their rows, on every rank and stage.
+
+    Args:
+        vllm_config: vLLM's configuration, which decides on the model runner.
+    """
     newer = (NEWER,) if numbers_rows(vllm_config) else (NEWER, UNNUMBERED)
     for where in (WORKER, *(newer if vllm_config.use_v2_model_runner else (OLDER,))):
         _install(where)
 
 
 def numbers_rows(vllm_config: Any) -> bool:
-    """Whether Model Runner V2 tells in each batch's metadata whose rows it has: for ordinary decoders alone."""
+    """Return whether Model Runner V2 maps rows to requests in each batch's metadata.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        True for ordinary decoders in releases whose metadata has ``req_idx``.
+    """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     model = vllm_config.model_config
@@ -507,7 +528,7 @@ def numbers_rows(vllm_config: Any) -> bool:
 
 
 def _install(where: str) -> None:
-    """Put in the hooks of a kind of process. Raises ConfigurationError where vLLM is not what they expect."""
+    """Install the hooks of a kind of process. Raises ConfigurationError if vLLM is not what they expect."""
     for part in PARTS:
         if part.where == where:
             owner = owner_of(part.module, part.owner)
@@ -519,15 +540,34 @@ def _install(where: str) -> None:
 
 
 def names_of(owner: Any) -> set[str]:
-    """Fields, methods, and what is given to an instance when it is made."""
+    """Return the names that instances of a class have.
+
+    Args:
+        owner: The class.
+
+    Returns:
+        Fields of a dataclass; otherwise methods, class attributes and all names that the constructor uses.
+    """
     if is_dataclass(owner):
         return {f.name for f in fields(owner)}
-    made = getattr(getattr(owner, "__init__", None), "__code__", None)
-    return {*dir(owner), *(made.co_names if made else ())}
+    constructor_code = getattr(getattr(owner, "__init__", None), "__code__", None)
+    return {*dir(owner), *(constructor_code.co_names if constructor_code else ())}
 
 
 def owner_of(module: str, name: str) -> Any:
-    """A class or a module of vLLM's; an object, as the platform is, stands for its class."""
+    """Import a class or a module of vLLM.
+
+    Args:
+        module: Name of the module.
+        name: Name of a class in it, or of an object, such as the platform, that stands for its class; empty for the
+            module.
+
+    Returns:
+        The class or module.
+
+    Raises:
+        ConfigurationError: This vLLM does not have it.
+    """
     try:
         owner = importlib.import_module(module)
         owner = getattr(owner, name) if name else owner
@@ -537,13 +577,20 @@ def owner_of(module: str, name: str) -> Any:
 
 
 OURS = "sparse_prefill"
-"""Attribute of functions that were put around vLLM's."""
+"""Attribute of our wrappers around vLLM's functions."""
 
 
 def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], expects: Sequence[str] = ()) -> None:
-    """Replace ``owner.name`` by ``wrapper`` of it, once. ``expects``: parameters that it must have.
+    """Wrap a function of vLLM. A function that is wrapped already stays as it is.
 
-    A class method is handed to ``wrapper`` bound. Raises ConfigurationError where vLLM has no such function.
+    Args:
+        owner: The class or module that has the function.
+        name: Name of the function.
+        wrapper: Takes the original, which is bound if it is a class method, and returns its replacement.
+        expects: Parameters that the original must have.
+
+    Raises:
+        ConfigurationError: This vLLM has no such function, or the function lacks a parameter.
     """
     original = inspect.getattr_static(owner, name, None)
     is_classmethod = isinstance(original, classmethod)

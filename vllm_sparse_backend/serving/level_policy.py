@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which levels the requests of this server may ask for, and whose cached keys and values they may read.
+"""Which levels the requests of this server may choose, and whose cached keys and values they may read.
 
-Keys past the first ``exact_tokens`` positions depend on the level that wrote them, so each level's blocks have hashes
-of their own from there on. Usually the server's own level has those of vLLM, which routers reckon with. With a KV
-connector whose store goes by such hashes, and which other servers may share, exact requests have them: what is found
-there under vLLM's own hashes is exact, whoever wrote it, and what a level wrote only servers find that have that level.
+Keys past the first ``exact_tokens`` positions depend on the level that wrote them, so from there on the blocks of each
+level have different hashes. Usually the server's own level has vLLM's hashes, because routers compute the same ones. A
+KV connector may keep blocks by hash in a store that other servers share. Then exact requests have vLLM's hashes: what
+the store has under them is exact, whichever server wrote it, and only servers with the same level read what a level
+wrote.
 """
 
 import logging
@@ -28,7 +29,7 @@ from vllm_sparse_backend.serving.resolution import resolve
 logger = logging.getLogger(LOGGER)
 
 CHOICES = "sparse_prefill_choices"
-"""Attribute of vLLM's object that takes requests in."""
+"""Attribute of vLLM's ``InputProcessor`` that keeps the choices."""
 
 BY_BLOCK_HASH = {"OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"}
 """Connectors that keep blocks by vLLM's own hashes, which tell levels apart."""
@@ -37,66 +38,94 @@ BY_REQUEST = {
     "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
     "P2pNcclConnector", "DecodeBenchConnector", "HiSparseConnector", "ExampleHiddenStatesConnector",
 }  # fmt: skip
-"""Connectors that hand a request's blocks to that request alone."""
+"""Connectors that pass the blocks of a request to the same request only."""
 
 
 def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choices:
-    """What requests of this server may ask for. Raises ConfigurationError where its policy cannot be kept to."""
+    """Return what requests of this server may choose.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        resolved: The settings; resolved from ``vllm_config`` if None.
+
+    Returns:
+        The choices under the operator's policy.
+
+    Raises:
+        ConfigurationError: The policy names an unknown level, or this server cannot keep its levels apart.
+    """
     resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
-    own, policy = resolved.plan, resolved.config.requests
+    plan, policy = resolved.plan, resolved.config.requests
     refusal = _refusal(vllm_config, connectors)
-    known = Choices(own.level_names, own.level, resolved.exact_tokens(), {}, refusal, own.has_shares)
+    all_choices = Choices(plan.level_names, plan.level, resolved.exact_tokens(), {}, refusal, plan.has_shares)
     if resolved.is_dense:
         policy = policy.model_copy(update={"default": EXACT})
-    found = known.under(policy)
+    permitted = all_choices.under(policy)
     if connectors & BY_BLOCK_HASH:
         numbers = resolved.numbers()
         salts = {level: f"{level}:{fingerprint(plan, numbers[level])}" for level, plan in resolved.plans.items()}
     else:
-        salts = {level: level for level in (EXACT, *resolved.plans) if level != found.default}
-    one_for_all = {EXACT, DEFAULT} if resolved.pools else {*found.levels, DEFAULT}
-    _refuse_mixture(found, {DEFAULT} if vllm_config.parallel_config.use_ubatching else one_for_all)
-    return replace(found, salts=salts)
+        salts = {level: level for level in (EXACT, *resolved.plans) if level != permitted.default}
+    uniform_levels = {EXACT, DEFAULT} if resolved.pools else {*permitted.levels, DEFAULT}
+    _refuse_mixture(permitted, {DEFAULT} if vllm_config.parallel_config.use_ubatching else uniform_levels)
+    return replace(permitted, salts=salts)
 
 
-def _refuse_mixture(found: Choices, one_for_all: set[str]) -> None:
-    """Raise ConfigurationError where a policy gives requests what nothing keeps apart here, or nothing carries on."""
-    given = {found.default, *found.models.values()}
-    if found.refusal is not None and (len(given) > 1 or not given <= one_for_all):
+def _refuse_mixture(permitted: Choices, uniform_levels: set[str]) -> None:
+    """Refuse a policy with several default levels, or with one that not all requests can have, on such a server."""
+    defaults = {permitted.default, *permitted.models.values()}
+    if permitted.refusal is not None and (len(defaults) > 1 or not defaults <= uniform_levels):
         raise ConfigurationError(
-            f"{OPTION} {KEY}.requests: given {', '.join(sorted(given))} for requests that ask for none, but "
-            f"{found.refusal}"
+            f"{OPTION} {KEY}.requests: given {', '.join(sorted(defaults))} for requests that ask for none, but "
+            f"{permitted.refusal}"
         )
 
 
-def choices_at(front: Any) -> Choices:
-    """Those of vLLM's object that takes requests in, which keeps them."""
-    known = vars(front)
-    if CHOICES not in known:
-        known[CHOICES] = choices(front.vllm_config)
-    found: Choices = known[CHOICES]
-    return found
-
-
-def front_of(client: Any) -> Any:
-    """That object, of a server's engine client."""
-    return getattr(client, "input_processor", client)
-
-
-def mark_of(front: Any, params: Any) -> Mark:
-    """The mark of a request that vLLM turns into an engine request.
+def cached_choices(input_processor: Any) -> Choices:
+    """Return what requests of a server may choose, computed once for each ``InputProcessor``.
 
     Args:
-        front: vLLM's object that takes requests in.
-        params: the request's SamplingParams or PoolingParams.
+        input_processor: vLLM's object that turns requests into engine requests. It keeps the choices.
+
+    Returns:
+        ``choices`` of its configuration.
+    """
+    attributes = vars(input_processor)
+    if CHOICES not in attributes:
+        attributes[CHOICES] = choices(input_processor.vllm_config)
+    known: Choices = attributes[CHOICES]
+    return known
+
+
+def input_processor_of(engine_client: Any) -> Any:
+    """Return the ``InputProcessor`` of a server.
+
+    Args:
+        engine_client: vLLM's client of all engines of the server.
+
+    Returns:
+        The client's input processor; the client itself if it has none.
+    """
+    return getattr(engine_client, "input_processor", engine_client)
+
+
+def mark_of(input_processor: Any, params: Any) -> Mark:
+    """Return the mark of a request that vLLM turns into an engine request.
+
+    Args:
+        input_processor: vLLM's ``InputProcessor``.
+        params: The request's SamplingParams or PoolingParams.
+
+    Returns:
+        The mark.
 
     Raises:
-        VLLMValidationError: the request may not have its level; vLLM answers with status 400.
+        VLLMValidationError: The request may not have its level; vLLM answers with status 400.
     """
-    known, extra_args = choices_at(front), getattr(params, "extra_args", None) or {}
-    asked = extra_args.get(FIELD)
-    if isinstance(asked, RequestLevel):  # of an HTTP request, checked as its body came in
-        return known.mark(asked)
+    known, extra_args = cached_choices(input_processor), getattr(params, "extra_args", None) or {}
+    level = extra_args.get(FIELD)
+    if isinstance(level, RequestLevel):  # of an HTTP request, checked when its body was read
+        return known.mark(level)
     try:
         return known.mark(known.level_of(extra_args))
     except ValueError as error:
@@ -105,21 +134,21 @@ def mark_of(front: Any, params: Any) -> Mark:
 
 @dataclass
 class HttpRequest:
-    """The HTTP request at hand, as the middleware knows it once the body has been read."""
+    """What the middleware knows of the current HTTP request once it has read the body."""
 
     level: RequestLevel | None = None
-    """None where the body asks for none, and the served model that it names has none of its own."""
+    """None if neither the body nor the served model that it names chooses a level."""
     ticket: Ticket | None = None
-    """Under which workers count for this request's report; None if its answer will bear none."""
+    """The key under which workers count for this request's report; None if it gets no report."""
 
 
 HTTP_REQUEST: ContextVar[HttpRequest | None] = ContextVar("sparse_prefill_http_request", default=None)
-"""A context variable, as vLLM has no argument for it: beam search and scores of labels make sampling parameters of
-their own, which lose what stands in a body's ``vllm_xargs``, and so do some paths of some releases."""
+"""A context variable, because vLLM has no argument for it: beam search and scores of labels create sampling parameters
+without the body's ``vllm_xargs``, as do some paths of some releases."""
 
 
 def apply_http_request(params: Any) -> None:
-    """Put the level and the ticket of the HTTP request at hand, if it has them, into sampling parameters made for it.
+    """Put the level and the ticket of the current HTTP request, if it has them, into its sampling parameters.
 
     Args:
         params: vLLM's SamplingParams, whose ``extra_args`` is replaced.
@@ -133,7 +162,14 @@ def apply_http_request(params: Any) -> None:
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:
-    """Names of the KV connectors that the server was given, or will be for its offloading, which vLLM adds late."""
+    """Return the names of a server's KV connectors.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The configured connectors, or the one that vLLM will add later for KV offloading.
+    """
     if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
         native = vllm_config.cache_config.kv_offloading_backend == "native"
         return {"OffloadingConnector" if native else "LMCacheMPConnector"}
@@ -147,7 +183,14 @@ def kv_connectors(vllm_config: VllmConfig) -> set[str]:
 
 
 def stores_by_token(vllm_config: VllmConfig) -> list[str]:
-    """Connectors that find keys and values by tokens alone, or nobody knows by what."""
+    """Return the KV connectors that cannot tell levels apart.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        Sorted names of connectors that look keys and values up by their tokens only, and of unknown connectors.
+    """
     return sorted(kv_connectors(vllm_config) - BY_BLOCK_HASH - BY_REQUEST)
 
 
@@ -165,7 +208,11 @@ def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
 
 
 def warn_of_stores(vllm_config: VllmConfig) -> None:
-    """Say, where servers of other settings may share a store with this one, what becomes of its contents."""
+    """Warn if servers with other settings may share a store with this server and read sparse keys and values from it.
+
+    Args:
+        vllm_config: vLLM's configuration.
+    """
     if stores := stores_by_token(vllm_config):
         logger.warning(
             "sparse-prefill: %s keeps keys and values by their tokens alone: past the first positions, which are "

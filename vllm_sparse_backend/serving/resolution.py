@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a process, parsed once from vLLM's configuration and handed to all that ask.
+"""The settings of a process, parsed once from vLLM's configuration.
 
-The front process reads the files that they name and looks up for which device ``auto`` stands for what; both travel on
-in the configuration (``carry_settings``). So every process has the same settings, on whatever device it runs.
+The front process reads the files that the settings name, and the name of the device that ``auto`` is looked up for.
+Both travel in the configuration (``carry_settings``), so every process has the same settings, whatever its device.
 """
 
 import logging
@@ -23,60 +23,81 @@ from vllm_sparse_backend.serving import compat
 logger = logging.getLogger(LOGGER)
 
 PARSED = 32
-"""Settings that a process keeps: those of its engines, each for the whole model and for its tensor-parallel rank."""
+"""Cached results: a process has those of its engines, for the whole model and for its tensor-parallel rank."""
 
 
 @dataclass(frozen=True)
-class _Given:
-    """vLLM's additional_config, compared by its text, as it is plain values."""
+class _AdditionalConfig:
+    """vLLM's ``additional_config``, which consists of plain values, compared by its text."""
 
     text: str
     values: Mapping[str, Any] | None = field(compare=False, repr=False)
 
     @staticmethod
-    def of(vllm_config: VllmConfig) -> "_Given":
-        return _Given(repr(vllm_config.additional_config), vllm_config.additional_config)
+    def of(vllm_config: VllmConfig) -> "_AdditionalConfig":
+        return _AdditionalConfig(repr(vllm_config.additional_config), vllm_config.additional_config)
 
 
 def carry_settings(vllm_config: VllmConfig) -> None:
-    """Have ``vllm_config`` carry all that other processes need to resolve the settings as this one does.
+    """Add all that other processes need to resolve the settings as this process does.
 
-    Where it carries that already, nothing changes.
+    Nothing changes if the configuration has it already.
+
+    Args:
+        vllm_config: vLLM's configuration, whose ``additional_config`` is replaced.
 
     Raises:
         ConfigurationError: The settings are wrong, or a file that they name cannot be read.
     """
-    given = vllm_config.additional_config
+    values = vllm_config.additional_config
     config = settings_of(vllm_config)
-    documents = Documents.carried(given or {}, config) or Documents.read(config, compat.model_shape(vllm_config))
-    vllm_config.additional_config = with_carried(given, documents, carried_device(given) or compat.device_name())
+    documents = Documents.carried(values or {}, config) or Documents.read(config, compat.model_shape(vllm_config))
+    vllm_config.additional_config = with_carried(values, documents, carried_device(values) or compat.device_name())
 
 
 def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
-    """The operator's settings in vLLM's configuration. Raises ConfigurationError that names every wrong field."""
-    return _settings(_Given.of(vllm_config))
+    """Return the operator's settings.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The settings in its ``additional_config``.
+
+    Raises:
+        ConfigurationError: A setting is wrong; the message names every wrong field.
+    """
+    return _settings(_AdditionalConfig.of(vllm_config))
 
 
 def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Resolved:
-    """The settings of a process, as plans of the model that is served.
+    """Resolve the settings of a process for the served model.
 
     Args:
         vllm_config: vLLM's configuration of an engine that runs this backend.
-        tp_rank: The rank whose heads the plans are for.
-        tp_size: How many ranks share a layer's heads; 1 for plans of the whole model.
+        tp_rank: Tensor-parallel rank, for whose heads the plans are.
+        tp_size: Number of tensor-parallel ranks; 1 for plans of the whole model.
+
+    Returns:
+        The settings, with the plan of each level.
 
     Raises:
         ConfigurationError: The settings are wrong, or do not fit the model.
     """
-    given, shape = _Given.of(vllm_config), compat.model_shape(vllm_config)
+    additional_config, shape = _AdditionalConfig.of(vllm_config), compat.model_shape(vllm_config)
     device, pools = compat.device_name(), compat.pools(vllm_config)
-    if carried_device(given.values) is None:  # files may change until they are carried
-        return Resolved.of(given.values, shape, device, tp_rank, tp_size, pools)
-    return _resolved(given, shape, device, tp_rank, tp_size, pools)
+    if carried_device(additional_config.values) is None:  # files may change until they are carried
+        return Resolved.of(additional_config.values, shape, device, tp_rank, tp_size, pools)
+    return _resolved(additional_config, shape, device, tp_rank, tp_size, pools)
 
 
 def log_other_device(resolved: Resolved, rank: int) -> None:
-    """Log where a worker's device is another one than ``auto`` was looked up for. Its numbers are the server's."""
+    """Warn if a worker's device differs from the device that ``auto`` was looked up for. The server's numbers apply.
+
+    Args:
+        resolved: The worker's settings.
+        rank: The worker's tensor-parallel rank, for the log.
+    """
     device = compat.device_name()
     if resolved.uses_auto and resolved.device.casefold() != device.casefold():
         logger.warning(
@@ -87,10 +108,12 @@ def log_other_device(resolved: Resolved, rank: int) -> None:
 
 
 @lru_cache(PARSED)
-def _settings(given: _Given) -> SparsePrefillConfig:
-    return load_config(given.values)
+def _settings(additional_config: _AdditionalConfig) -> SparsePrefillConfig:
+    return load_config(additional_config.values)
 
 
 @lru_cache(PARSED)
-def _resolved(given: _Given, shape: ModelShape, device: str, tp_rank: int, tp_size: int, pools: bool) -> Resolved:
-    return Resolved.of(given.values, shape, device, tp_rank, tp_size, pools)
+def _resolved(
+    additional_config: _AdditionalConfig, shape: ModelShape, device: str, tp_rank: int, tp_size: int, pools: bool
+) -> Resolved:
+    return Resolved.of(additional_config.values, shape, device, tp_rank, tp_size, pools)

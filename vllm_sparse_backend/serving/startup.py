@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked before a model loads: the configuration, its profile, that some layer can go sparse at all, and
-options of vLLM that this backend does not run under, or that make it slow.
+"""Checks before a model loads: the configuration, its profile, that some layer can go sparse, and vLLM's options.
 
-These were read in vLLM's sources from 0.26 to 0.33; docs/compatibility.md says more of each.
+Some options of vLLM do not work with this backend or make it slow. They were collected from vLLM's sources from 0.26 to
+0.33; docs/compatibility.md explains each.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,17 @@ from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Raise ConfigurationError, one line, where the server could not do what was asked for.
+    """Validate vLLM's configuration before the model loads.
 
-    What was read from files, and the device that ``auto`` is looked up for, go on to the other processes in the
-    configuration itself: they read no file, and resolve the settings to the same.
+    The texts of the files that it names, and the device that ``auto`` is looked up for, are added to the configuration.
+    Other processes therefore read no file, and resolve the settings to the same values.
+
+    Args:
+        vllm_config: vLLM's configuration of a server that runs this backend.
+
+    Raises:
+        ConfigurationError: A setting is wrong, an option of vLLM does not work with this backend, or no layer can go
+            sparse. The message is a single line.
     """
     carry_settings(vllm_config)
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
@@ -36,9 +43,9 @@ def check(vllm_config: VllmConfig) -> None:
     shape = plan.shape
     # The shape knows older models' names for these.
     reasons = layer_reasons({**hf_config, "num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim})
-    everywhere = _server_reason(vllm_config, shape)
-    if everywhere is not None:
-        reasons = [everywhere] * shape.num_layers
+    server_reason = _server_reason(vllm_config, shape)
+    if server_reason is not None:
+        reasons = [server_reason] * shape.num_layers
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
@@ -46,7 +53,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
-    """Why the server's own options keep every layer from going sparse, whatever the model."""
+    """Return why vLLM's options keep every layer from going sparse, whatever the model."""
     cache = vllm_config.cache_config
     some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
     limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
@@ -54,13 +61,28 @@ def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | Non
 
 
 def no_layer_message(reasons: set[Fallback]) -> str:
-    """Why a server that was asked to go sparse will not start."""
+    """Format the error of a server whose layers all run dense.
+
+    Args:
+        reasons: Why layers run dense; empty if all are listed in ``dense_layers``.
+
+    Returns:
+        The message.
+    """
     why = "; ".join(f"{reason.value}: {reason.explain}" for reason in sorted(reasons)) or "all are in dense_layers"
     return f"--attention-backend sparse-prefill: no layer of this model can prefill sparsely ({why})"
 
 
 def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
-    """Raise ConfigurationError where answers would be wrong, or not what an option promises."""
+    """Refuse options of vLLM under which answers would be wrong, or not what an option promises.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        resolved: The settings.
+
+    Raises:
+        ConfigurationError: Such an option is set. The message says what to do.
+    """
     if (why := next(_reasons(vllm_config, resolved), None)) is not None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
@@ -72,21 +94,21 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
             "into, which depend on other requests; unset it, or serve without this backend"
         )
     # It wants graphs whose decodes have any lengths; ours have drafts of one length (compat.uniform_decode_graphs).
-    if _of(vllm_config, "speculative_config", "enable_adaptive_verification"):
+    if _optional(vllm_config, "speculative_config", "enable_adaptive_verification"):
         yield (
             "adaptive verification of drafts needs graphs for decodes of different lengths, which this backend does "
             'not capture; put "enable_adaptive_verification": false into --speculative-config'
         )
-    if _of(vllm_config, "model_config", "rswa_window") is not None:
+    if _optional(vllm_config, "model_config", "rswa_window") is not None:
         yield (
             "the model attends within a reference sliding window (R-SWA), whose prompts' lengths do not reach rows "
             "that run dense one by one; serve it without this backend"
         )
-    both_ways = not compat.IS_CPU and _of(vllm_config, "model_config", "is_mm_prefix_lm")
-    if both_ways and (found := compat.flash_attention_version(vllm_config)) != 4:
+    is_prefix_lm = not compat.IS_CPU and _optional(vllm_config, "model_config", "is_mm_prefix_lm")
+    if is_prefix_lm and (version := compat.flash_attention_version(vllm_config)) != 4:
         yield (
             "parts of this model's prompts (its images) attend in both directions, which FlashAttention does from "
-            f"version 4 on, and vLLM takes version {found} here; serve it without this backend, on vLLM's own choice "
+            f"version 4 on, and vLLM takes version {version} here; serve it without this backend, on vLLM's own choice "
             "of one"
         )
     if compat.is_set("VLLM_USE_RUST_FRONTEND"):
@@ -102,15 +124,20 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
         )
 
 
-def _of(vllm_config: VllmConfig, part: str, field: str) -> Any:
-    """A field that some versions do not have, of a part that may be absent."""
+def _optional(vllm_config: VllmConfig, part: str, field: str) -> Any:
+    """Return a field that some versions do not have, of a part that may be absent; None without it."""
     return getattr(getattr(vllm_config, part, None), field, None)
 
 
 def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | None:
-    """What makes kernels read keys slower than they could, and what to do; None where nothing does.
+    """Return why kernels read keys by a slower path than the fastest.
 
-    page_tokens: of the cache as kernels see it; capability: of the GPU, (9, 0) for Hopper.
+    Args:
+        page_tokens: Tokens of a page of the cache.
+        capability: The GPU's compute capability, such as (9, 0) for Hopper; None on a CPU.
+
+    Returns:
+        The reason and what to do; None if there is none.
     """
     if capability is None:
         return None

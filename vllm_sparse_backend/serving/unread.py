@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of this backend on a server that runs another one: a line in its log, as nothing else tells the operator."""
+"""A log line for operators who set this backend's options on a server that runs another backend."""
 
 import multiprocessing
 import os
@@ -10,16 +10,16 @@ from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 
 VARIABLE = "VLLM_ATTENTION_BACKEND"
-"""What older releases of vLLM read in place of the flag."""
+"""The environment variable that older releases of vLLM read in place of the flag."""
 
 
 def log_unread_settings(vllm_config: Any) -> None:
-    """Log once, where the configuration has settings of this backend, that they are not read, and what runs instead.
+    """Log once that this backend's settings are not read, and which backend runs instead.
 
-    Engine cores and workers, which vLLM spawns, get the same configuration and stay silent.
+    Nothing is logged without such settings, nor in engine cores and workers, which get the same configuration.
 
     Args:
-        vllm_config: A configuration whose backend is another one.
+        vllm_config: vLLM's configuration of a server that runs another backend.
     """
     from vllm.logger import init_logger
 
@@ -30,10 +30,13 @@ def log_unread_settings(vllm_config: Any) -> None:
 
 
 def unread_settings(backend: Any) -> str:
-    """The line about settings that are not read.
+    """Format the line about settings that are not read.
 
     Args:
-        backend: vLLM's enum member for the configured backend; None where the choice is vLLM's.
+        backend: vLLM's enum member for the configured backend; None if vLLM chooses.
+
+    Returns:
+        The line, with what to do.
     """
     line = (
         f"sparse-prefill: {KEY} in {OPTION} is not read: attention runs on {_name_of(backend)}; add "

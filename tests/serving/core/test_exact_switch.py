@@ -13,7 +13,7 @@ from tests.serving.frontend.test_metrics_endpoint import Client
 from vllm_sparse_backend.config.metrics import SWITCH_METHOD, SWITCH_PATH, WORKER_METHOD
 from vllm_sparse_backend.config.request_levels import Mark, Salt
 from vllm_sparse_backend.serving import hooks
-from vllm_sparse_backend.serving.core import exact_switch
+from vllm_sparse_backend.serving.frontend import switch_endpoint
 from vllm_sparse_backend.serving.frontend.metrics_endpoint import MetricsEndpoint
 
 
@@ -48,8 +48,8 @@ def test_one_rank_tells_and_requests_for_pooling_are_left_alone(configured: Call
     assert core.collective_rpc(SWITCH_METHOD, None, ("exact",)) == [""]
     exact, fast = (Mark(level, None, Salt(level, 320)) for level in ("exact", "fast"))
     assert level_of(core) == level_of(core, fast.write(None)) == exact
-    told = core.collective_rpc(WORKER_METHOD, None, (True,))
-    assert [rank["samples"] for rank in told] == [[("switched_exact", [], 1.0)], []]
+    answers = core.collective_rpc(WORKER_METHOD, None, (True,))
+    assert [rank["samples"] for rank in answers] == [[("switched_exact", [], 1.0)], []]
     core.preprocess_add_request(SimpleNamespace(sampling_params=None))
 
 
@@ -88,26 +88,26 @@ class TestAddress:
     @pytest.fixture(autouse=True)
     def ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("vllm_sparse_backend.serving.frontend.metrics_endpoint.is_ours", lambda _: True)
-        monkeypatch.setattr(exact_switch, "TIMEOUT_S", 0.05)
+        monkeypatch.setattr(switch_endpoint, "TIMEOUT_S", 0.05)
 
     def test_every_engine_is_told(self) -> None:
-        told = []
+        positions = []
 
         async def engine(to: str) -> list[str]:
-            told.append(to)
+            positions.append(to)
             return [""]
 
         assert self.ask({0: engine, 1: engine}, b'{"to": "exact"}') == (200, '{"sparse_prefill":"exact"}')
-        assert told == ["exact", "exact"]
+        assert positions == ["exact", "exact"]
 
     @pytest.mark.parametrize(
         ("body", "status", "said"),
         [(b"{}", 400, "given {}, expected"), (b"?", 400, "expected"), (b'{"to": "off"}', 400, "{'to': 'off'}")],
     )
     def test_a_body_that_says_something_else(self, body: bytes, status: int, said: str) -> None:
-        found = self.ask({0: [""]}, body)
-        assert found[0] == status
-        assert said in found[1]
+        answer_status, text = self.ask({0: [""]}, body)
+        assert answer_status == status
+        assert said in text
 
     def test_an_engine_that_can_not_or_does_not_answer(self) -> None:
         async def silent(to: str) -> list[str]:

@@ -64,13 +64,13 @@ def open_page(client: Client, interval_s: float = 0.001, siblings: SiblingCounts
 
 def values(text: bytes) -> dict[str, float]:
     """Samples as they stand on the page, less the prefix and the model's name, which all of ours have."""
-    found = {}
+    samples = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             assert sample.labels.pop("model_name", MODEL) == MODEL
             labels = ",".join(f"{name}={sample.labels[name]}" for name in sorted(sample.labels))
-            found[f"{sample.name.removeprefix('sparse_prefill_')}{{{labels}}}"] = sample.value
-    return found
+            samples[f"{sample.name.removeprefix('sparse_prefill_')}{{{labels}}}"] = sample.value
+    return samples
 
 
 def read(client: Client) -> dict[str, float]:
@@ -103,10 +103,10 @@ def test_rows_are_those_of_the_first_pipeline_stage_that_counts_any(first_counts
         [("rows", ["sparse", "", "fast"], 2), ("rows", ["decode", "", ""], 8), ("arena_overflows", [], 2)],
     ]
     workers = [worker(rank, samples) for rank, samples in enumerate(stages)]
-    found = read(Client({0: workers[::-1]}))
-    assert found["rows_total{engine=0,level=fast,path=sparse,reason=}"] == (3 if first_counts else 2)
-    assert found["rows_total{engine=0,level=,path=decode,reason=}"] == (9 if first_counts else 8)
-    assert found["arena_overflows_total{engine=0}"] == 2
+    page_values = read(Client({0: workers[::-1]}))
+    assert page_values["rows_total{engine=0,level=fast,path=sparse,reason=}"] == (3 if first_counts else 2)
+    assert page_values["rows_total{engine=0,level=,path=decode,reason=}"] == (9 if first_counts else 8)
+    assert page_values["arena_overflows_total{engine=0}"] == 2
 
 
 def test_every_engine_is_asked_and_bears_its_number() -> None:

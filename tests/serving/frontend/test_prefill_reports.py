@@ -40,11 +40,11 @@ class TestTally:
             for layer in layers:
                 step.forward(layer, metadata)
             if i == 1:
-                own = {name: n - before[name] for name, n in pairs(builder).items()}
-        (told,) = request_tallies.about("ticket")
-        assert (told["level"], told["dense_tokens"], told["sparse_tokens"]) == (DEFAULT, 0, 131)
-        assert {name: told[name] for name in own} == own
-        assert 0 < told["kept_pairs"] < told["causal_pairs"]
+                counted = {name: n - before[name] for name, n in pairs(builder).items()}
+        (tally,) = request_tallies.about("ticket")
+        assert (tally["level"], tally["dense_tokens"], tally["sparse_tokens"]) == (DEFAULT, 0, 131)
+        assert {name: tally[name] for name in counted} == counted
+        assert 0 < tally["kept_pairs"] < tally["causal_pairs"]
 
     def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
         """Whatever their ids, which clients choose: also such as begin with another's, or are another's."""
@@ -67,7 +67,10 @@ class TestTally:
 
 def pairs(builder: Any) -> dict[str, float]:
     samples, _ = builder.recorder.samples()
-    return {name: sum(n for found, _, n in samples if found == name) for name in ("kept_pairs", "causal_pairs")}
+    return {
+        name: sum(n for name_of_sample, _, n in samples if name_of_sample == name)
+        for name in ("kept_pairs", "causal_pairs")
+    }
 
 
 def test_each_http_request_has_a_report_of_its_own() -> None:
@@ -99,8 +102,10 @@ def test_each_http_request_has_a_report_of_its_own() -> None:
         await asyncio.gather(answer("a", 3, 0.01), answer("b", 2, 0.012))
 
     asyncio.run(run())
-    told = {name: json.loads(b"".join(parts))["sparse_prefill_report"]["dense_tokens"] for name, parts in sent.items()}
-    assert told == {"a": 30, "b": 2}
+    dense_tokens = {
+        name: json.loads(b"".join(parts))["sparse_prefill_report"]["dense_tokens"] for name, parts in sent.items()
+    }
+    assert dense_tokens == {"a": 30, "b": 2}
 
 
 @pytest.mark.parametrize("value", [True, 1, "forged", ["forged"]])
@@ -117,8 +122,8 @@ def test_a_ticket_is_never_a_clients_own(value: Any) -> None:
 def test_ranks_and_stages_make_one_report() -> None:
     tally = {"level": "fast", "dense_tokens": 100, "sparse_tokens": 300, "kept_pairs": 10, "causal_pairs": 80}
     silent = {**tally, "dense_tokens": 0, "sparse_tokens": 0, "kept_pairs": 30}
-    told = prefill_reports.merged([[tally, tally], [silent, silent], []])
-    assert told == {"level": "fast", "dense_tokens": 200, "sparse_tokens": 600, "share_kept": 0.25}
+    report = prefill_reports.merged([[tally, tally], [silent, silent], []])
+    assert report == {"level": "fast", "dense_tokens": 200, "sparse_tokens": 600, "share_kept": 0.25}
     assert prefill_reports.merged([[{**tally, "causal_pairs": 0}]])["share_kept"] is None  # type: ignore[index]
     assert prefill_reports.merged([[], []]) is None
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts of one engine as an API server process last read them, and how processes of one server share them.
+"""The last counts of an engine in an API server process, and how processes of a server share them.
 
-An engine answers between two of its steps, so an answer may take as long as a step does. ``EngineReader`` therefore
-asks in the background, at most one question at a time, and keeps the last answer for whoever reads /metrics.
+An engine answers between two steps, so an answer may take as long as a step. ``EngineReader`` therefore polls in the
+background, with at most one poll under way, and keeps the last counts for /metrics.
 
-Several API server processes behind one port read at different moments. Prometheus takes a counter that falls for a
-restart, so a process must never show older counts than another one has shown: ``SiblingCounts`` hands them on by files.
+Several API server processes behind a port poll at different times. Prometheus takes a falling counter for a restart, so
+a process must never show older counts than another has shown: ``SiblingCounts`` shares them through files.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.frontend.engine_rpc import Ask
+from vllm_sparse_backend.serving.frontend.engine_rpc import Call
 
 logger = logging.getLogger(LOGGER)
 
@@ -28,10 +28,10 @@ TIMEOUT_S = 4.0
 """Seconds without an answer after which an engine is shown as down."""
 
 LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Pauses between further calls while a worker's counts are on their way from its device."""
+"""Pauses between further calls while a worker's counts are being copied from its device."""
 
 Answers = list[dict[str, Any]]
-"""For each worker of an engine: ``samples.worker_samples``."""
+"""For each worker of an engine: ``worker_samples.worker_samples``."""
 
 Totals = Mapping[str, Mapping[tuple[str, ...], float]]
 """By metric, then by the values of its labels without model and engine."""
@@ -41,12 +41,19 @@ class EngineCounts(NamedTuple):
     """An engine's counts at some moment, summed over its workers."""
 
     moment: int
-    """``answer_moment`` of the answer: of two answers of an engine the later one has the higher value."""
+    """``answer_moment`` of the answer: higher for later answers of the same engine."""
     totals: Totals
 
 
 def engine_totals(workers: Answers) -> dict[str, dict[tuple[str, ...], float]]:
-    """Sum the workers' samples by metric and labels, as ``Metric.per_rank`` and ``Metric.seen_by_all`` say."""
+    """Sum the workers' samples by metric and labels, as ``Metric.per_rank`` and ``Metric.seen_by_all`` say.
+
+    Args:
+        workers: The answers of an engine's workers.
+
+    Returns:
+        The sums by metric, then by the values of its labels.
+    """
     totals: dict[str, dict[tuple[str, ...], float]] = {}
     for name, metric in METRICS.items():
         sums: dict[tuple[str, ...], float] = {}
@@ -62,8 +69,11 @@ def engine_totals(workers: Answers) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def _speakers(name: str, workers: Answers) -> Answers:
-    """The workers whose samples count. Every pipeline stage with a layer that can go sparse sees all rows: the first
-    one speaks for them, as it sees each row before later ones do."""
+    """Return the workers whose samples count.
+
+    Every pipeline stage with a layer that can go sparse sees all rows. The first such stage sees each row before the
+    others, so its counts are used.
+    """
     if not METRICS[name].seen_by_all:
         return workers
     with_some = [worker for worker in workers if any(sample == name for sample, _, _ in worker["samples"])]
@@ -71,22 +81,22 @@ def _speakers(name: str, workers: Answers) -> Answers:
 
 
 class EngineReader:
-    """One engine's last counts, and the question under way, of which there is at most one."""
+    """The last counts of an engine, and the poll under way, of which there is at most one."""
 
     def __init__(self) -> None:
         self.counts: EngineCounts | None = None
         self.finished_at = -math.inf
-        """When the last question that has ended was put, by ``time.monotonic``; -inf before the first."""
+        """When the last finished poll started, by ``time.monotonic``; -inf before the first."""
         self.asked_at = -math.inf
-        """When the last question was put."""
+        """When the last poll started."""
         self._waiting_since: float | None = None
         self._failure: str | None = "has not answered yet"
-        self._question: asyncio.Task[None] | None = None
+        self._poll: asyncio.Task[None] | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a question is under way."""
-        return self._question is not None and not self._question.done()
+        """Whether a poll is under way."""
+        return self._poll is not None and not self._poll.done()
 
     @property
     def is_silent(self) -> bool:
@@ -94,58 +104,79 @@ class EngineReader:
         return self._waiting_since is not None and time.monotonic() - self._waiting_since >= TIMEOUT_S
 
     def next_change(self, interval_s: float) -> float:
-        """When the next question is due, or the one under way has had no answer for too long, by ``time.monotonic``."""
+        """Return when the next poll is due, or when the poll under way times out.
+
+        Args:
+            interval_s: Minimum polling interval, in seconds.
+
+        Returns:
+            The time by ``time.monotonic``; infinity while a poll pauses between two calls.
+        """
         if not self.is_waiting:
             return self.asked_at + interval_s
         return math.inf if self._waiting_since is None else self._waiting_since + TIMEOUT_S
 
-    def refresh(self, ask: Ask, interval_s: float, on_counts: Callable[[], None]) -> asyncio.Task[None] | None:
-        """Return the question under way, or put a new one where the last is ``interval_s`` old; None if it is not.
+    def refresh(self, call: Call, interval_s: float, on_counts: Callable[[], None]) -> asyncio.Task[None] | None:
+        """Start a poll if none is under way and the last is ``interval_s`` old.
 
         Args:
-            ask: Calls a method of all of the engine's workers.
-            interval_s: Least seconds between two questions.
+            call: Calls a method of all of the engine's workers.
+            interval_s: Minimum polling interval, in seconds.
             on_counts: Called whenever ``counts`` has become newer.
+
+        Returns:
+            The poll under way; None if there is none.
         """
         if self.is_waiting:
-            return self._question
+            return self._poll
         now = time.monotonic()
         if now - self.asked_at < interval_s:
             return None
         self.asked_at = self._waiting_since = now
-        self._question = asyncio.create_task(self._read(ask, on_counts))
-        return self._question
+        self._poll = asyncio.create_task(self._read(call, on_counts))
+        return self._poll
 
     def problem(self) -> str | None:
-        """Why the engine is shown as down, or None while it answers."""
+        """Return why the engine is shown as down.
+
+        Returns:
+            The reason; None while the engine answers.
+        """
         return f"no answer after {TIMEOUT_S:.0f} s" if self.is_silent else self._failure
 
     def take(self, counts: EngineCounts) -> bool:
-        """Keep these counts unless the present ones are as new; return whether they were kept."""
+        """Keep counts if they are newer than the present ones.
+
+        Args:
+            counts: Counts of the same engine.
+
+        Returns:
+            Whether they were kept.
+        """
         is_newer = self.counts is None or counts.moment > self.counts.moment
         if is_newer:
             self.counts = counts
         return is_newer
 
-    async def _read(self, ask: Ask, on_counts: Callable[[], None]) -> None:
-        """Counts on a device set out when they are asked for, and arrive when the work before them is done."""
+    async def _read(self, call: Call, on_counts: Callable[[], None]) -> None:
+        """Poll the engine: the first call starts copies on the devices, which arrive after the work queued before."""
         try:
-            is_behind = await self._call(ask, True, on_counts)
+            is_behind = await self._call(call, True, on_counts)
             for pause_s in LOOKS_S:
                 if not is_behind:
                     break
                 await asyncio.sleep(pause_s)
-                is_behind = await self._call(ask, False, on_counts)
-        except Exception as error:  # an engine that fails must not keep others, or vLLM's part, from the page
+                is_behind = await self._call(call, False, on_counts)
+        except Exception as error:  # an engine that fails must not keep other engines, or vLLM's text, from the page
             self._failure = f"{type(error).__name__}: {error}"
         finally:
             self._waiting_since = None
             self.finished_at = self.asked_at
 
-    async def _call(self, ask: Ask, start: bool, on_counts: Callable[[], None]) -> bool:
-        """Call the workers once and keep what they counted; return whether newer counts are on their way."""
+    async def _call(self, call: Call, start: bool, on_counts: Callable[[], None]) -> bool:
+        """Call the workers and keep their counts; return whether newer counts are being copied."""
         self._waiting_since = time.monotonic()
-        workers: Answers = await ask(start)
+        workers: Answers = await call(start)
         self._waiting_since = self._failure = None
         if self.take(EngineCounts(answer_moment(workers), engine_totals(workers))):
             on_counts()
@@ -153,33 +184,56 @@ class EngineReader:
 
 
 def answer_moment(workers: Answers) -> int:
-    """When the engine's core gave this answer, by the clock of its host; without a core's stamp, the time now."""
+    """Return when an engine's core answered.
+
+    Args:
+        workers: The answers of the engine's workers. The core adds ``moment`` to the first.
+
+    Returns:
+        Nanoseconds by the monotonic clock of the core's host; of this host if the core added none.
+    """
     return next((int(worker["moment"]) for worker in workers if "moment" in worker), time.monotonic_ns())
 
 
 class SiblingCounts:
-    """Counts that the API server processes of one server have read, in a file for each process.
+    """Counts that the API server processes of a server have read, in a file for each process.
 
-    A process writes its file before it shows the counts, and looks at the others' before it answers: what any of them
-    has shown, all later answers are at least as new as. A file that cannot be read or written is left out.
+    A process writes its file before it shows counts, and reads the others' files before it answers. Every answer is
+    therefore at least as new as all earlier answers of any process. Files that cannot be read or written are skipped.
+
+    Args:
+        folder: Folder of the files.
+        server_id: Process id of the server, which all its API processes share.
+        process_id: Process id of this process.
     """
 
     def __init__(self, folder: Path, server_id: int, process_id: int) -> None:
-        self._own = folder / f"sparse_prefill_{server_id}_{process_id}.json"
+        self._file = folder / f"sparse_prefill_{server_id}_{process_id}.json"
         self._pattern = f"sparse_prefill_{server_id}_*.json"
         self._cache: dict[Path, tuple[tuple[int, int], dict[str, EngineCounts]]] = {}
         self._has_warned = False
 
     @staticmethod
     def of_server(vllm_config: Any) -> "SiblingCounts | None":
-        """For a server of several API processes, in the folder that vLLM shares its own metrics by; otherwise None."""
+        """Return the counts of a server with several API processes, in the folder by which vLLM shares its metrics.
+
+        Args:
+            vllm_config: vLLM's configuration.
+
+        Returns:
+            The counts; None for a server with a single API process, or without such a folder.
+        """
         folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         if not folder or getattr(vllm_config.parallel_config, "_api_process_count", 1) < 2:
             return None
         return SiblingCounts(Path(folder), os.getppid(), os.getpid())
 
     def publish(self, engines: Mapping[str, EngineCounts]) -> None:
-        """Write this process's counts, by engine."""
+        """Write this process's counts.
+
+        Args:
+            engines: The counts by engine.
+        """
         data = {
             engine: {
                 "moment": counts.moment,
@@ -191,18 +245,22 @@ class SiblingCounts:
             }
             for engine, counts in engines.items()
         }
-        aside = self._own.with_suffix(".new")
+        aside = self._file.with_suffix(".new")
         try:
             aside.write_text(json.dumps(data))
-            aside.replace(self._own)
+            aside.replace(self._file)
         except OSError as error:
-            self._warn(f"cannot write {self._own}: {error}")
+            self._warn(f"cannot write {self._file}: {error}")
 
     def newest(self) -> dict[str, EngineCounts]:
-        """The newest counts of each engine that other processes have read."""
+        """Read the newest counts of other processes.
+
+        Returns:
+            The counts by engine.
+        """
         newest: dict[str, EngineCounts] = {}
-        for path in self._own.parent.glob(self._pattern):
-            if path == self._own:
+        for path in self._file.parent.glob(self._pattern):
+            if path == self._file:
                 continue
             for engine, counts in self._read(path).items():
                 if engine not in newest or counts.moment > newest[engine].moment:

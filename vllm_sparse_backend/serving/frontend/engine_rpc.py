@@ -1,39 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server's process asks its engines' workers and cores, and how it answers with what they said."""
+"""Calls from an API server process to its engines' cores and workers, and two helpers for ASGI messages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-Ask = Callable[..., Awaitable[Any]]
-"""With the arguments of a method of all workers of an engine."""
+Call = Callable[..., Awaitable[Any]]
+"""Calls a method of all workers of an engine, with the method's arguments."""
 
 
-def engines_of(client: Any, method: str) -> dict[str, Ask]:
-    """By its number, how to call a method of each engine that a server's client knows: of all of its workers at once.
+def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
+    """Return how to call a method of the workers of each engine.
 
-    ``collective_rpc`` asks all engines, but hands on what the first one answers.
+    ``collective_rpc`` of a client calls all engines, but returns the first one's answer only.
+
+    Args:
+        engine_client: vLLM's client of all engines of the server.
+        method: Name of a method of the workers.
+
+    Returns:
+        The calls by number of the engine. Each is awaited for the list of all workers' answers.
     """
-    core = client.engine_core
+    core = engine_client.engine_core
     numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
     if len(numbers) == 1:
-        return {numbers[0]: lambda *given: client.collective_rpc(method, None, given)}
+        return {numbers[0]: lambda *args: engine_client.collective_rpc(method, None, args)}
 
-    def asking(engine: Any) -> Ask:
-        return lambda *given: core._call_utility_async("collective_rpc", method, None, given, None, engine=engine)
+    def call_of(engine: Any) -> Call:
+        return lambda *args: core._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
 
-    return {number: asking(engine) for number, engine in zip(numbers, core.core_engines)}
+    return {number: call_of(engine) for number, engine in zip(numbers, core.core_engines)}
 
 
-async def answers_of(asked: Mapping[str, Awaitable[Any]], limit_s: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """By engine, what it answers to what it is asked, and why others do not, whatever it is that they raise."""
-    tasks = {engine: asyncio.ensure_future(one) for engine, one in asked.items()}
-    await asyncio.wait(tasks.values(), timeout=limit_s)
+async def call_engines(
+    engine_client: Any, method: str, *args: Any, timeout_s: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Call a method of the workers of all engines at once.
+
+    Args:
+        engine_client: vLLM's client of all engines of the server.
+        method: Name of a method of the workers.
+        *args: The method's arguments.
+        timeout_s: Seconds to wait for all answers.
+
+    Returns:
+        The workers' answers by engine, and why other engines have none: their exception, or the time that passed.
+    """
+    calls = engine_calls(engine_client, method)
+    tasks = {engine: asyncio.ensure_future(call(*args)) for engine, call in calls.items()}
+    await asyncio.wait(tasks.values(), timeout=timeout_s)
     answers, failed = {}, {}
     for engine, task in tasks.items():
         if not task.done():
             task.cancel()
-            failed[engine] = f"no answer after {limit_s:.0f} s"
+            failed[engine] = f"no answer after {timeout_s:.0f} s"
         elif (error := task.exception()) is None:
             answers[engine] = task.result()
         else:
@@ -42,13 +62,26 @@ async def answers_of(asked: Mapping[str, Awaitable[Any]], limit_s: float) -> tup
 
 
 def path_of(scope: Mapping[str, Any]) -> str:
-    """Of a request, without where the app is mounted."""
+    """Return a request's path below the app's mount point.
+
+    Args:
+        scope: The request's ASGI scope.
+
+    Returns:
+        The path without a slash at its end.
+    """
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/")
 
 
-async def send_whole(send: Any, start: Mapping[str, Any], body: bytes) -> None:
-    """An app's answer with another body than it had when it began with the message ``start``."""
+async def send_with_body(send: Any, start: Mapping[str, Any], body: bytes) -> None:
+    """Send an app's answer with another body.
+
+    Args:
+        send: ASGI's function that takes messages.
+        start: The app's message ``http.response.start``. Its length is replaced.
+        body: The whole body.
+    """
     headers = [(name, value) for name, value in start.get("headers", ()) if name.lower() != b"content-length"]
     await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side: adds what the engines' workers counted to vLLM's own text, when somebody reads /metrics.
+"""The API server's /metrics: adds the counts of the engines' workers to vLLM's own text.
 
-vLLM's text never waits for an engine. A reader gets this process's last counts where they are younger than
-``metrics_interval_s``; otherwise the engines are asked in the background, and the reader waits ``WAIT_S`` at most for
-their answers before it gets the last counts. So only an engine in the middle of a step makes counts late, and only
-these. An engine that does not answer is shown with ``up`` 0 and its last counts.
+vLLM's text never waits for an engine. A scrape gets this process's last counts if they are younger than
+``metrics_interval_s``. Otherwise the engines are polled in the background, and the scrape waits ``WAIT_S`` at most for
+their answers before it gets the last counts. Only an engine in the middle of a step therefore has late counts. An
+engine that does not answer is shown with ``up`` 0 and its last counts.
 
-``GET /metrics?sparse_prefill=fresh`` waits for counts that were asked for after it came, for tools that compare.
+``GET /metrics?sparse_prefill=fresh`` waits for counts that were requested after its arrival, for tools that compare.
 """
 
 import asyncio
@@ -23,18 +23,20 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
-from vllm_sparse_backend.identity import LOGGER, is_ours
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend.engine_counts import TIMEOUT_S, EngineReader, SiblingCounts
-from vllm_sparse_backend.serving.frontend.engine_rpc import engines_of, path_of, send_whole
+from vllm_sparse_backend.serving.frontend.engine_rpc import engine_calls, path_of, send_with_body
+from vllm_sparse_backend.serving.frontend.switch_endpoint import SwitchEndpoint
+from vllm_sparse_backend.serving.registration import is_ours
 from vllm_sparse_backend.serving.resolution import settings_of
 
 logger = logging.getLogger(LOGGER)
 
 WAIT_S = 0.02
-"""What a reader waits at most for engines that were asked on its behalf: an idle one answers within a few ms."""
+"""Maximum wait of a scrape for the engines that it polls: an idle engine answers within a few ms."""
 
 START_S = 2.0
-"""What a server's start waits at most for the first counts, so that the first reader has them."""
+"""Maximum wait of a server's start for the first counts, so that the first scrape has them."""
 
 
 class MetricsPage:
@@ -51,12 +53,12 @@ class MetricsPage:
     def open(
         self, engine_client: Any, model_name: str, interval_s: float, siblings: SiblingCounts | None = None
     ) -> None:
-        """Show the counts of this client's engines from now on.
+        """Show the counts of a client's engines from now on.
 
         Args:
             engine_client: vLLM's client of all engines of the server.
             model_name: Value of the label ``model_name``.
-            interval_s: Least seconds between two questions to an engine.
+            interval_s: Minimum polling interval of an engine, in seconds.
             siblings: Shares counts with the server's other API processes; None if there are none.
         """
         self._client, self._model_name, self._interval_s = engine_client, model_name, interval_s
@@ -68,44 +70,56 @@ class MetricsPage:
         return self._client is not None
 
     async def start(self) -> None:
-        """Ask the engines for the first time, before anyone reads, and wait ``START_S`` at most for them."""
+        """Poll the engines before the first scrape, and wait ``START_S`` at most for them."""
         try:
-            if questions := self.refresh():
-                await asyncio.wait(questions, timeout=START_S)
+            if polls := self.refresh():
+                await asyncio.wait(polls, timeout=START_S)
         except Exception:  # the server starts whatever becomes of our counters
             logger.exception("sparse-prefill: cannot ask the engines for their counters yet")
 
     def refresh(self) -> list[asyncio.Task[None]]:
-        """Ask each engine whose counts are older than the interval; return all questions under way."""
-        asks = engines_of(self._client, WORKER_METHOD)
-        self._readers = {engine: self._readers.get(engine) or EngineReader() for engine in asks}
-        questions = [
-            reader.refresh(asks[engine], self._interval_s, self._publish) for engine, reader in self._readers.items()
+        """Poll each engine whose counts are older than the interval.
+
+        Returns:
+            All polls that are under way, new or not.
+        """
+        calls = engine_calls(self._client, WORKER_METHOD)
+        self._readers = {engine: self._readers.get(engine) or EngineReader() for engine in calls}
+        polls = [
+            reader.refresh(calls[engine], self._interval_s, self._publish) for engine, reader in self._readers.items()
         ]
-        return [question for question in questions if question is not None]
+        return [poll for poll in polls if poll is not None]
 
     async def text(self) -> bytes:
-        """The engines' counts in Prometheus's text format, after ``WAIT_S`` at most."""
-        if questions := self.refresh():
+        """Return the engines' counts, after ``WAIT_S`` at most.
+
+        Returns:
+            Prometheus's text format.
+        """
+        if polls := self.refresh():
             waited_from = max(reader.asked_at for reader in self._readers.values())
             if (left_s := waited_from + WAIT_S - time.monotonic()) > 0:
-                await asyncio.wait(questions, timeout=left_s)
+                await asyncio.wait(polls, timeout=left_s)
         return self._render()
 
     async def fresh_text(self) -> bytes:
-        """The engines' counts, asked for after this call; of an engine that does not answer in time, the last ones."""
+        """Return counts that are polled after this call.
+
+        Returns:
+            Prometheus's text format, with the last counts of an engine that does not answer in time.
+        """
         called_at = time.monotonic()
         deadline = called_at + self._interval_s + 2 * TIMEOUT_S
         while time.monotonic() < deadline:
-            questions = self.refresh()
+            polls = self.refresh()
             readers = self._readers.values()
             late = [reader for reader in readers if reader.finished_at < called_at and not reader.is_silent]
             if not late:
                 break
             wake_at = min(deadline, *(reader.next_change(self._interval_s) for reader in late))
             pause_s = max(wake_at - time.monotonic(), 0)
-            if questions:
-                await asyncio.wait(questions, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            if polls:
+                await asyncio.wait(polls, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(pause_s)
         return self._render()
@@ -116,7 +130,7 @@ class MetricsPage:
             self._siblings.publish({engine: counts for engine, counts in known.items() if counts is not None})
 
     def _render(self) -> bytes:
-        """The page's text, made anew only where a count or ``up`` has changed."""
+        """Return the page's text, formatted again only if a count or ``up`` has changed."""
         if self._siblings is not None:
             for engine, counts in self._siblings.newest().items():
                 if engine in self._readers:
@@ -144,7 +158,7 @@ class MetricsPage:
             yield family
 
     def _samples(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-        """A metric's values by its labels but the model."""
+        """Yield a metric's values by its labels, without the model's."""
         for engine, reader in self._readers.items():
             if name == "up":
                 yield (engine,), float(engine not in self._down)
@@ -154,9 +168,13 @@ class MetricsPage:
 
 
 class MetricsMiddleware:
-    """ASGI middleware: adds a page's text to what the app answers to GET /metrics, and touches nothing else.
+    """ASGI middleware that adds a page's text to the app's answer to GET /metrics, and passes all else through.
 
-    vLLM's own text may come from one of several registries, by how many processes serve: here all are alike.
+    vLLM's own text comes from different registries, depending on the number of processes. Here they are all the same.
+
+    Args:
+        app: The ASGI app.
+        page: Has the text.
     """
 
     def __init__(self, app: Any, page: MetricsPage) -> None:
@@ -167,8 +185,8 @@ class MetricsMiddleware:
         if not (self.page.is_open and _asks_for_metrics(scope)):
             await self.app(scope, receive, send)
             return
-        self._refresh()  # engines answer while vLLM writes its own part
-        # What comes compressed, or in another format, could not be added to.
+        self._refresh()  # engines answer while vLLM writes its own text
+        # Nothing can be added to a compressed answer, or to one in another format.
         plain = [(name, value) for name, value in scope["headers"] if name not in (b"accept", b"accept-encoding")]
         start: dict[str, Any] = {}
         body = bytearray()
@@ -183,16 +201,16 @@ class MetricsMiddleware:
         headers = {name.lower(): value for name, value in start.get("headers", ())}
         if start.get("status") == 200 and headers.get(b"content-type", b"").startswith(b"text/plain"):
             body.extend(await self._text(asks_for_fresh(scope)))
-        await send_whole(send, start, bytes(body))
+        await send_with_body(send, start, bytes(body))
 
     def _refresh(self) -> None:
-        with suppress(Exception):  # ``_text`` meets it again, and logs it
+        with suppress(Exception):  # ``_text`` raises it again, and logs it
             self.page.refresh()
 
     async def _text(self, is_fresh: bool) -> bytes:
         try:
             return await (self.page.fresh_text() if is_fresh else self.page.text())
-        except Exception:  # whatever it is, vLLM's own metrics are not to go with ours
+        except Exception:  # vLLM's own metrics must be served whatever happens to ours
             logger.exception("sparse-prefill: no counters on /metrics this time")
             return b""
 
@@ -202,13 +220,20 @@ def _asks_for_metrics(scope: Mapping[str, Any]) -> bool:
 
 
 def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
-    """Whether a request's query asks for counts that were asked for after it came."""
+    """Return whether a request's query asks for fresh counts.
+
+    Args:
+        scope: The request's ASGI scope.
+
+    Returns:
+        True for ``FRESH_QUERY``.
+    """
     query = scope.get("query_string", b"").decode("latin-1")
     return FRESH_QUERY in (f"{name}={value}" for name, value in parse_qsl(query))
 
 
 class MetricsEndpoint:
-    """An endpoint plugin as vLLM defines it, of each app that a server process builds."""
+    """vLLM endpoint plugin that adds our counters to /metrics; each app of a server process has one."""
 
     name = "sparse_prefill"
     required_tasks = None
@@ -217,10 +242,22 @@ class MetricsEndpoint:
         self.page = MetricsPage()
 
     def attach_router(self, app: Any) -> None:
+        """Add the middleware.
+
+        Args:
+            app: The server's app.
+        """
         self.app = app
         app.add_middleware(MetricsMiddleware, page=self.page)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Open the page, and the route of the exact switch if the settings allow it, if the server runs this backend.
+
+        Args:
+            engine_client: vLLM's client of all engines of the server.
+            state: The app's state, which is not used.
+            args: The server's arguments, which are not used.
+        """
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_ours(config.attention_config.backend):
             settings = settings_of(config)
@@ -229,6 +266,4 @@ class MetricsEndpoint:
             self.page.open(engine_client, name, settings.metrics_interval_s, siblings)
             await self.page.start()
             if settings.switch:
-                from vllm_sparse_backend.serving.core.exact_switch import Switch
-
-                self.app.router.add_route(SWITCH_PATH, Switch(engine_client).answer, methods=["POST"])
+                self.app.router.add_route(SWITCH_PATH, SwitchEndpoint(engine_client).answer, methods=["POST"])

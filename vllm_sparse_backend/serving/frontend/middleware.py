@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where requests come into a server: the middleware that reads a posted body's level.
+"""ASGI middleware that reads the level of a posted request from its body.
 
-It looks at a body as the app itself reads it: a request that the app answers without reading the body (no such path, no
-authorisation) costs nothing. Only a body in which something may be a key of ours is parsed, a second time, and a long
-one in a thread. There the level is settled, by what the body asks for and the model that it names, before anything of
-an answer is sent, and goes along with all that the engine is asked for its sake (``requests.HTTP_REQUEST``).
+It inspects the body while the app reads it: a request that the app answers without reading the body (unknown path, no
+authorisation) costs nothing. Only a body that may contain a key of ours is parsed, a second time, and in a thread if it
+is long. The level follows from the body's choice and the model that it names. It is decided before any part of an
+answer is sent, and reaches the engine with all of the request's sampling parameters (``level_policy.HTTP_REQUEST``).
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from starlette.responses import JSONResponse
 from vllm_sparse_backend.config.errors import TYPO_PARTS, ConfigurationError, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.config.request_levels import FIELD, REPORT, Choices, RequestLevel, Ticket, asks_report
 from vllm_sparse_backend.config.settings import KEY, OPTION
-from vllm_sparse_backend.identity import is_ours
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.frontend.engine_rpc import path_of
 from vllm_sparse_backend.serving.frontend.prefill_reports import ANSWERED, Reporting
-from vllm_sparse_backend.serving.level_policy import HTTP_REQUEST, HttpRequest, choices_at, front_of
+from vllm_sparse_backend.serving.level_policy import HTTP_REQUEST, HttpRequest, cached_choices, input_processor_of
+from vllm_sparse_backend.serving.registration import is_ours
 
 PREFILLING = {
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
@@ -40,49 +40,54 @@ PREFILLING = {
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank",
 }  # fmt: skip
-"""Paths of vLLM's that have prompts prefilled, or make of a body what another path will. One that a release adds
-refuses levels until it stands here."""
+"""vLLM's paths that prefill prompts, or that turn a body into one for such a path. A path that a release adds refuses
+levels until it is listed here."""
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 SMALL_BYTES = 1 << 16
-"""Bodies up to here are parsed on the event loop. On paths that prefill nothing longer ones are not looked at."""
+"""Bodies up to this size are parsed on the event loop. Longer ones are ignored on paths that do not prefill."""
 
 MOST_KEYS = 200_000
-"""A body of more keys, of which some may be ours, is refused unparsed: the parser would hold up the event loop."""
+"""A body with more keys, some of which may be ours, is refused unparsed: parsing it would block the event loop."""
 KEY_END = re.compile(rb'"[ \t\r\n]*:')
-"""The end of a key, unless a backslash stands before it: then it is a quote within a string."""
-MOST_LOOKED_AT = 250_000
-"""Keys and elements of a body that are looked at, the outermost first."""
+"""The end of a key, unless it follows a backslash: then it is a quote within a string."""
+MOST_INSPECTED = 250_000
+"""Maximum number of keys and elements of a body that are inspected, the outermost first."""
 MOST_ELEMENTS = 10_000
-"""Of each list. Prompts are long lists of numbers."""
+"""Maximum number of elements of a list that are inspected. Prompts are long lists of numbers."""
 MOST_SLIPS = 100
-"""Keys of a body that are compared with ours in full."""
+"""Maximum number of a body's keys that are compared with ours for misspellings."""
 
 SCHEMAS = {"tools", "functions", "response_format", "structured_outputs", "text", "guided_json"}
-"""Fields that hold JSON schemas, in which users name what they like: they are not looked into, nor are the arguments of
-tools' calls in a conversation."""
+"""Fields that hold JSON schemas, in which users choose the names. They are not inspected, nor are the arguments of tool
+calls in a conversation."""
 
 ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
-"""In JSON any letter of a key may be written so."""
+"""JSON may write any letter of a key in this form."""
 
 
 class Refused(HTTPException):
-    """Raised where the app reads a body, so that it goes no further. FastAPI lets exceptions of this class through."""
+    """A refusal, raised into the app where it reads the body. FastAPI lets exceptions of this class through."""
 
 
 class LevelsMiddleware:
-    """ASGI middleware, inside of vLLM's own, which has looked at keys of access before."""
+    """ASGI middleware that reads levels. It runs inside of vLLM's own, which has checked the API key before.
 
-    def __init__(self, app: Any, desk: "LevelsEndpoint") -> None:
+    Args:
+        app: The ASGI app.
+        endpoint: Decides on levels.
+    """
+
+    def __init__(self, app: Any, endpoint: "LevelsEndpoint") -> None:
         self.app = app
-        self.desk = desk
+        self.endpoint = endpoint
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if self.desk.choices is None or scope["type"] != "http" or scope["method"] != "POST":
+        if self.endpoint.choices is None or scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        post = Post(self.desk, scope, receive, send)
+        post = Post(self.endpoint, scope, receive, send)
         HTTP_REQUEST.set(post.request)
         try:
             if not post.prefills:
@@ -96,22 +101,22 @@ class LevelsMiddleware:
 
 
 class Post:
-    """One posted request, between the server and the app.
+    """A posted request, between the server and the app.
 
     Args:
-        desk: what decides on levels.
-        scope: ASGI's, of the request.
-        receive: the server's; yields the parts of the body.
-        send: the server's; takes the answer.
+        endpoint: Decides on levels.
+        scope: The request's ASGI scope.
+        receive: The server's ASGI function that returns the parts of the body.
+        send: The server's ASGI function that takes the answer.
     """
 
-    def __init__(self, desk: "LevelsEndpoint", scope: dict[str, Any], receive: Any, send: Any) -> None:
-        self.desk, self.scope = desk, scope
+    def __init__(self, endpoint: "LevelsEndpoint", scope: dict[str, Any], receive: Any, send: Any) -> None:
+        self.endpoint, self.scope = endpoint, scope
         self.path = path_of(scope)
         self.prefills = self.path in PREFILLING
         self.request = HttpRequest()
         self.refusal: str | None = None
-        """What is wrong with the request's level. It is answered in the app's place."""
+        """What is wrong with the request's level; sent in place of the app's answer."""
         self._receive, self._send = receive, send
         self._headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self._content_type = self._headers.get(b"content-type", "").strip().lower()
@@ -119,15 +124,15 @@ class Post:
         self._ahead: deque[dict[str, Any]] = deque()
         self._chunks: list[bytes] = []
         self._tail = b""
-        self._may_hold_ours = self.prefills and desk.reads_models
+        self._may_hold_ours = self.prefills and endpoint.reads_models
         self._is_read = False
         self._has_begun = False
 
     async def look_ahead(self) -> None:
-        """Look at a small body before the app does, which on a path that prefills nothing may never do so."""
+        """Inspect a small body before the app, which may never read it on a path that does not prefill."""
         length = self._headers.get(b"content-length", "")
         if not (length.isascii() and length.isdigit() and int(length) <= SMALL_BYTES):
-            self._is_read = True  # not looked at
+            self._is_read = True  # not inspected
             return
         messages = []
         while not self._is_read:
@@ -137,7 +142,14 @@ class Post:
         self._ahead.extend(messages)
 
     async def receive(self) -> dict[str, Any]:
-        """For the app: the next message of the request. Raises Refused at the end of a body that is not to be had."""
+        """Return the next message of the request, as ASGI's ``receive`` for the app.
+
+        Returns:
+            The message.
+
+        Raises:
+            Refused: The body is complete, and its level is refused.
+        """
         return self._ahead.popleft() if self._ahead else await self._next()
 
     async def _next(self) -> dict[str, Any]:
@@ -151,9 +163,9 @@ class Post:
         return message
 
     def _take(self, chunk: bytes) -> None:
-        """Keep a part of the body, and note whether a key of ours, or a slip of one, may be in what has come so far.
+        """Keep a part of the body, and note whether the body may contain a key of ours or a misspelling of it.
 
-        Without a key in it, this test is all that a body costs.
+        Bodies without such a key cost no more than this test.
         """
         self._chunks.append(chunk)
         if self._may_hold_ours:
@@ -181,41 +193,51 @@ class Post:
             self.request.ticket = Ticket(secrets.token_hex(16))
 
     def _settled(self, chunks: Sequence[bytes]) -> tuple[RequestLevel | None, bool] | str:
-        """The level and whether a report is wanted; or why the request is refused."""
+        """Return the level and whether a report is requested; or why the request is refused."""
         try:
             fields = form_fields(self.scope, chunks) if self._is_form else json_fields(chunks)
-            return self.desk.settle(self.path, fields)
+            return self.endpoint.settle(self.path, fields)
         except ValueError as error:
             return str(error)
 
     async def send(self, message: dict[str, Any]) -> None:
-        """For the app: a message of the answer, which is not sent where the request is refused."""
+        """Take a message of the answer, as ASGI's ``send`` for the app. Answers of refused requests are dropped.
+
+        Args:
+            message: The ASGI message.
+        """
         if self.refusal is not None:
             return
         if self.request.ticket is not None and message["type"] == "http.response.start":
-            self._send = Reporting(self._send, self.desk.client, self.request.ticket)
+            self._send = Reporting(self._send, self.endpoint.client, self.request.ticket)
         self._has_begun = True
         await self._send(message)
 
     async def refuse(self) -> None:
         """Answer with status 400, in vLLM's form of an error."""
-        if self._has_begun:  # an app that answers before it has read the body has its say
+        if self._has_begun:  # the app has answered before it read the body
             return
         about = {"message": self.refusal, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
         await JSONResponse({"error": about}, 400)(self.scope, self._receive, self._send)
 
 
 def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
-    """The fields of a JSON object; none of what is none, which vLLM itself refuses.
+    """Parse a JSON body.
+
+    Args:
+        chunks: The parts of the body.
+
+    Returns:
+        The fields of the object; empty for anything else, which vLLM itself refuses.
 
     Raises:
-        ValueError: it has too many keys.
+        ValueError: The body has too many keys.
     """
     body = b"".join(chunks)
     if b"\0" in body[:4]:  # UTF-16 or UTF-32, as vLLM takes it
         with contextlib.suppress(ValueError):
             body = body.decode(json.detect_encoding(body)).encode()
-    # One by one: between two of them other threads may run.
+    # Lazily: other threads may run between two matches.
     ends = (match.start() for match in KEY_END.finditer(body))
     keys = (end for end in ends if body[end - 1 : end] != b"\\")
     if sum(1 for _ in islice(keys, MOST_KEYS + 1)) > MOST_KEYS:
@@ -228,9 +250,14 @@ def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
 
 
 def form_fields(scope: dict[str, Any], chunks: Sequence[bytes]) -> dict[str, Any]:
-    """The text fields of a form, parsed where they hold JSON; none of what is no form.
+    """Parse a form. This runs a new event loop, so the calling thread must have none.
 
-    It runs an event loop of its own, in a thread that has none.
+    Args:
+        scope: The request's ASGI scope.
+        chunks: The parts of the body.
+
+    Returns:
+        The form's text fields, with JSON objects parsed; empty if the body is not a form.
     """
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
     parts = iter([*messages, {"type": "http.request", "body": b"", "more_body": False}])
@@ -252,92 +279,121 @@ def form_fields(scope: dict[str, Any], chunks: Sequence[bytes]) -> dict[str, Any
 def _parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # vLLM says what is wrong with it
+    except (ValueError, RecursionError):  # vLLM reports what is wrong with it
         return None
 
 
-class Found(NamedTuple):
-    """A key of ours in a body, or one that looks like it."""
+class BodyKey(NamedTuple):
+    """A key of ours in a body, or a misspelling of it."""
 
     place: str
-    """The fields that lead to what holds it: ``messages[0].vllm_xargs``; empty at the top."""
+    """The path of the container: ``messages[0].vllm_xargs``; empty at the top."""
     key: str
     value: Any
 
 
-def keys_of_ours(fields: Mapping[str, Any]) -> Iterator[Found]:
-    """Our keys in a body and such as look like them, the outermost first, but for schemas; of the first keys alone."""
-    held: deque[tuple[str, Any]] = deque([("", fields)])
-    keys_left, slips_left = MOST_LOOKED_AT, MOST_SLIPS
-    while held and keys_left > 0:
-        place, container = held.popleft()
+def our_keys(fields: Mapping[str, Any]) -> Iterator[BodyKey]:
+    """Find our keys in a body, and keys that look like them, except in JSON schemas.
+
+    Args:
+        fields: The body's fields.
+
+    Yields:
+        The keys among the first ``MOST_INSPECTED`` of the body, the outermost first.
+    """
+    containers: deque[tuple[str, Any]] = deque([("", fields)])
+    keys_left, slips_left = MOST_INSPECTED, MOST_SLIPS
+    while containers and keys_left > 0:
+        place, container = containers.popleft()
         if isinstance(container, dict):
             for key, value in islice(container.items(), keys_left):
                 keys_left -= 1
                 if key in (FIELD, REPORT):
-                    yield Found(place, key, value)
+                    yield BodyKey(place, key, value)
                 elif slips_left and any(part in key[:100].lower() for part in TYPO_PARTS):
                     slips_left -= 1
                     if looks_like(key, FIELD):
-                        yield Found(place, key, value)
-                is_users_own = key in SCHEMAS if not place else key == "input" and container.get("type") == "tool_use"
-                if isinstance(value, (dict, list)) and not is_users_own:
+                        yield BodyKey(place, key, value)
+                is_schema = key in SCHEMAS if not place else key == "input" and container.get("type") == "tool_use"
+                if isinstance(value, (dict, list)) and not is_schema:
                     shown = key if len(key) <= 40 else f"{key[:37]}..."
-                    held.append((f"{place}.{shown}" if place else shown, value))
+                    containers.append((f"{place}.{shown}" if place else shown, value))
             continue
         for i, value in enumerate(islice(container, min(keys_left, MOST_ELEMENTS))):
             keys_left -= 1
             if isinstance(value, (dict, list)):
-                held.append((f"{place}[{i}]", value))
+                containers.append((f"{place}[{i}]", value))
 
 
 READ_AT = ("vllm_xargs", "sampling_params.extra_args")
-"""Where vLLM reads what becomes of a request's ``extra_args``."""
+"""Places in a body from which vLLM fills a request's ``extra_args``."""
 
 
-def read_keys(fields: Mapping[str, Any]) -> dict[str, Found]:
-    """Our keys in a body, by their names.
+def read_keys(fields: Mapping[str, Any]) -> dict[str, BodyKey]:
+    """Read our keys in a body.
+
+    Args:
+        fields: The body's fields.
+
+    Returns:
+        The keys by name.
 
     Raises:
-        ValueError: one stands where nobody reads it, stands twice, or only looks like ours.
+        ValueError: A key is in a place that vLLM does not read, occurs twice, or is a misspelling.
     """
-    read: dict[str, Found] = {}
-    for found in keys_of_ours(fields):
-        where = found.place or "the request"
-        if found.key not in (FIELD, REPORT):
-            raise ValueError(f"{where}: {unexpected(found.key, f'the key {FIELD!r} in vllm_xargs')}")
-        if found.place not in READ_AT:
+    read: dict[str, BodyKey] = {}
+    for body_key in our_keys(fields):
+        where = body_key.place or "the request"
+        if body_key.key not in (FIELD, REPORT):
+            raise ValueError(f"{where}: {unexpected(body_key.key, f'the key {FIELD!r} in vllm_xargs')}")
+        if body_key.place not in READ_AT:
             hint = ""
-            if found.place.split(".")[0] == "extra_body":
+            if body_key.place.split(".")[0] == "extra_body":
                 hint = " (extra_body is an argument of openai's Python client, which sends what is in it without it)"
             expected = "expected it in vllm_xargs, a field at the top of the request"
-            raise ValueError(f"{where}: given {found.key!r} there, {expected}{hint}")
-        if found.key in read:
-            raise ValueError(f"{read[found.key].place} {found.key}: given in {where} too, expected it in one place")
-        read[found.key] = found
+            raise ValueError(f"{where}: given {body_key.key!r} there, {expected}{hint}")
+        if body_key.key in read:
+            first = read[body_key.key]
+            raise ValueError(f"{first.place} {body_key.key}: given in {where} too, expected it in one place")
+        read[body_key.key] = body_key
     return read
 
 
 class LevelsEndpoint:
-    """An endpoint plugin as vLLM defines it, of each app that a server process builds."""
+    """vLLM endpoint plugin that decides on the levels of posted requests; each app of a server process has one."""
 
     name = "sparse_prefill_levels"
     required_tasks = None
     choices: Choices | None = None
     model: str | None = None
-    """What a request is for that names none."""
+    """Served model of requests that do not name a model."""
     client: Any = None
     is_silent = False
-    """Whether no report can be had: requests carry no wish for one, or workers do not know whose rows are whose."""
+    """Whether reports are impossible: requests cannot ask for them, or workers cannot map rows to requests."""
 
     def attach_router(self, app: Any) -> None:
-        app.add_middleware(LevelsMiddleware, desk=self)
+        """Add the middleware.
+
+        Args:
+            app: The server's app.
+        """
+        app.add_middleware(LevelsMiddleware, endpoint=self)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Compute what requests may choose, if the server runs this backend.
+
+        Args:
+            engine_client: vLLM's client of all engines of the server.
+            state: The app's state, which is not used.
+            args: The server's arguments.
+
+        Raises:
+            ConfigurationError: The policy names a model that the server does not serve.
+        """
         config = getattr(engine_client, "vllm_config", None)
         if config is None or not is_ours(config.attention_config.backend):
             return
-        choices, served = choices_at(front_of(engine_client)), served_names(args)
+        choices, served = cached_choices(input_processor_of(engine_client)), served_names(args)
         unknown = [name for name in choices.models if name not in served]
         if unknown and not getattr(args, "enable_lora", False):  # whose adapters may be loaded later
             raise ConfigurationError(f"{OPTION} {KEY}.requests.models: {not_one_of(unknown[0], served)}")
@@ -347,42 +403,53 @@ class LevelsEndpoint:
 
     @property
     def reads_models(self) -> bool:
-        """Whether the level of a request depends on the model that it names: then each body is parsed for that."""
+        """Whether a request's level depends on the model that it names, so that each body is parsed."""
         return self.choices is not None and bool(self.choices.models)
 
     def settle(self, path: str, fields: Mapping[str, Any]) -> tuple[RequestLevel | None, bool]:
-        """Decide on a request with this body.
+        """Decide on the level and the report of a request.
+
+        Args:
+            path: The request's path.
+            fields: The body's fields.
 
         Returns:
-            Its level, None on paths that prefill nothing; and whether it wants a report.
+            The level, None on paths that do not prefill; and whether the request asks for a report.
 
         Raises:
-            ValueError: it may not have that level or a report, or a key of ours stands in a wrong place.
+            ValueError: The request may not have that level or a report, or a key of ours is in a wrong place.
         """
         assert self.choices is not None
         read = read_keys(fields)
         report = self._wants_report(path, read.get(REPORT), fields)
-        asked = read.get(FIELD)
+        choice = read.get(FIELD)
         if path not in PREFILLING:
-            if asked is not None:
-                given = unexpected(asked.value, "no level")
-                raise ValueError(f"{asked.place} {FIELD}: {given}, as POST {path} prefills nothing; leave it out")
+            if choice is not None:
+                problem = unexpected(choice.value, "no level")
+                raise ValueError(f"{choice.place} {FIELD}: {problem}, as POST {path} prefills nothing; leave it out")
             return None, report
         model = fields.get("model")
         if not isinstance(model, str) or not model:
             model = self.model
-        level = self.choices.unasked(model) if asked is None else self.choices.permit(asked.value, model)
+        level = self.choices.unasked(model) if choice is None else self.choices.permit(choice.value, model)
         return level, report
 
-    def _wants_report(self, path: str, asked: Found | None, fields: Mapping[str, Any]) -> bool:
-        if asked is None or not asks_report({REPORT: asked.value}):
+    def _wants_report(self, path: str, body_key: BodyKey | None, fields: Mapping[str, Any]) -> bool:
+        if body_key is None or not asks_report({REPORT: body_key.value}):
             return False
         if path not in PREFILLING or self.is_silent or fields.get("use_beam_search"):
-            raise ValueError(f"{asked.place} {REPORT}: given, but nothing reports on such a request; leave it out")
+            raise ValueError(f"{body_key.place} {REPORT}: given, but nothing reports on such a request; leave it out")
         return True
 
 
 def served_names(args: Namespace) -> list[str]:
-    """What requests may give as their model, the usual one first."""
+    """Return the names that requests may give as their model.
+
+    Args:
+        args: The server's arguments.
+
+    Returns:
+        The names, the default first.
+    """
     names = getattr(args, "served_model_name", None) or [args.model]
     return [names] if isinstance(names, str) else list(names)

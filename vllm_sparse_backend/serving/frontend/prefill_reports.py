@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one request was prefilled, for those that ask by ``sparse_prefill_report``, in its answer.
+"""Reports in an answer on how its request was prefilled, for requests with ``sparse_prefill_report``.
 
-The server's process draws a ticket for such an HTTP request, which goes along with all that the engine is asked for its
-sake. Each worker keeps a tally for these (``tallies.py``). Where an answer is a JSON object with an id, or a stream of
-such (``ANSWERED``), the server asks its workers for what they have under the ticket, and puts it into the body, or into
-the last chunk before the stream's end. Nobody else knows the ticket, so nobody reads another's report. A request that
-asks for none costs nothing.
+The API server draws a random ticket for such an HTTP request, which travels with all of its engine requests. Each
+worker keeps a tally by ticket (``worker/request_tallies.py``). If the answer is a JSON object with an id, or a stream
+of them (``ANSWERED``), the server calls its workers for the ticket's tallies, and adds the report to the body or to the
+last chunk before the stream's end. Clients do not know each other's tickets, so they cannot read each other's reports.
+A request without the key costs nothing.
 """
 
 import json
@@ -16,24 +16,26 @@ from typing import Any
 from vllm_sparse_backend.config.metrics import REPORT_METHOD
 from vllm_sparse_backend.config.request_levels import REPORT, Ticket
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.frontend.engine_rpc import answers_of, engines_of, send_whole
+from vllm_sparse_backend.serving.frontend.engine_rpc import call_engines, send_with_body
 
 logger = logging.getLogger(LOGGER)
 
 ANSWERED = {"/v1/completions", "/v1/chat/completions"}
-"""Paths whose answers are one JSON object, or a stream of such. What comes by others is in the log alone."""
+"""Paths whose answers are a JSON object or a stream of them. Reports for other paths appear only in the log."""
 
 TIMEOUT_S = 10.0
+"""Seconds to wait for the workers' tallies."""
 
 
 def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a request's ``extra_args`` as they travel to other processes.
 
     Args:
-        extra_args: the request's, in which the middleware's ``Ticket`` or true asks for a report.
+        extra_args: The field of the request's sampling parameters. The middleware's ``Ticket``, or true, asks for a
+            report.
 
     Returns:
-        The same, with a ticket as plain text, and true for whatever else asks for a report: that one is in the log.
+        The same with the ticket as plain text, or with true for any other value that asks for a report in the log.
     """
     if not extra_args or not extra_args.get(REPORT):
         return extra_args
@@ -42,16 +44,30 @@ def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 async def report(client: Any, ticket: str) -> dict[str, Any] | None:
-    """All workers' tallies of an HTTP request as one: what its prompts had together. None where there are none."""
-    asks = engines_of(client, REPORT_METHOD)
-    engines, failed = await answers_of({engine: ask(ticket) for engine, ask in asks.items()}, TIMEOUT_S)
-    for engine, why in failed.items():  # the answer itself is not to go with it
+    """Build the report of an HTTP request from all workers' tallies.
+
+    Args:
+        client: vLLM's client of all engines of the server.
+        ticket: The request's ticket.
+
+    Returns:
+        The report on all of its prompts together; None if there are no tallies, or an engine does not answer.
+    """
+    engines, failed = await call_engines(client, REPORT_METHOD, ticket, timeout_s=TIMEOUT_S)
+    for engine, why in failed.items():  # the answer itself must not fail
         logger.warning("sparse-prefill: no report from engine %s: %s", engine, why)
     return None if failed else merged([worker for workers in engines.values() for worker in workers])
 
 
 def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """Ranks share a layer's heads, and stages layers: pairs add up; tokens are what one of them counted."""
+    """Merge the tallies of all workers. Ranks divide heads and stages divide layers, so pairs add up; tokens do not.
+
+    Args:
+        workers: For each worker, its tallies of the request's prompts.
+
+    Returns:
+        The report; None without tallies.
+    """
     tallies = [tally for worker in workers for tally in worker]
     if not tallies:
         return None
@@ -64,12 +80,12 @@ def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | N
 
 
 class Reporting:
-    """An app's ``send`` that puts the report into the answer: a JSON object, or the last event before [DONE].
+    """ASGI ``send`` for an app that adds the report to the answer: a JSON object, or the last event before [DONE].
 
     Args:
-        send: ASGI's, which takes the answer.
-        client: the engine client, whose workers count.
-        ticket: under which they count for this request.
+        send: The server's ASGI function that takes the answer.
+        client: vLLM's client of all engines, whose workers have tallies.
+        ticket: The request's ticket.
     """
 
     def __init__(self, send: Any, client: Any, ticket: Ticket) -> None:
@@ -91,10 +107,10 @@ class Reporting:
         self.held += message.get("body", b"")
         if message.get("more_body"):
             return
-        await send_whole(self.send, self.start, await self._with_report(self.held))
+        await send_with_body(self.send, self.start, await self._with_report(self.held))
 
     async def _event(self, message: dict[str, Any]) -> None:
-        """Events come one in a message; each waits for the next, as it may be the last."""
+        """Hold back each event, a message of its own, until the next shows whether it was the last."""
         body, before = message.get("body", b""), self.held
         if body.startswith(b"data: [DONE]"):
             before = b"data: " + await self._with_report(before.removeprefix(b"data: ")) + b"\n\n" if before else b""
@@ -105,7 +121,7 @@ class Reporting:
             await self.send(message)
 
     async def _with_report(self, body: bytes) -> bytes:
-        """What is no answer of a request, as an error is not, stays as it is."""
+        """Add the report to an answer; errors and other bodies without an id stay as they are."""
         try:
             answer = json.loads(body)
         except ValueError:

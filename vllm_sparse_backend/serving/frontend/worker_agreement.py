@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a server's workers go sparse from the lengths on that its front process tells requests' blocks apart by.
+"""A check at start-up that all workers go sparse from the lengths that the front process salts cached blocks by.
 
-Workers that get their configuration from the front process do, on whatever device. A node that is started with
-``--headless`` builds a configuration of its own: where it finds other settings, another table or another device, blocks
-that all levels share would hold sparse keys and values. So the server asks, and does not start where they differ.
+Workers that get their configuration from the front process do, whatever their device. A node that starts with
+``--headless`` builds its own configuration. With other settings, another table or another device there, blocks that all
+levels share would hold sparse keys and values. The server therefore compares all workers' lengths with its own before
+it serves.
 """
 
 import logging
@@ -14,18 +15,27 @@ from typing import Any
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD
 from vllm_sparse_backend.config.resolved import Numbers
-from vllm_sparse_backend.identity import LOGGER, is_ours
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.frontend.engine_rpc import answers_of, engines_of
+from vllm_sparse_backend.serving.frontend.engine_rpc import call_engines
+from vllm_sparse_backend.serving.registration import is_ours
 from vllm_sparse_backend.serving.resolution import resolve
 
 logger = logging.getLogger(LOGGER)
 
 TIMEOUT_S = 60.0
+"""Seconds to wait for the workers."""
 
 
 def worker_numbers(worker: Any) -> dict[str, Any]:
-    """A worker's answer to ``AGREEMENT_METHOD``: its rank and device, and the numbers that it resolved."""
+    """Answer ``AGREEMENT_METHOD`` in a worker.
+
+    Args:
+        worker: vLLM's worker.
+
+    Returns:
+        ``rank``, ``device`` and ``numbers``: the lengths that the worker resolved.
+    """
     resolved = resolve(worker.vllm_config, *compat.tensor_parallel(worker.vllm_config))
     return {"rank": worker.rank, "device": compat.device_name(), "numbers": resolved.numbers()}
 
@@ -34,8 +44,8 @@ def refuse_disagreement(ours: Numbers, answers: Mapping[str, Sequence[Mapping[st
     """Compare the front process's numbers with those of all workers.
 
     Args:
-        ours: What the front process resolved.
-        answers: By engine, ``worker_numbers`` of each of its workers.
+        ours: Lengths that the front process resolved.
+        answers: By engine, ``worker_numbers`` of its workers.
 
     Raises:
         ConfigurationError: A worker has other numbers.
@@ -53,7 +63,7 @@ def refuse_disagreement(ours: Numbers, answers: Mapping[str, Sequence[Mapping[st
 
 
 def _differing(numbers: Numbers, others: Numbers) -> str:
-    """What of ``numbers`` is otherwise in ``others``."""
+    """Format the part of ``numbers`` that differs from ``others``."""
     parts = [
         f"{level}.{engine}: {tuple(counts)}"
         for level, by_engine in numbers.items()
@@ -64,21 +74,33 @@ def _differing(numbers: Numbers, others: Numbers) -> str:
 
 
 class AgreementEndpoint:
-    """An endpoint plugin as vLLM defines it, of each app that a server process builds. It adds no route."""
+    """vLLM endpoint plugin that compares the workers' lengths; each app of a server process has one."""
 
     name = "sparse_prefill_agreement"
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Leave the app as it is."""
+        """Leave the app as it is: this plugin has no route.
+
+        Args:
+            app: The server's app.
+        """
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Ask all workers before the server answers any request. Raises ConfigurationError where one disagrees."""
+        """Compare all workers' lengths before the server answers any request.
+
+        Args:
+            engine_client: vLLM's client of all engines of the server.
+            state: The app's state, which is not used.
+            args: The server's arguments, which are not used.
+
+        Raises:
+            ConfigurationError: A worker has other lengths.
+        """
         config = getattr(engine_client, "vllm_config", None)
         if config is None or not is_ours(config.attention_config.backend) or not hasattr(engine_client, "engine_core"):
             return
-        asks = engines_of(engine_client, AGREEMENT_METHOD)
-        answers, failed = await answers_of({engine: ask() for engine, ask in asks.items()}, TIMEOUT_S)
+        answers, failed = await call_engines(engine_client, AGREEMENT_METHOD, timeout_s=TIMEOUT_S)
         for engine, why in failed.items():
             logger.warning(
                 "sparse-prefill: engine %s: cannot tell whether its workers agree with this process from which lengths "

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Extra keys in the hashes of cached blocks, by which requests of different levels do not share sparse keys and values.
+
+A block's hash includes that of the block before it. A key in the first block past the exact positions therefore tells
+apart all later blocks as well.
+"""
+
+from typing import Any
+
+from vllm_sparse_backend.config.request_levels import Mark
+
+ExtraKeys = tuple[Any, ...] | None
+"""vLLM's extra keys of a block's hash; None if it has none."""
+
+
+def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx: int) -> ExtraKeys:
+    """Add the key of a request's level to the extra keys of one of its blocks.
+
+    A request does not say which engine it belongs to. In a process with other engines, a mark in a request of theirs
+    salts its blocks as well, which changes no answer.
+
+    Args:
+        keys: vLLM's own extra keys of the block.
+        request: vLLM's request.
+        start_token_idx: First position of the block.
+        end_token_idx: Position after its last.
+
+    Returns:
+        The keys with the level's at their end; ``keys`` itself for blocks that all levels share.
+    """
+    mark = Mark.read(getattr(request.sampling_params, "extra_args", None))
+    if mark is None or mark.salt is None:
+        return keys
+    key = mark.salt.key(start_token_idx, end_token_idx)
+    return keys if key is None else (*(keys or ()), key)
