@@ -66,12 +66,16 @@ class Sums(NamedTuple):
     by_block: torch.Tensor | None = None
 
     def args(self, rows: Rows) -> tuple[Any, ...]:
-        """Return what kernels find sums by (``sums_of``): SumArgs, entries, first row, rows and capacity.
+        """Return the arguments by which kernels locate sums (``sums_of``).
 
-        The numbers change from step to step, and in a tuple Triton would compile a kernel anew for them.
+        The numbers are separate arguments because they change from step to step: Triton would compile a kernel anew for
+        each value in a tuple.
 
         Args:
-            rows: the step's rows.
+            rows: The rows of the step.
+
+        Returns:
+            (``SumArgs``, number of heads, first row, number of rows, capacity).
         """
         places = self.num_entries, self.first_row, rows.num_rows, self.capacity
         return SumArgs(self.values, rows.row_table, self.patterns), *places

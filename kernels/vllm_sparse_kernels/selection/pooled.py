@@ -47,7 +47,7 @@ UNSPECIALIZED = (
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
 
 
-class Slab(NamedTuple):
+class PooledSlab(NamedTuple):
     """Rows whose keys are pooled together, and runs of their tiles whose products are made together."""
 
     first_row: int
@@ -72,7 +72,7 @@ class Pooled(NamedTuple):
     similarity: torch.Tensor | None  # [heads, blocks] float32
 
 
-def slabs_of(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[Slab]:
+def pooled_slabs(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
     """Return the slabs of a step, made by the first layer of a pass that asks for them.
 
     Args:
@@ -91,10 +91,10 @@ def slabs_of(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per
     return rows.once(key, lambda: _make_slabs(rows, most_products, most_blocks))
 
 
-def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Slab]:
+def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[PooledSlab]:
     blocks, slabs = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens], []
     for first, end in rows_within(blocks, most_blocks):
-        slab = Slab(first, end, sum(blocks[first:end]), max(blocks[first:end]), [])
+        slab = PooledSlab(first, end, sum(blocks[first:end]), max(blocks[first:end]), [])
         num_tiles, end_tile = max(most_products // slab.width, 1), rows.tile_starts[end]
         for tile in range(rows.tile_starts[first], end_tile, num_tiles):
             slab.runs.append((tile, min(tile + num_tiles, end_tile)))
@@ -154,7 +154,8 @@ def pool_queries(
 
 
 def pool_keys(
-    cache: PagedCache, rows: Rows, slab: Slab, heads: torch.Tensor, num_heads: int, workspace: Workspace, similar: bool,
+    cache: PagedCache, rows: Rows, slab: PooledSlab, heads: torch.Tensor, num_heads: int, workspace: Workspace, similar:
+        bool,
     centered: bool,
 ) -> Pooled:  # fmt: skip
     """Average the keys of the slab's blocks.
@@ -236,7 +237,7 @@ def pooled_products(
         BLOCK_D=32,
         BLOCK=KEY_BLOCK_TOKENS,
     )
-    for slab in slabs_of(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile):
+    for slab in pooled_slabs(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile):
         with index.workspace.frame():
             keys = pool_keys(cache, rows, slab, heads, q.shape[1], index.workspace, similar, centered)
             operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)

@@ -45,7 +45,7 @@ class Run(NamedTuple):
         return self.end_tile - self.first_tile
 
 
-class Slab(NamedTuple):
+class KeySlab(NamedTuple):
     """Rows whose keys are rounded together."""
 
     first_row: int
@@ -68,7 +68,7 @@ class TileRange(NamedTuple):
         return self.end_tile - self.first_tile
 
 
-def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[Slab]:
+def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[KeySlab]:
     """Return the slabs of a step, computed once for all layers of a pass that select as many heads alike.
 
     Args:
@@ -225,7 +225,7 @@ def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int
     return flat
 
 
-def _slab(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes) -> Slab:
+def _slab(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes) -> KeySlab:
     seq_lens = rows.seq_lens[first_row:end_row]
     *starts, num_keys = accumulate(map(padded, seq_lens), initial=0)
     runs = []
@@ -233,4 +233,4 @@ def _slab(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_byte
         flat = pairs_of(rows, first_tile, end_tile, dict(enumerate(starts, first_row)))
         pairs = to_device(flat, torch.int32, rows.device).view(-1, PAIR_FIELDS)
         runs.append(Run(first_tile, end_tile, reach, pairs))
-    return Slab(first_row, to_device(starts, torch.int32, rows.device), num_keys, max(seq_lens), runs)
+    return KeySlab(first_row, to_device(starts, torch.int32, rows.device), num_keys, max(seq_lens), runs)

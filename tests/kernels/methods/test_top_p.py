@@ -49,7 +49,7 @@ def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> to
             measured[:, first_tile + i, :count] = masses[:, i, :count]
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "choose", keep)
+        patch.setattr(module, "write_block_lists", keep)
         index = module.SparseIndex.allocate(rows, batch.num_heads, 32)
         every = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
         method.select(batch.q, batch.cache, index, every, batch.scale)

@@ -51,14 +51,20 @@ class Span:
 
 @aggregate
 class Flags:
-    """Where the flags of one tile's blocks go."""
+    """Destination of the flags of a tile's blocks."""
 
     target: gl.tensor  # [num_blocks] uint8 by pointer
     stop: gl.tensor  # blocks from this one on are not stored
 
     @gluon.jit
     def store(self, b_over, i_block, BLOCKS: gl.constexpr):
-        """Store a 1 for each of the BLOCKS blocks from ``i_block`` on that has an element over its threshold."""
+        """Store a 1 for each block that has an element over its threshold.
+
+        Args:
+            b_over: Excess of the scores over their thresholds; axis 2 is the block.
+            i_block: Number of the first block.
+            BLOCKS: Number of blocks.
+        """
         layout: gl.constexpr = b_over.type.layout
         blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
         o_b = i_block + gl.arange(0, BLOCKS, blocks)
@@ -69,7 +75,7 @@ class Flags:
 
 @aggregate
 class QueryTile:
-    """What the scores of one tile's queries are compared with."""
+    """Thresholds of the scores of a tile's queries."""
 
     b_threshold: gl.tensor  # [128] float32, in query steps
     b_inverse: gl.tensor  # [128] float16, inverse query steps
@@ -77,7 +83,7 @@ class QueryTile:
 
 @aggregate
 class KeyStep:
-    """What belongs to the keys of one step."""
+    """Biases and scales of the keys of one step."""
 
     b_bias: gl.tensor  # [128] float16
     b_step: gl.tensor  # [4, 4] float32: of 8 keys that share one
@@ -85,14 +91,21 @@ class KeyStep:
 
 @aggregate
 class KeySteps:
-    """Where the span's steps of keys have what belongs to them."""
+    """Biases and scales of all steps of keys of the span."""
 
     biases: gl.tensor  # pointers to the first step's
     steps: gl.tensor
 
     @gluon.jit
     def load(self, i_step):
-        """The ``KeyStep`` of the span's ``i_step``-th step."""
+        """Load the biases and scales of a step.
+
+        Args:
+            i_step: Number of the step in the span.
+
+        Returns:
+            A ``KeyStep``.
+        """
         b_bias = gl.load(self.biases + i_step * STEP_TOKENS)
         b_step = gl.load(self.steps + i_step * (STEP_TOKENS // 8))
         return KeyStep(b_bias, b_step)
@@ -109,7 +122,7 @@ class Buffers:
 
 @gluon.jit
 def _local_start(end, sink_tokens, local_tokens):
-    """That of ``sale_rounding``, which Gluon cannot call."""
+    """Copy of ``rounding``'s function of the same name, which Gluon cannot call."""
     between = (end + 31) // 32 * 32 - sink_tokens - local_tokens
     return gl.where(between >= 0, sink_tokens + between // 128 * 128, 0)
 

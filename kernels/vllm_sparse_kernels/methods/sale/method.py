@@ -4,13 +4,14 @@
 Blocks of b_q = 64 queries × b_k = 32 keys. Sink and local blocks are kept; of the blocks between them, those with an
 element whose relative attention score, estimated from 4-bit queries and keys, is τ or more (Algorithm 1):
 
-1. Quantisation (section 3.2 names SageAttention-2's; the rest is from the authors' code): q − q̄ and k − k̄, with q̄ the
+1. Quantisation (section 3.2 names SageAttention-2's; the rest is from the authors' code): q − q̄ and k − k̄, with q̄
+the
    head's mean query of this step and k̄ the row's mean key, become integers −7 … 7. In a block of 32, keys j of equal
    (j mod 8) // 2 share a scale: eight keys, those that one thread holds in the matrix instruction's result.
 2. m̃ and l̃: row maximum and sum of exponentials over sink and local region, in full precision.
 3. S̃ = scale · (Q̃K̃ᵀ dequantised + q̄(k − k̄)ᵀ + q k̄ᵀ) and exp(S̃ − m̃)/l̃ ≥ τ (equation 3). Equation 4 misplaces a
-   parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)": taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is what is tested. The terms that
-   do not change along a row, q k̄ᵀ with them, go into one threshold per query.
+   parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)": taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is what is tested. The terms
+   that do not change along a row, q k̄ᵀ with them, go into one threshold per query.
 
 What decides the local region's size (appendix C): blocks between sink and local region are taken in segments of four,
 and those left over at the row's end (fewer than four) join the local region, which so has 128 to 224 tokens.
@@ -32,9 +33,9 @@ Where the paper leaves a choice, or this departs from it:
   of 128. Half of FlashAttention's work at twice bf16's rate, less what FlashAttention itself leaves unused: on Hopper
   0.17 of FlashAttention-3's time is the floor. The paper's 0.11 rests on a 4090's INT4 at 8 times its FP16 rate.
 * Beyond the paper, and off unless ``channels`` is "half": scores are estimated from the half of each kv head's channels
-  that moves them most in this step (``means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep
-  all channels, so what is left out, (q − q̄)(k − k̄)ᵀ of the other half, is 0 on average over a row's keys. A key is not
-  to be lost for it: every query's threshold is lower by its standard deviation, √(Σ (q − q̄)² var k) over the channels
+  that moves them most in this step (``means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep all
+  channels, so what is left out, (q − q̄)(k − k̄)ᵀ of the other half, is 0 on average over a row's keys. A key is not to
+  be lost for it: every query's threshold is lower by its standard deviation, √(Σ (q − q̄)² var k) over the channels
   left out. So the paper's τ keeps the density and the recall that it has with all channels: on a trained model of 128
   channels, where half hold 0.66 to 0.99 of the energy, 0.70 of the pairs and 0.996 either way; at τ = 0.03 0.49 and
   0.961 against 0.51 and 0.970, at 0.1 0.29 and 0.857 against 0.33 and 0.890.

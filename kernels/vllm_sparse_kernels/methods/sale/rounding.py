@@ -18,7 +18,7 @@ from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_a
 from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.selection.channels import kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
-from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, Slab, padded
+from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
 from vllm_sparse_kernels.workspace import Workspace
 
 QUERY_BLOCK = tl.constexpr(64)  # b_q
@@ -126,7 +126,7 @@ def room_for_keys(
     )
 
 
-def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: Slab, rounded: RoundedKeys) -> None:
+def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeySlab, rounded: RoundedKeys) -> None:
     """Fill ``rounded`` with the keys of a slab's rows, in whole steps: those past a row's end count as zeros.
 
     Args:

@@ -125,8 +125,12 @@ class BlockAverages:
         )  # fmt: skip
 
     def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every head's last queries: [heads, all rows' key blocks] (â), and sqrt(JSD) of each to the uniform
-        distribution (d_sparse), [heads, num_rows]; float32."""
+        """Compute the estimates of all heads.
+
+        Returns:
+            float32 tensors: the estimate â of each head's last queries, [heads, key blocks of all rows], and d_sparse,
+            its sqrt(JSD) to the uniform distribution, [heads, num_rows].
+        """
         num_heads, num_rows = len(self.heads), self.index.rows.num_rows
         out = self.index.workspace.empty(num_heads, self.spans.num_blocks)
         sparsity = self.index.workspace.empty(num_heads, num_rows)

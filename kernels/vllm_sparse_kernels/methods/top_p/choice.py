@@ -71,7 +71,7 @@ def mass_bytes(num_selected: int, reach: int) -> int:
     return 4 * num_selected * mass_width(reach)
 
 
-def choose(
+def write_block_lists(
     masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, kept_mass: torch.Tensor,
     most_share: torch.Tensor, sink_tokens: int, local_tokens: int,
 ) -> None:  # fmt: skip

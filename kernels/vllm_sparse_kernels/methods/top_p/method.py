@@ -42,7 +42,7 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
-from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, choose, mass_width
+from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_width, write_block_lists
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
@@ -117,22 +117,48 @@ class TopP(PerHead):
 
     @property
     def share_kept(self) -> float:
+        """p, ``kept_mass``."""
         return self.kept_mass
 
     def with_kept_mass(self, share: float) -> "TopP":
-        """As many blocks as that takes."""
+        """Return the method with another p and without an upper bound on kept blocks (``most_share`` 1).
+
+        Args:
+            share: p, in (0, 1].
+
+        Returns:
+            The method for one head or, of a merger, for all of its heads.
+        """
         return replace(self.group_key, kept_mass=share, most_share=1.0)
 
     def kept_channels(self, head_dim: int) -> int:
-        """Channels that are multiplied."""
+        """Return the number of channels that the estimate multiplies.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            A power of two.
+        """
         return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
 
     @property
     def least_peak(self) -> float:
-        """What a share is compared with. In eight bits a share of all may be a little more than 1."""
+        """Share from which a block is a peak; 2 if ``peak_share`` is 1, as an 8-bit share may slightly exceed 1."""
         return self.peak_share if self.peak_share < 1 else 2.0
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """Return the larger bound of the two engines; see ``Method.workspace_bytes``.
+
+        Args:
+            rows: The rows of a step.
+            shape: Sizes of the layer.
+            num_selected: Number of heads that are selected together.
+            stripe_capacity: Unused: the method keeps no stripes.
+
+        Returns:
+            Bytes.
+        """
         tile_bytes = [kernels.tile_bytes for kernels in (hopper, portable) if kernels is not None]
         return most_bytes(rows, shape, num_selected, self.kept_channels(shape.head_dim), tile_bytes)
 
@@ -244,7 +270,7 @@ def _select_run(
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    choose(
+    write_block_lists(
         masses, index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share,
         method.sink_tokens, method.local_tokens,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_a
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
-from vllm_sparse_kernels.selection.slabs import Slab
+from vllm_sparse_kernels.selection.slabs import KeySlab
 from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = tl.constexpr(15.0)
@@ -147,7 +147,7 @@ def round_queries(
 
 
 def round_keys(
-    inputs: LayerInputs, slab: Slab, moments: Moments, storage: Storage, permuted: bool, workspace: Workspace
+    inputs: LayerInputs, slab: KeySlab, moments: Moments, storage: Storage, permuted: bool, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round the keys of a slab's rows, row i's from ``slab.key_starts[i]`` on.
 
