@@ -51,16 +51,16 @@ class ReferenceAttend:
 
         Args:
             q: [num_tokens, num_heads, head_dim].
-            cache: may be in fp8, its scales as in ``engine.Attend``.
-            index: what each tile keeps.
-            out: as q; tokens outside the index's rows stay untouched.
-            scale: takes products of elements to scores, in natural units.
+            cache: Keys and values of the layer, possibly in fp8.
+            index: The index to read.
+            out: Like q; tokens outside the index's rows stay untouched.
+            scale: Factor from q·k to scores, usually 1/√head_dim.
             lse: [num_heads, num_tokens], or None.
-            options: approximations that heads ask for, or None.
+            options: Approximations that heads request; None for none.
             sinks: [num_heads], or None.
 
         Raises:
-            ValueError: the options are not of the index's heads.
+            ValueError: The options have another number of heads than the index.
         """
         rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
         margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
@@ -105,7 +105,7 @@ def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
 
     Args:
         scores: [queries, keys], masked.
-        sink: the score of another key without a value, of each query or of all; or None.
+        sink: The score of another key without a value, of each query or of all; or None.
 
     Returns:
         [queries, keys].
@@ -134,12 +134,12 @@ def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torc
     A step is a block, or the next ``STRIPE_STEP`` stripes.
 
     Args:
-        index: what each tile keeps.
-        head: a query head.
-        i_tile: a tile of the step.
+        index: The index to read.
+        head: Number of the query head.
+        i_tile: Number of the tile.
 
     Returns:
-        (positions, the step of each).
+        (positions, steps to which they belong).
     """
     blocks, stripes = index.blocks_of(head, i_tile), index.stripes_of(head, i_tile)
     places = torch.arange(len(blocks) * index.block_tokens, device=blocks.device)
@@ -201,8 +201,8 @@ def quantize(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torc
     """Round to integers of 8 bits, to the nearest.
 
     Args:
-        x: any tensor.
-        dims: that share a scale.
+        x: Any tensor.
+        dims: Dimensions that share a scale.
 
     Returns:
         (x̂, δ) with x ≈ δ x̂, whole −127 ≤ x̂ ≤ 127, δ = max |x| / 127 over ``dims``.

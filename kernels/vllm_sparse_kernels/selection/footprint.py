@@ -23,14 +23,14 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
     """Return enough for any of the methods below that selects ``num_selected`` heads.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_selected: query heads that are selected.
-        stripe_capacity: stripes of one head, of all tiles.
-        num_columns: columns that vertical-slash keeps of a row at most.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_selected: Number of query heads to select.
+        stripe_capacity: Positions of all lists of stripes of one head.
+        num_columns: Maximum number of columns that vertical-slash keeps of a row.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     ways = (
         line_bytes(rows, num_selected, num_columns),
@@ -45,12 +45,12 @@ def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
     """Return what vertical-slash takes: sums by key and by distance, counts of what is kept, histograms and columns.
 
     Args:
-        rows: the rows of a step.
-        num_selected: query heads that are selected.
-        num_columns: columns that vertical-slash keeps of a row at most.
+        rows: The rows of a step.
+        num_selected: Number of query heads to select.
+        num_columns: Maximum number of columns that vertical-slash keeps of a row.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
 
     def of_slab(seq_lens: Sequence[int]) -> int:
@@ -65,12 +65,12 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     """Return what SALE takes: queries and a slab of keys in 8 bits with their scales, flags, float32 sums of queries.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_selected: query heads that are selected.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_selected: Number of query heads to select.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     dim = next_power_of_2(shape.head_dim)
     num_keys = max(sum(map(padded, rows.seq_lens[first:end])) for first, end in rows_of_slabs(rows))
@@ -86,12 +86,12 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     """Return what SpargeAttn and block-sparse take: mean queries, a slab's mean keys and products, flags.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_selected: query heads that are selected.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_selected: Number of query heads to select.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     of_tile = 8 * num_selected * 64 * ceil_div(max(rows.seq_lens), 64 * 64)  # as wide as the longest row's
     products = min(rows.num_tiles * of_tile, max(SLAB_BYTES, of_tile))
@@ -106,12 +106,12 @@ def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     (Maps are the step's own: ``Pivots``.)
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_selected: query heads that are selected.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_selected: Number of query heads to select.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     blocks = sum(ceil_div(n, shape.block_tokens) for n in rows.seq_lens)
     means = 4 * shape.head_dim * (shape.num_kv_heads * blocks + shape.num_heads * rows.num_rows)
@@ -125,11 +125,11 @@ def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
     """Return what one row takes: float32 means of 64 keys, how alike these are, and sums of splits.
 
     Args:
-        seq_len: the row's keys.
-        shape: the layer's heads and blocks.
+        seq_len: The row's keys.
+        shape: Sizes of the layer.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     return 6 * shape.num_kv_heads * (ceil_div(seq_len, 64) + 1) * (next_power_of_2(shape.head_dim) + 1)
 
@@ -138,13 +138,13 @@ def voted_bytes(rows: Rows, shape: LayerShape, num_candidates: int, tile_voters:
     """Return what AnchorAttention takes: queries that vote, their thresholds, and a bit for each key that is voted on.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_candidates: keys that all groups vote on.
-        tile_voters: voters of a tile.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_candidates: Number of keys that all groups vote on.
+        tile_voters: Voters of a tile.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     voter = next_power_of_2(shape.head_dim) * shape.element_bytes + 8
     voters = shape.num_heads * rows.num_tiles * tile_voters * voter

@@ -107,13 +107,13 @@ def last_query_sums(
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: whose rows and workspace are used.
-        rows: first row and behind the last one.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
-        estimate: how many queries Â is of, and which.
-        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose rows and workspace are used.
+        rows: First row, and the row after the last one.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
+        estimate: The queries from which Â is computed.
+        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
 
     Returns:
         The sums, in the index's workspace.

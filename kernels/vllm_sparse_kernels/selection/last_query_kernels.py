@@ -26,7 +26,7 @@ LAST = tl.constexpr(64)
 """Keys of a tile of Â, and the most queries where diagonals are summed one by one."""
 
 UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+"""Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
 class LastArgs(NamedTuple):
@@ -56,7 +56,7 @@ class LastArgs(NamedTuple):
 
 
 class StackShape(NamedTuple):
-    """What both passes over the keys are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of both passes over the keys; every field is a ``tl.constexpr``."""
 
     GROUP: Any  # query heads of a kv head
     MEMBERS: Any  # query heads that one program stacks, a power of two
@@ -228,11 +228,11 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
 
     Args:
         args: LastArgs; ``partial`` is written.
-        stride_table: of the block table, elements.
-        num_rows: rows of the step.
-        first_row: the first row of the slab.
+        stride_table: Elements between two rows of the block table.
+        num_rows: Rows of the step.
+        first_row: First row of the slab.
         SHAPE: StackShape.
-        LANES: threads that a row of scores lies in.
+        LANES: Threads that a row of scores lies in.
     """
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -302,13 +302,13 @@ def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE
 
     Args:
         args: LastArgs; ``by_block`` is written.
-        stride_table: of the block table, elements.
-        num_rows: rows of the step.
-        first_row: the first row of the slab.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        stride_table: Elements between two rows of the block table.
+        num_rows: Rows of the step.
+        first_row: First row of the slab.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         values: [n · (capacity + capacity / BAND)] float32; written.
         SHAPE: StackShape.
-        JOINED: splits whose log-sum-exps are joined at a time.
+        JOINED: Splits whose log-sum-exps are joined at a time.
     """
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -414,16 +414,16 @@ def block_diagonals_kernel(
     Args:
         by_block: [n, capacity / 64, QUERIES] float32, what each query gives to each block.
         sums: SumArgs; totals of diagonals are written.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
-        last_queries: queries that Â is of.
-        QUERIES: rows of ``by_block``.
-        SPREAD: whether queries are spread over the chunk.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
+        last_queries: Number of queries from which Â is computed.
+        QUERIES: Rows of ``by_block``.
+        SPREAD: Whether queries are spread over the chunk.
         BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: columns of the rows' table.
-        BLOCK: diagonals of a program.
+        FIELDS: Columns of the rows' table.
+        BLOCK: Diagonals of a program.
     """
     i_entry, i_row = tl.program_id(1), first_row + tl.program_id(2)
     place, length = sums_of(sums, 1, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS)
@@ -449,14 +449,14 @@ def sums_of(
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
         i_kind: 0: columns; 1: diagonals, or bands of them.
-        i_entry: a selected head.
-        num_entries: heads that are selected, n.
-        i_row: a row of the step.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        i_entry: Place of the head in ``heads``.
+        num_entries: Number n of heads to select.
+        i_row: Number of the row.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: columns of the rows' table.
+        FIELDS: Columns of the rows' table.
 
     Returns:
         (place of the first in ``totals``, their number); 0 of them where ``patterns`` is not 0.

@@ -15,13 +15,13 @@ def require(condition: bool, field: str, value: object, expected: str) -> None:
     """Check one parameter of a method.
 
     Args:
-        condition: what must hold.
-        field: the parameter's name.
-        value: what was given.
-        expected: what would be right, in words.
+        condition: Whether the value is valid.
+        field: Name of the parameter.
+        value: The value.
+        expected: Description of valid values, for the error message.
 
     Raises:
-        ValueError: the condition does not hold; it names the field, what was given and what was expected.
+        ValueError: ``condition`` is false. The message names the field, the value and the expected values.
     """
     if not condition:
         raise ValueError(f"{field}: given {value!r}, expected {expected}")
@@ -32,9 +32,9 @@ def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtyp
     """Return parameters of heads on the device, copied once in a process.
 
     Args:
-        values: each head's.
-        device: where tensors lie.
-        dtype: of the result.
+        values: One value for each head.
+        device: Device of the tensors.
+        dtype: Type of the result.
 
     Returns:
         [len(values)].

@@ -44,7 +44,7 @@ HEADS_AT_ONCE = tl.constexpr(128)
 UNSPECIALIZED = (
     "num_heads", "num_tiles", "first_tile", "end_tile", "first_row", "num_blocks", "num_splits", "width",
 )  # fmt: skip
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+"""Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
 class PooledSlab(NamedTuple):
@@ -76,11 +76,11 @@ def pooled_slabs(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int,
     """Return the slabs of a step, made by the first layer of a pass that asks for them.
 
     Args:
-        rows: the rows of a step.
-        num_entries: heads that are selected.
-        num_kv_heads: kv heads.
-        head_dim: channels of a head.
-        per_tile: pooled queries of a tile.
+        rows: The rows of a step.
+        num_entries: Number of heads to select.
+        num_kv_heads: Number of kv heads.
+        head_dim: Channels of a head.
+        per_tile: Pooled queries of a tile.
 
     Returns:
         Slabs in the order of their rows.
@@ -106,7 +106,7 @@ def row_table(rows: Rows) -> torch.Tensor:
     """Return the rows' table.
 
     Args:
-        rows: the rows of a step.
+        rows: The rows of a step.
 
     Returns:
         [num_rows, 3] int32 on the device: keys, first block and first split of each row.
@@ -133,11 +133,11 @@ def pool_queries(
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        rows: the rows of a step.
-        heads: [n] int32 on the device, the query heads that are selected.
-        per_tile: pooled queries of a tile.
-        workspace: where temporary tensors come from.
-        similar: whether to measure how alike a block's tokens are.
+        rows: The rows of a step.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        per_tile: Pooled queries of a tile.
+        workspace: Memory of temporary tensors.
+        similar: Whether to measure the similarity of a block's tokens.
 
     Returns:
         [n, num_tiles · per_tile, ...]; tile t's begin at t · per_tile. Undefined where a short tile has no queries.
@@ -161,14 +161,14 @@ def pool_keys(
     """Average the keys of the slab's blocks.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
-        slab: the rows.
-        heads: [n] int32 on the device, the query heads that are selected.
-        num_heads: query heads of the layer.
-        workspace: where temporary tensors come from.
-        similar: whether to measure how alike a block's tokens are.
-        centered: whether about the row's mean key.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
+        slab: The slab, whose rows are pooled.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        num_heads: Query heads of the layer.
+        workspace: Memory of temporary tensors.
+        similar: Whether to measure the similarity of a block's tokens.
+        centered: Whether to subtract the row's mean key first.
 
     Returns:
         [num_kv_heads, slab.num_blocks, ...]; kv heads that no selected head reads stay undefined.
@@ -213,13 +213,13 @@ def pooled_products(
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: whose rows and workspace are used.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
-        per_tile: pooled queries of a tile.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose rows and workspace are used.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
+        per_tile: Pooled queries of a tile.
         min_similarity: [n] float32, below which a block's score is −∞; None: none.
-        centered: whether about the row's mean key.
+        centered: Whether to subtract the row's mean key first.
 
     Returns:
         For each run its first tile; scale · q̂ k̂ᵀ [n, tiles · per_tile, a multiple of 64] float32, undefined where
@@ -254,7 +254,7 @@ def pooled_products(
 
 
 class PoolShape(NamedTuple):
-    """What the kernels that pool keys are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the kernels that pool keys; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -264,7 +264,7 @@ class PoolShape(NamedTuple):
 
 
 class ProductShape(NamedTuple):
-    """What ``_products_kernel`` is compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of ``_products_kernel``; every field is a ``tl.constexpr``."""
 
     GROUP: Any  # query heads of a kv head
     HEAD_DIM: Any
@@ -289,14 +289,14 @@ def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
     """Return whether any of the query heads reads this kv head.
 
     Args:
-        i_kv: the kv head.
-        heads: pointer to [num_heads] int32, or None: all are selected.
-        num_heads: how many there are.
-        GROUP: query heads of a kv head.
-        HEADS: heads of a step.
+        i_kv: Number of the kv head.
+        heads: Pointer to [num_heads] int32, or None: all are selected.
+        num_heads: Length of ``heads``.
+        GROUP: Query heads of a kv head.
+        HEADS: Heads of a step.
 
     Returns:
-        True where ``heads`` is None.
+        Whether it is read; True if ``heads`` is None.
     """
     if heads is None:
         return True
@@ -338,14 +338,14 @@ def _pool_queries_kernel(
     Args:
         queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         means: [heads, blocks, HEAD_DIM] float32; written.
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        PER_TILE: pooled queries of a tile.
-        POOL: tokens of a pooled query.
-        BLOCK: queries of a step.
+        PER_TILE: Pooled queries of a tile.
+        POOL: Tokens of a pooled query.
+        BLOCK: Queries of a step.
     """
     i_entry, i_pooled = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
@@ -382,18 +382,18 @@ def _pool_keys_kernel(
     Args:
         keys: KeyArgs.
         row_table: [num_rows, 3] int32: keys, first block and first split of each row.
-        first_row: the first row of the slab.
-        num_blocks: blocks of 64 keys in the slab.
-        num_splits: splits of all rows of the slab.
-        heads: [num_heads] int32, heads that are selected; None: all.
-        num_heads: how many there are.
+        first_row: First row of the slab.
+        num_blocks: Blocks of 64 keys in the slab.
+        num_splits: Splits of all rows of the slab.
+        heads: [num_heads] int32, numbers of the selected heads; None for all.
+        num_heads: Length of ``heads``.
         means: [kv heads, num_blocks, HEAD_DIM] float32, written; or None.
         sums: [kv heads, num_splits, HEAD_DIM] float32, or None.
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
         centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
         SHAPE: PoolShape.
-        GROUP: query heads of a kv head.
-        STAGES: steps that are loaded ahead.
+        GROUP: Query heads of a kv head.
+        STAGES: Steps that are loaded ahead.
     """
     # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
     i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -448,10 +448,10 @@ def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUN
         sums: [kv heads, num_splits, HEAD_DIM] float32.
         centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
         row_table: [num_rows, 3] int32: keys, first block and first split of each row.
-        first_row: the first row of the slab.
-        num_splits: splits of all rows of the slab.
+        first_row: First row of the slab.
+        num_splits: Splits of all rows of the slab.
         SHAPE: PoolShape.
-        CHUNK: splits of a step.
+        CHUNK: Splits of a step.
     """
     i_kv, i_row = tl.program_id(0), tl.program_id(1)
     row = row_table + (first_row + i_row) * ROW_FIELDS
@@ -483,15 +483,15 @@ def _products_kernel(
         operands: Operands.
         row_table: [num_rows, 3] int32: keys, first block and first split of each row.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         products: [n, pooled queries of the run, width · 64] float32; written.
-        width: columns of a row of products, in units of 64.
-        first_tile: the first tile of the run.
-        end_tile: behind the last tile of the run.
-        num_tiles: tiles of the step.
-        first_row: the first row of the slab.
-        num_blocks: blocks of 64 keys in the slab.
-        scale: of the products.
+        width: Columns of ``products``, in units of 64.
+        first_tile: First tile of the run.
+        end_tile: The tile after the last one of the run.
+        num_tiles: Tiles of the step.
+        first_row: First row of the slab.
+        num_blocks: Blocks of 64 keys in the slab.
+        scale: Factor of the products.
         SHAPE: ProductShape.
     """
     i_n, i_m, i_entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -43,7 +43,7 @@ LEAST_KEY = tl.constexpr((127 - 57) << 10)
 """What is below 2⁻⁵⁷ is equal too: 16 bits are left for keys of masses up to 2⁷."""
 
 UNSPECIALIZED = ("num_entries", "first_row", "num_rows", "capacity", "chunks", "max_columns")
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+"""Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
 class Digits(NamedTuple):
@@ -64,7 +64,7 @@ def num_chunks(length: int) -> int:
     """Return the chunks of an array: 4,096 values each, more in arrays of more than 16 of these.
 
     Args:
-        length: values.
+        length: Number of values.
 
     Returns:
         1 to 16.
@@ -77,8 +77,8 @@ def most_chunks(index: SparseIndex, sums: Sums) -> int:
     """Return the chunks of the longest row's arrays.
 
     Args:
-        index: whose rows are meant.
-        sums: the slab's sums.
+        index: The index, whose rows are used.
+        sums: Sums of the slab.
 
     Returns:
         1 to 16.
@@ -103,8 +103,8 @@ def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch
     Without ``forced``, for the largest values that hold that share of the job's sum; all values for an infinite share.
 
     Args:
-        index: whose rows and workspace are used.
-        sums: the arrays.
+        index: The index, whose rows and workspace are used.
+        sums: The arrays, sums of Â.
         goals: [2 n] float32, how many of the largest, or which share.
         forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
 
@@ -130,13 +130,13 @@ def job_of(
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: columns of the rows' table.
-        CHUNK: values of a chunk that is not longer.
+        FIELDS: Columns of the rows' table.
+        CHUNK: Values of a chunk that is not longer.
 
     Returns:
         (place of its first value, number of values, the chunk's first value, its end, chunks that are used, the job's
@@ -168,7 +168,7 @@ def next_digit(b_weight, left):
 
     Args:
         b_weight: [256].
-        left: weight to be reached.
+        left: Weight to reach.
 
     Returns:
         (digit, what the digits above it leave of ``left``).
@@ -185,12 +185,12 @@ def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constex
 
     Args:
         digits: Digits.
-        i_pass: the pass.
-        i_job: the job's number among all rows'.
-        chunks: chunks of the longest array.
-        used: chunks that the job has.
-        goal: the weight that the first pass starts from.
-        RELATIVE: whether that is a share of the whole.
+        i_pass: The pass.
+        i_job: The job's number among all rows'.
+        chunks: Chunks of the longest array.
+        used: Chunks of the job.
+        goal: Weight to reach, at the first pass.
+        RELATIVE: Whether ``goal`` is a share of the sum.
 
     Returns:
         (digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights
@@ -220,18 +220,18 @@ def _digits_kernel(
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         goals: [2 n] float32, how many, or which share, of each job's values.
         forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
         digits: Digits, what the passes find; this one's part is written.
-        chunks: chunks of the longest array.
-        PASS: which of the two passes.
+        chunks: Chunks of the longest array.
+        PASS: Number of the pass, 0 or 1.
         BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: columns of the rows' table.
-        CHUNK: values of a step.
+        FIELDS: Columns of the rows' table.
+        CHUNK: Values of a step.
     """
     place, length, first, end, used, i_all = job_of(
         sums, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
@@ -295,11 +295,11 @@ def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
     """Load ``mass_keys`` + 1 of a chunk: the most for the row's first ``forced``, 0 from ``end`` on.
 
     Args:
-        row: pointer to float32, readable up to ``end`` rounded up to 64.
-        start: the first value.
-        end: where values end.
-        forced: so many of the row's first count as infinite.
-        CHUNK: values.
+        row: Pointer to float32, readable up to ``end`` rounded up to 64.
+        start: The first value.
+        end: End of the values.
+        forced: Number of the row's first values that count as infinite.
+        CHUNK: Number of values.
 
     Returns:
         [CHUNK] uint32.
@@ -315,13 +315,13 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.const
     """Sum masses row[first : end] by the next digit of their keys, those that agree with ``prefix``.
 
     Args:
-        row: pointer to float32.
-        first: the first value.
-        end: where values end.
-        prefix: the digit before, in the second pass.
-        PASS: which of the two passes.
-        CHUNK: values of a step of the second pass.
-        WIDTH: values that a warp takes at a time in the first.
+        row: Pointer to float32.
+        first: The first value.
+        end: End of the values.
+        prefix: The digit before, in the second pass.
+        PASS: Number of the pass, 0 or 1.
+        CHUNK: Values of a step of the second pass.
+        WIDTH: Values that a warp takes at a time in the first.
 
     Returns:
         [256] float32.
@@ -337,11 +337,11 @@ def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constex
     """Sum masses row[first : end] by the upper digit of their keys.
 
     Args:
-        row: pointer to float32.
-        first: the first value.
-        end: where values end.
-        WARPS: of the program.
-        WIDTH: values that a warp takes at a time, more for long rows.
+        row: Pointer to float32.
+        first: The first value.
+        end: End of the values.
+        WARPS: Warps of the program.
+        WIDTH: Values that a warp takes at a time, more for long rows.
 
     Returns:
         [256] float32.

@@ -72,9 +72,9 @@ def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[KeySl
     """Return the slabs of a step, computed once for all layers of a pass that select as many heads alike.
 
     Args:
-        rows: the rows of a step.
-        num_selected: query heads that are selected.
-        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+        rows: The rows of a step.
+        num_selected: Number of query heads to select.
+        tile_bytes: Returns the bytes of one tile.
 
     Returns:
         Slabs in the order of their rows.
@@ -89,10 +89,10 @@ def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
     """Return the rows of each slab of rounded keys.
 
     Args:
-        rows: the rows of a step.
+        rows: The rows of a step.
 
     Returns:
-        First row and behind the last one.
+        First row, and the row after the last one.
     """
     return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
 
@@ -101,11 +101,11 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Return rows that are taken together: as many as ``most`` holds, at least 1.
 
     Args:
-        sizes: what each row takes.
-        most: what all of a slab may take.
+        sizes: Size of each row.
+        most: Maximum size of a slab.
 
     Returns:
-        First row and behind the last one.
+        First row, and the row after the last one.
     """
     first = taken = 0
     for row, size in enumerate(sizes):
@@ -120,7 +120,7 @@ def padded(seq_len: int) -> int:
     """Return keys of a row in whole steps of 128.
 
     Args:
-        seq_len: the row's keys.
+        seq_len: The row's keys.
 
     Returns:
         A multiple of 128.
@@ -138,11 +138,11 @@ def ranges_of_runs(
     moves its cuts.
 
     Args:
-        rows: the rows of a step.
-        first_row: the first row.
-        end_row: behind the last one.
-        num_selected: query heads that are selected.
-        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+        rows: The rows of a step.
+        first_row: The first row.
+        end_row: The row after the last one.
+        num_selected: Number of query heads to select.
+        tile_bytes: Returns the bytes of one tile.
 
     Returns:
         Ranges in the order of their tiles.
@@ -170,10 +170,10 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
     A piece has an even number of tiles, except for a row's last piece and where only a single tile fits.
 
     Args:
-        rows: the rows of a step.
-        row: the row.
-        num_selected: query heads that are selected.
-        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+        rows: The rows of a step.
+        row: Number of the row.
+        num_selected: Number of query heads to select.
+        tile_bytes: Returns the bytes of one tile.
 
     Returns:
         Pieces in the order of their tiles.
@@ -193,10 +193,10 @@ def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: Ti
     The bound never falls as tiles or keys are added. The exact need does: it depends on how evenly tiles fill runs.
 
     Args:
-        num_tiles: of the slab.
-        num_selected: query heads that are selected.
-        reach: keys that the furthest tile may see.
-        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+        num_tiles: Tiles of the slab.
+        num_selected: Number of query heads to select.
+        reach: Keys in the longest causal reach of the tiles.
+        tile_bytes: Returns the bytes of one tile.
 
     Returns:
         Bytes.
@@ -209,10 +209,10 @@ def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int
     """Pair the tiles of each row.
 
     Args:
-        rows: the rows of a step.
-        first_tile: the first tile of the run.
-        end_tile: behind the last tile of the run.
-        key_starts: where each row's keys begin in the slab.
+        rows: The rows of a step.
+        first_tile: First tile of the run.
+        end_tile: The tile after the last one of the run.
+        key_starts: Offset of each row's keys in the slab.
 
     Returns:
         For each two tiles: first tile, tiles, and where the row's keys begin in the slab; flat.

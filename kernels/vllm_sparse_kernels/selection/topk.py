@@ -17,10 +17,10 @@ def ordered_bits(b_values):
     """Return float32 as uint32 of the same order.
 
     Args:
-        b_values: of either sign or infinite, not NaN.
+        b_values: float32, finite or infinite, not NaN.
 
     Returns:
-        At least 1.
+        uint32, at least 1.
     """
     b_bits = (b_values + 0.0).to(tl.uint32, bitcast=True)  # adding 0 turns -0 into 0
     return tl.where((b_bits >> 31) != 0, ~b_bits, b_bits | 0x80000000)
@@ -31,11 +31,11 @@ def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
     """Load ``ordered_bits`` of row[start : start + CHUNK]: the first ``forced`` as if infinite, 0 from ``length`` on.
 
     Args:
-        row: pointer to float32, readable up to ``length`` rounded up to 64.
-        start: the first value.
-        length: values of the row.
-        forced: so many of the row's first count as infinite.
-        CHUNK: values.
+        row: Pointer to float32, readable up to ``length`` rounded up to 64.
+        start: The first value.
+        length: Values of the row.
+        forced: Number of the row's first values that count as infinite.
+        CHUNK: Number of values.
 
     Returns:
         [CHUNK] uint32.
@@ -52,10 +52,10 @@ def kept_in_chunk(b_bits, threshold, num_ties, above_seen, ties_seen):
 
     Args:
         b_bits: [n] uint32, n below 2¹⁵; 0: no value.
-        threshold: values above it are kept.
-        num_ties: so many of those at it are kept.
-        above_seen: values above it in the chunks before, 0 at first.
-        ties_seen: values at it in the chunks before, 0 at first.
+        threshold: Values above this threshold are kept.
+        num_ties: Number of values equal to the threshold that are kept.
+        above_seen: Values above the threshold in earlier chunks.
+        ties_seen: Values equal to the threshold in earlier chunks.
 
     Returns:
         (flags, how many are kept up to and with each, values above the threshold so far, values at it so far).

@@ -82,16 +82,16 @@ def attend(
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: what each tile keeps.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index to read.
         out: [num_tokens, num_heads, head_dim]; written for the index's rows.
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         lse: [num_heads, num_tokens] float32, written too; or None.
-        options: approximations that heads ask for, or None.
+        options: Approximations that heads request; None for none.
         sinks: [num_heads], logits that join the softmax; or None.
 
     Raises:
-        ValueError: shapes do not fit the index or each other.
+        ValueError: Shapes do not fit the index or each other.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
     check_shapes(q, out, cache, index, sinks)
@@ -130,12 +130,12 @@ def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
     """Return the bytes that ``attend`` takes from the index's workspace: places of blocks, and 8-bit keys.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        int8_scores: whether any head has 8-bit scores.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        int8_scores: Whether any head has 8-bit scores.
 
     Returns:
-        Bytes, or a few more.
+        An upper bound, in bytes.
     """
     num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
     places = padded_bytes(shape.num_heads, num_blocks, dtype=torch.int32)
@@ -146,10 +146,10 @@ def refusal(spec: AttendSpec) -> str | None:
     """Return why the kernel cannot run such a layer.
 
     Args:
-        spec: the layer.
+        spec: Properties of the layer.
 
     Returns:
-        A reason that ends a sentence, or None if it can.
+        Why it cannot, as the end of a sentence; None if it can.
     """
     if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
         return "Triton runs kernels on a CPU in its interpreter alone (TRITON_INTERPRET=1)"
@@ -165,10 +165,10 @@ def shared_bytes(device: torch.device) -> int:
     """Return the shared memory that a program may have.
 
     Args:
-        device: the GPU.
+        device: The GPU.
 
     Returns:
-        Bytes; 1 << 62 where there is no such limit (the interpreter).
+        Bytes; 1 << 62 if there is no limit (in the interpreter).
     """
     if device.type != "cuda":
         return 1 << 62
@@ -179,11 +179,11 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
     """Return how wide a block ``attend`` has room for. Blocks of 128 are worth it only with two buffers.
 
     Args:
-        head_dim: channels of a head.
-        limit_bytes: shared memory of a program.
+        head_dim: Channels of a head.
+        limit_bytes: Shared memory of a program.
 
     Returns:
-        128 or 64 keys, or None where not even 64 fit.
+        128 or 64 keys; None if not even 64 fit.
     """
     if _needed_bytes(128, head_dim, 2) <= limit_bytes:
         return 128
@@ -215,7 +215,7 @@ def supports_bulk(cache: PagedCache) -> bool:
     """Return whether this cache, if it is a matrix at all, can be read by bulk tensor copies.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
 
     Returns:
         True on Hopper and later, for aligned caches whose head_dim is a power of two.
@@ -237,10 +237,10 @@ def matrix_args(cache: PagedCache) -> MatrixArgs | None:
     In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
 
     Returns:
-        Where a kv head and a page lie, or None where the strides make no matrix.
+        The places of pages and kv heads; None if the strides do not form a matrix.
     """
     stride_page, stride_token, stride_head = cache.strides
     if stride_page % stride_token:
@@ -259,9 +259,9 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
     """Return keys and values for bulk copies.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        matrix: the cache as a matrix.
-        block_tokens: rows of a copy.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        matrix: The cache viewed as a matrix.
+        block_tokens: Rows of a copy.
 
     Returns:
         Two descriptors of [block_tokens, head_dim].

@@ -26,7 +26,7 @@ FIRST_TILE, NUM_TILES, LIST_OFFSET = tl.constexpr(1), tl.constexpr(2), tl.conste
 
 
 class VoteShape(NamedTuple):
-    """What the kernels that multiply are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the kernels that multiply; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -38,7 +38,7 @@ class VoteShape(NamedTuple):
 
 
 class Voting(NamedTuple):
-    """Who votes; every field a ``tl.constexpr``."""
+    """Who votes; every field is a ``tl.constexpr``."""
 
     USE_ANCHOR: Any
     BLOCK_M: Any  # queries of a tile that have an anchor, at least 16
@@ -47,7 +47,7 @@ class Voting(NamedTuple):
 
 
 class VoteSplit(NamedTuple):
-    """How ``vote_kernel`` cuts its work; every field a ``tl.constexpr``."""
+    """How ``vote_kernel`` cuts its work; every field is a ``tl.constexpr``."""
 
     SPLIT: Any  # keys of a program
     COLUMNS: Any  # voters at a time
@@ -112,16 +112,16 @@ def anchor_kernel(
     Args:
         queries: QueryArgs.
         keys: KeyArgs.
-        k_matrix: descriptor of the keys for bulk copies, or None.
+        k_matrix: Descriptor of the keys for bulk copies, or None.
         matrix: MatrixArgs, or None.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         thetas: [n] float32, θ.
         voters: VoterArgs; written.
-        num_tiles: tiles of the step.
-        scale: of products of elements, in natural units.
-        span: keys of a group's span.
-        window: keys before a group that belong to its window too.
+        num_tiles: Tiles of the step.
+        scale: Factor from q·k to scores, usually 1/√head_dim.
+        span: Keys of a group's span.
+        window: Keys of the window that lie before the group.
         SHAPE: VoteShape.
         VOTING: Voting.
     """
@@ -201,15 +201,15 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
 
     Args:
         keys: KeyArgs.
-        k_matrix: descriptor of the keys for bulk copies, or None.
+        k_matrix: Descriptor of the keys for bulk copies, or None.
         matrix: MatrixArgs, or None.
         groups: GroupArgs; words are written.
         voters: VoterArgs.
-        heads: [num_heads] int32, heads that are selected; None: all.
-        num_heads: how many there are.
-        num_tiles: tiles of the step.
-        num_sets: sets of (group, head) pairs of the longest row.
-        scale: of products of elements, in natural units.
+        heads: [num_heads] int32, numbers of the selected heads; None for all.
+        num_heads: Length of ``heads``.
+        num_tiles: Tiles of the step.
+        num_sets: Sets of (group, head) pairs of the longest row.
+        scale: Factor from q·k to scores, usually 1/√head_dim.
         SHAPE: VoteShape.
         VOTE: VoteSplit.
     """
@@ -300,15 +300,15 @@ def blocks_kernel(
     Args:
         groups: GroupArgs.
         index: IndexArgs; lists and counts are written.
-        heads: [n] int32 on the device, the query heads that are selected.
-        num_tiles: tiles of the step.
-        span: keys of a group's span.
-        window: keys before a group that belong to its window too.
-        INITIAL: keys of the initial block.
-        INDEX_N: keys of a block of the index.
-        CHUNK: blocks of a step.
-        ANY: whether a block is kept for any of its keys.
-        GROUP_FIELDS: columns of the groups' table.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        num_tiles: Tiles of the step.
+        span: Keys of a group's span.
+        window: Keys of the window that lie before the group.
+        INITIAL: Keys of the initial block.
+        INDEX_N: Keys of an index block.
+        CHUNK: Blocks of a step.
+        ANY: Whether a block is kept for any of its keys.
+        GROUP_FIELDS: Columns of the groups' table.
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
@@ -374,13 +374,13 @@ def stripes_kernel(
     Args:
         groups: GroupArgs.
         index: IndexArgs; stripes and counts are written.
-        heads: [n] int32 on the device, the query heads that are selected.
-        num_tiles: tiles of the step.
-        INITIAL: keys of the initial block.
-        INDEX_N: keys of a block of the index.
-        SPLIT: keys of a stretch.
-        CHUNK: keys of a step.
-        FIELDS: columns of the groups' table.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        num_tiles: Tiles of the step.
+        INITIAL: Keys of the initial block.
+        INDEX_N: Keys of an index block.
+        SPLIT: Keys of a stretch.
+        CHUNK: Keys of a step.
+        FIELDS: Columns of the groups' table.
     """
     i_head = tl.load(heads + tl.program_id(2))
     group = groups.table + tl.program_id(1) * FIELDS

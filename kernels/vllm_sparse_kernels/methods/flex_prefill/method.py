@@ -111,11 +111,11 @@ class FlexVerticalSlash(PerHead):
         """Return how many stripes a tile of a row may keep. Depends on the row's own size alone.
 
         Args:
-            rows: the rows of a step.
-            row: a row of the step.
+            rows: The rows of a step.
+            row: Number of the row.
 
         Returns:
-            Stripes.
+            Number of stripes.
         """
         num_tiles = rows.tile_starts[row + 1] - rows.tile_starts[row]
         return min(self.max_stripes, max(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
@@ -124,10 +124,10 @@ class FlexVerticalSlash(PerHead):
         """Return the room for one head's stripes: see ``Method.stripe_layout``.
 
         Args:
-            rows: the rows of a step.
+            rows: The rows of a step.
 
         Returns:
-            Where each tile's list begins.
+            Offsets of the tiles' lists.
         """
         offsets, total = [], 0
         for tile in rows.tile_list:
@@ -139,13 +139,13 @@ class FlexVerticalSlash(PerHead):
         """Return what ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
-            rows: the rows of a step.
-            shape: the layer's heads and blocks.
-            num_selected: query heads that are selected.
-            stripe_capacity: stripes of one head, of all tiles.
+            rows: The rows of a step.
+            shape: Sizes of the layer.
+            num_selected: Number of query heads to select.
+            stripe_capacity: Positions of all lists of stripes of one head.
 
         Returns:
-            Bytes, or a few more.
+            An upper bound, in bytes.
         """
         num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
         return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
@@ -158,11 +158,11 @@ class FlexVerticalSlash(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
-            patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
+            patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
         """
         estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
         select_lines(q, cache, index, heads, scale, estimate, self.keep_lines, patterns)
@@ -171,11 +171,11 @@ class FlexVerticalSlash(PerHead):
         """Keep the fewest columns and the fewest diagonals with γ of the mass, of each head and row.
 
         Args:
-            sums: sums of Â.
-            index: whose rows and workspace are used.
+            sums: Sums of Â.
+            index: The index, whose rows and workspace are used.
 
         Returns:
-            What is kept, in the index's workspace.
+            The kept lines, in the index's workspace.
         """
         rows, room, num_entries = index.rows, index.workspace.empty, sums.num_entries
         num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_entries)
@@ -200,7 +200,7 @@ class FlexVerticalSlash(PerHead):
 
 
 class LineShape(NamedTuple):
-    """What both kernels are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of both kernels; every field is a ``tl.constexpr``."""
 
     BAND: Any  # queries and keys of the blocks whose diagonals are summed
     BLOCK_N: Any  # keys of a block of the index
@@ -209,7 +209,7 @@ class LineShape(NamedTuple):
 
 
 class LineLimits(NamedTuple):
-    """How many stripes a row may have, and where its keys begin; every field a ``tl.constexpr``."""
+    """How many stripes a row may have, and where its keys begin; every field is a ``tl.constexpr``."""
 
     ROW_STRIPES: Any  # of all tiles together
     FEWEST: Any  # of a tile, however many there are
@@ -264,13 +264,13 @@ def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         shares: [2 n] float32, γ of each job.
         digits: Digits of both passes.
-        chunks: chunks of the longest array.
+        chunks: Chunks of the longest array.
         left: [num_rows, 2 n, chunks, BLOCK_N] int32; written.
         SHAPE: LineShape.
     """
@@ -303,17 +303,17 @@ def _keep_lines_kernel(
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         shares: [2 n] float32, γ of each job.
         digits: Digits of both passes.
-        chunks: chunks of the longest array.
+        chunks: Chunks of the longest array.
         left: [num_rows, 2 n, chunks, BLOCK_N] int32, of ``_count_lines_kernel``.
-        max_stripes: of a tile.
+        max_stripes: Maximum number of stripes of a tile.
         lines: Lines; written.
-        max_columns: places for columns that one list has.
+        max_columns: Capacity of a list of columns.
         SHAPE: LineShape.
         LIMITS: LineLimits.
     """

@@ -53,10 +53,10 @@ class BlockSparse(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         products = pooled_products(q, cache, index, heads, scale, PER_TILE)
         for first_tile, scores, _ in products:
@@ -71,10 +71,10 @@ def write_top_blocks(
 
     Args:
         scores: [n, 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
-        method: the method and its parameters.
-        index: the SparseIndex that is filled.
-        first_tile: the first tile of the run.
-        heads: [n] int32 on the device, the query heads that are selected.
+        method: The method of the heads, possibly merged.
+        index: The index, whose lists of ``heads`` are overwritten.
+        first_tile: First tile of the run.
+        heads: [n] int32 on the device, numbers of the selected query heads.
     """
     num_entries, num_q, width = scores.shape
     counts = on_device(
@@ -97,15 +97,15 @@ def _top_blocks_kernel(
 
     Args:
         scores: [n, 2 · tiles, width · 64] float32.
-        width: columns of a row of products, in units of 64.
+        width: Columns of ``products``, in units of 64.
         counts: [n] float32, k_b.
-        heads: [n] int32 on the device, the query heads that are selected.
-        first_tile: the first tile of the run.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        first_tile: First tile of the run.
         index: IndexArgs; lists and counts are written.
-        num_tiles: tiles of the step.
-        BLOCK_N: keys of a block of the index.
-        HELD: scores of a row that stay in registers.
-        CHUNK: blocks of a step.
+        num_tiles: Tiles of the step.
+        BLOCK_N: Keys of an index block.
+        HELD: Scores of a row that stay in registers.
+        CHUNK: Blocks of a step.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)

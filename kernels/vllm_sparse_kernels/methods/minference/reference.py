@@ -26,7 +26,7 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
 
     Args:
         scores: [..., n].
-        k: how many.
+        k: Number of values.
 
     Returns:
         bool of the same shape.
@@ -41,12 +41,12 @@ def select_a_shape(
     """Section 3.2: global tokens and a local window.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     for i_tile, tile in enumerate(index.rows.tile_list):
         keys = torch.arange(tile.last_position + 1, device=q.device)
@@ -60,7 +60,7 @@ def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
 
     Args:
         kept: [n] bool.
-        tokens: flags of a group.
+        tokens: Number of flags in each group.
 
     Returns:
         [n / tokens, rounded up] bool.
@@ -75,12 +75,12 @@ def select_vertical_slash(
     """Algorithms 2 and 4.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
         vertical, slash = vertical_slash_sums(queries[-method.last_queries :], keys, scale)
@@ -96,10 +96,10 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
     Args:
         last_q: [queries, head_dim].
         keys: [seq_len, head_dim].
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
-        Two [seq_len] float32.
+        Two tensors [seq_len] float32.
     """
     num_last, seq_len = len(last_q), len(keys)
     positions = torch.arange(seq_len - num_last, seq_len, device=keys.device)
@@ -115,8 +115,8 @@ def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
 
     Args:
         sums: [seq_len].
-        k: how many.
-        forced: so many of the first count as infinite.
+        k: Number of values.
+        forced: Number of the first values that count as infinite.
 
     Returns:
         [seq_len] bool.
@@ -146,9 +146,9 @@ def set_vertical_slash(
     Args:
         verticals: [seq_len] bool.
         slashes: [seq_len] bool, by distance.
-        index: the SparseIndex that is filled.
-        head: a query head.
-        i_tile: a tile of the step.
+        index: The index, whose lists of ``heads`` are overwritten.
+        head: Number of the query head.
+        i_tile: Number of the tile.
     """
     tile = index.rows.tile_list[i_tile]
     starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
@@ -165,12 +165,12 @@ def select_block_sparse(
     """Algorithm 3.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
         kept = tile_blocks(block_scores(queries, keys, scale), head_method.top_blocks)
@@ -184,7 +184,7 @@ def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Ten
     Args:
         q: [query_len, head_dim].
         keys: [seq_len, head_dim].
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         [query blocks, key blocks].
@@ -216,7 +216,7 @@ def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Flag what tiles of two query blocks keep.
 
     Args:
-        scores: of ``block_scores``.
+        scores: The result of ``block_scores``.
         k: k_b.
 
     Returns:
@@ -242,9 +242,9 @@ def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: 
 
     Args:
         kept: [key blocks of 64] bool.
-        index: the SparseIndex that is filled.
-        head: a query head.
-        i_tile: a tile of the step.
+        index: The index, whose lists of ``heads`` are overwritten.
+        head: Number of the query head.
+        i_tile: Number of the tile.
     """
     causal = kept[: index.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
     index.set_blocks(head, i_tile, any_of(causal, index.block_tokens // POOL_TOKENS))

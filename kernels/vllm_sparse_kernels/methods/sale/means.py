@@ -46,10 +46,10 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
-        kept_d: channels that are multiplied.
-        workspace: where temporary tensors come from.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
+        kept_d: Number of channels that the estimate multiplies.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Means, in the workspace.
@@ -105,10 +105,10 @@ def _query_sums_kernel(
         queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         sums: [MOMENTS, num_tiles, heads, BLOCK_D] float32; written.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         MOMENTS: 2: sums of squares as well.
-        BLOCK_M: queries of a tile.
+        BLOCK_M: Queries of a tile.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
@@ -134,13 +134,13 @@ def _key_sums_kernel(
         starts: [num_rows + 1] int32, a row's first split.
         row_ends: [num_rows] int32, each row's keys.
         sums: [MOMENTS, num_splits, kv heads, BLOCK_D] float32; written.
-        num_splits: splits of all rows of the slab.
-        HEAD_DIM: channels of a head.
+        num_splits: Splits of all rows of the slab.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         MOMENTS: 2: sums of squares as well.
-        SPLIT: keys of a program.
-        BLOCK_N: keys of a step.
-        STAGES: steps that are loaded ahead.
+        SPLIT: Keys of a program.
+        BLOCK_N: Keys of a step.
+        STAGES: Steps that are loaded ahead.
     """
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
     i_split = tl.load(starts + i_row) + tl.program_id(0)
@@ -171,13 +171,13 @@ def _means_kernel(
 
     Args:
         sums: [moments, num_sums, heads, BLOCK_D] float32.
-        num_sums: sums of a moment and head.
+        num_sums: Sums of a moment and head.
         starts: [num_rows + 1] int32, a row's first sum.
         rows: [num_rows + 1, FIELDS] int32, ``Rows.row_table``.
         means: [moments, num_rows, heads, BLOCK_D] float32; written.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        FIELDS: columns of the rows' table.
-        COUNT: column that says how many vectors there are.
+        FIELDS: Columns of the rows' table.
+        COUNT: Column of ``rows`` with the number of vectors.
     """
     i_row, i_head, i_moment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
@@ -206,10 +206,10 @@ def _channels_kernel(
         queries: [2, num_rows, heads, BLOCK_D] float32.
         channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
         left_out: [num_rows, kv heads, BLOCK_D] float32, variance of channels left out; written.
-        GROUP: query heads of a kv head.
-        HEAD_DIM: channels of a head.
+        GROUP: Query heads of a kv head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
+        KEPT_D: Number of channels that the estimate multiplies.
     """
     num_rows, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
     i_kv = tl.program_id(0) * num_kv_heads + tl.program_id(1)

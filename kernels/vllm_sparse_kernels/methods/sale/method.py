@@ -140,10 +140,10 @@ class Sale(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
         engine.select(self, q, cache, index, heads, scale)
@@ -155,12 +155,12 @@ def select_on_hopper(
     """Fill the lists of ``heads``, comparing in half precision where that is exact.
 
     Args:
-        method: of the heads, merged of theirs.
+        method: The merged method of the heads.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=True)
 
@@ -171,12 +171,12 @@ def select_on_portable(
     """Fill the lists of ``heads``, comparing in float32.
 
     Args:
-        method: of the heads, merged of theirs.
+        method: The merged method of the heads.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=False)
 
@@ -217,7 +217,7 @@ def integer_dtype(device: torch.device) -> torch.dtype:
     """Return what the 4-bit integers are multiplied as.
 
     Args:
-        device: where tensors lie.
+        device: Device of the tensors.
 
     Returns:
         e4m3 on Hopper and later, int8 elsewhere.

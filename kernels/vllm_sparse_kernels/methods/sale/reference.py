@@ -32,12 +32,12 @@ def select_sale(
     """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does by kernels.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     for head, i_tile, kept in paper_blocks(method, q, cache, index.rows, heads, scale):
@@ -53,12 +53,12 @@ def paper_blocks(
     """Return M_bs of Algorithm 1 for every (head, tile).
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         (head, tile, bool [1 or 2 blocks of 64 queries, causal blocks of 32 keys]).
@@ -92,7 +92,7 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
     """Return which channels are multiplied: all, or those that move scores most.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         keys: [n, num_kv_heads, head_dim], less their mean.
         queries: [m, num_heads, head_dim], less their mean.
 
@@ -111,10 +111,10 @@ def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) ->
     """Flag Algorithm 1's blocks, lines 9 and 12: sink and local blocks, and those between with an element that passed.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         passed: bool [query blocks, key blocks].
-        starts: where each query block's local region begins.
-        tile: a tile of the step.
+        starts: Position at which each query block's local region begins.
+        tile: Number of the tile.
 
     Returns:
         bool, of ``passed``'s shape.
@@ -134,10 +134,10 @@ def last_positions(tile: Tile) -> list[int]:
     """Return the position of the last query of each 64-query block of a tile.
 
     Args:
-        tile: a tile of the step.
+        tile: Number of the tile.
 
     Returns:
-        1 or 2 positions.
+        One or two positions.
     """
     return [
         tile.position + min(first + QUERY_BLOCK, tile.length_tokens) - 1
@@ -152,8 +152,8 @@ def local_start(method: "Sale", last_position: int) -> int:
     local region (appendix C), which so has 128 to 224 tokens, the last block counted whole.
 
     Args:
-        method: the method and its parameters.
-        last_position: of the block's last query.
+        method: The method of the heads, possibly merged.
+        last_position: Position of the block's last query.
 
     Returns:
         A position.
@@ -167,11 +167,11 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
     """Return (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, mended).
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         b_q: [queries, head_dim].
         keys: [seq_len, head_dim].
-        tile: a tile of the step.
-        scale: takes products of elements to scores, in natural units; > 0.
+        tile: Number of the tile.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         [queries].
@@ -195,7 +195,7 @@ def round_queries(x: torch.Tensor) -> torch.Tensor:
         x: [n, head_dim].
 
     Returns:
-        [n, head_dim], what the integers stand for.
+        [n, head_dim], the represented numbers.
     """
     return _round(x, x.abs().amax(-1, keepdim=True))
 
@@ -207,7 +207,7 @@ def round_keys(x: torch.Tensor) -> torch.Tensor:
         x: [n, num_kv_heads, head_dim].
 
     Returns:
-        [n, num_kv_heads, head_dim], what the integers stand for.
+        [n, num_kv_heads, head_dim], the represented numbers.
     """
     n, num_kv_heads, head_dim = x.shape
     groups = pad(x, (0, 0, 0, 0, 0, -n % KEY_BLOCK)).view(-1, 4, 4, 2, num_kv_heads, head_dim)

@@ -60,7 +60,7 @@ class IntegerFormat(NamedTuple):
 
 
 class RoundShape(NamedTuple):
-    """What the kernels that round are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the kernels that round; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -106,11 +106,11 @@ def room_for_keys(
     """Take room for a slab's keys.
 
     Args:
-        num_selected: query heads that are selected.
-        num_kv_heads: kv heads.
-        num_keys: of the slab, a multiple of 128.
-        integers: channels and dtype.
-        workspace: where temporary tensors come from.
+        num_selected: Number of query heads to select.
+        num_kv_heads: Number of kv heads.
+        num_keys: Keys of the slab, a multiple of 128.
+        integers: Channels and dtype.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Undefined keys, in the workspace.
@@ -130,11 +130,11 @@ def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeyS
     """Fill ``rounded`` with the keys of a slab's rows, in whole steps: those past a row's end count as zeros.
 
     Args:
-        inputs: cache and rows of the step.
-        means: of all rows.
-        selected: the heads whose biases are written.
-        slab: the rows.
-        rounded: from ``room_for_keys`` for ``slab.num_keys`` keys; written.
+        inputs: Cache and rows of the step.
+        means: Means of all rows.
+        selected: The heads whose biases are written.
+        slab: The slab, whose rows are pooled.
+        rounded: From ``room_for_keys`` for ``slab.num_keys`` keys; written.
     """
     cache, rows, group = inputs.cache, inputs.rows, inputs.group
     shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
@@ -154,12 +154,12 @@ def round_queries(
     """Round the queries of all rows to 4 bits, and find every query's threshold.
 
     Args:
-        inputs: queries, cache and rows of the step.
-        means: of the same rows.
-        selected: the heads that are selected.
-        regions: what every query block keeps; the threshold is relative to the keys in it.
-        integers: channels and dtype.
-        workspace: where temporary tensors come from.
+        inputs: Queries, cache and rows of the step.
+        means: Means of the same rows.
+        selected: The selected heads.
+        regions: Sink and local region of every query block, to whose keys the threshold is relative.
+        integers: Channels and dtype.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Rounded queries, in the workspace.
@@ -196,17 +196,17 @@ def _round_keys_kernel(
         keys: KeyArgs.
         rounded: RoundedKeys; written.
         means: Means.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
-        num_selected: heads that are selected.
+        num_selected: Number of heads to select.
         row_ends: [num_rows] int32, each row's keys.
-        first_row: the first row of the slab.
+        first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
         SHAPE: RoundShape.
         GROUP_2: GROUP rounded up to a power of two.
         HEADS: n rounded up to a power of two.
-        BLOCK_N: keys of a program.
-        STEP: keys that a row is rounded in whole steps of.
+        BLOCK_N: Keys of a program.
+        STEP: Keys of a step, to a multiple of which rows are padded.
     """
     i_kv = tl.program_id(1)
     i_row = first_row + tl.program_id(2)
@@ -282,12 +282,12 @@ def local_start(end, sink_tokens, local_tokens):
     """Return where the local region of a 64-query block begins.
 
     Args:
-        end: behind the position of the block's last query.
-        sink_tokens: keys at the sequence's begin that are always kept.
-        local_tokens: keys before a query block's end that are always kept, at least.
+        end: Position after that of the block's last query.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query block's end that are always kept.
 
     Returns:
-        A position; everything from there on is kept.
+        The position from which on everything is kept.
     """
     between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
     return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)
@@ -307,16 +307,16 @@ def _round_queries_kernel(
         keys: KeyArgs.
         rounded: RoundedQueries; written.
         means: Means.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         regions: Regions.
-        scale: of products of elements, in natural units.
+        scale: Factor from q·k to scores, usually 1/√head_dim.
         SHAPE: RoundShape.
-        KV_HEADS: kv heads.
-        TILE: queries of a tile.
-        BLOCK_N: keys of a step.
-        PRECISION: of float32 products, as ``tl.dot`` takes it.
+        KV_HEADS: Number of kv heads.
+        TILE: Queries of a tile.
+        BLOCK_N: Keys of a step.
+        PRECISION: ``input_precision`` of ``tl.dot`` for float32.
     """
     i_group = tl.program_id(1)
     log_tau = tl.load(log_taus + i_group)

@@ -49,7 +49,7 @@ else:
 
 
 class ScoreShape(NamedTuple):
-    """What ``_test_kernel`` is compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of ``_test_kernel``; every field is a ``tl.constexpr``."""
 
     GROUP: Any  # query heads of a kv head
     BLOCK_D: Any  # channels that are multiplied
@@ -90,8 +90,8 @@ def marks_bytes(num_selected: int, reach: int) -> int:
     """Return what one tile takes: a mark for each span that is left to ``_test_kernel``.
 
     Args:
-        num_selected: query heads that are selected.
-        reach: keys that the furthest of the tiles may see.
+        num_selected: Number of query heads to select.
+        reach: Keys in the longest causal reach of the tiles.
 
     Returns:
         Bytes.
@@ -104,9 +104,9 @@ def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regi
 
     Args:
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        index: the lists' layout.
-        selected: the heads that are selected.
-        regions: what every query block keeps.
+        index: The index, whose layout of lists is used.
+        selected: The selected heads.
+        regions: Sink and local region of every query block.
     """
     _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
         kept, index.args, selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
@@ -120,14 +120,14 @@ def flag_blocks(
     """Set the flags of the blocks in which an element passes, of a run of a slab's tiles.
 
     Args:
-        queries: of all tiles, rounded.
-        keys: of the slab, rounded.
+        queries: Rounded queries of all tiles.
+        keys: Rounded keys of the slab.
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        index: the lists' layout, of all rows.
-        selected: the heads that are selected.
-        regions: what every query block keeps.
-        run: the tiles.
-        by_half: whether to compare in half precision, by ``sale_hopper``, where that is exact.
+        index: The index, whose layout of lists is used, for all rows.
+        selected: The selected heads.
+        regions: Sink and local region of every query block.
+        run: The tiles.
+        by_half: Whether to compare in half precision, by ``sale_hopper``, where that is exact.
     """
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.pairs, *regions)
@@ -150,10 +150,10 @@ def half_refusal(spec: SelectSpec) -> str | None:
     """Return why ``sale_hopper`` cannot compare scores of such a layer in half precision.
 
     Args:
-        spec: what is known of the layer at start-up.
+        spec: Properties of the layer.
 
     Returns:
-        Words that end a sentence; None on Hopper, where e4m3 products are added up without loss if the sums fit.
+        Why it cannot, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if the sums fit.
     """
     if MISSING_GLUON:
         return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
@@ -185,10 +185,10 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
         index: IndexArgs.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
-        sink_tokens: keys at the sequence's begin that are always kept.
-        local_tokens: keys before a query that are always kept, at least.
-        INDEX_N: keys of a block of the index.
-        CHUNK: blocks of a step.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query that are always kept.
+        INDEX_N: Keys of an index block.
+        CHUNK: Blocks of a step.
     """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
     begin, end = _tested(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
@@ -214,17 +214,17 @@ def _test_kernel(
     Args:
         queries: RoundedQueries.
         keys: RoundedKeys.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
         index: IndexArgs.
         pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
-        sink_tokens: keys at the sequence's begin that are always kept.
-        local_tokens: keys before a query that are always kept, at least.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query that are always kept.
         left: [n, pairs, spans] uint8, spans that are left.
-        num_spans: spans of the furthest tile.
+        num_spans: Spans of the furthest tile.
         SHAPE: ScoreShape.
-        MARKED: whether to test only the spans that are left.
+        MARKED: Whether to test only the spans that are left.
     """
     args = ScoreArgs(queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens)
     if MARKED:

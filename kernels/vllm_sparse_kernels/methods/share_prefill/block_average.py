@@ -34,7 +34,7 @@ class Spans(NamedTuple):
         """Return the spans of an index's rows, copied to the device.
 
         Args:
-            index: whose rows and blocks are meant.
+            index: The index, whose rows and block size are used.
 
         Returns:
             Spans.
@@ -65,7 +65,7 @@ class QueryArgs(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """What the kernels that average queries and keys are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the kernels that average queries and keys; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -162,12 +162,12 @@ def _last_queries_kernel(
     Args:
         queries: QueryArgs, with the scale.
         keys: KeyArgs.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
-        num_entries: heads that are selected.
+        num_entries: Number of heads to select.
         last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: blocks of all rows.
+        num_blocks: Blocks of all rows.
         mean_queries: [heads, num_rows, HEAD_DIM] float32; written.
         scores: [heads, num_blocks] float32, of diagonal blocks; written.
         SHAPE: TileShape.
@@ -195,14 +195,14 @@ def _mean_keys_kernel(
 
     Args:
         keys: KeyArgs.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
-        num_entries: heads that are selected, n.
+        num_entries: Number n of heads to select.
         last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: blocks of all rows.
+        num_blocks: Blocks of all rows.
         mean_queries: [heads, num_rows, HEAD_DIM] float32.
-        num_rows: rows of the step.
+        num_rows: Rows of the step.
         mean_keys: [kv heads, num_blocks, HEAD_DIM] float32; written.
         scores: [heads, num_blocks] float32, of blocks before the diagonal; written.
         SHAPE: TileShape.
@@ -246,14 +246,14 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
     Grid: (n, rows). Bound by latency: 4 bytes a block, three times.
 
     Args:
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
         scores: [heads, num_blocks] float32.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: blocks of all rows.
+        num_blocks: Blocks of all rows.
         out: [n, num_blocks] float32, â; written.
         sparsity: [n, num_rows] float32, sqrt(JSD) to the uniform distribution; written.
-        CHUNK: blocks of a step.
+        CHUNK: Blocks of a step.
     """
     i, i_row, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if tl.load(clusters + i) < 0:
@@ -277,12 +277,12 @@ def softmax_sums(scores, count, CHUNK: tl.constexpr):
     """Return what a softmax needs.
 
     Args:
-        scores: pointer to [count] float32.
-        count: scores.
-        CHUNK: scores of a step.
+        scores: Pointer to [count] float32.
+        count: Number of scores.
+        CHUNK: Scores of a step.
 
     Returns:
-        (the largest score, the sum of exp(score − largest)).
+        (largest score, sum of exp(score − largest)).
     """
     peak, total = float("-inf"), 0.0
     for first in range(0, count, CHUNK):
@@ -299,8 +299,8 @@ def divergence(b_a, b_b):
     """Return terms of JSD(a‖b), natural logarithm; 0 · log 0 is 0.
 
     Args:
-        b_a: shares.
-        b_b: shares.
+        b_a: Shares.
+        b_b: Shares.
 
     Returns:
         float32 of the same shape.
@@ -325,9 +325,9 @@ def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
         queries: QueryArgs, with the scale.
         keys: KeyArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        i_tile: a tile of the step.
-        i_head: the query head.
-        out: pointer to scores by block; those of diagonal blocks are written.
+        i_tile: Number of the tile.
+        i_head: Number of the query head.
+        out: Pointer to scores by block; those of diagonal blocks are written.
         SHAPE: TileShape.
 
     Returns:

@@ -90,18 +90,18 @@ def decide_kernel(
 
     Args:
         args: ShareArgs.
-        stride: of ``args.estimates``, elements.
-        stride_last: of ``args.last_rows``, elements.
-        num_heads: heads that are selected, n.
-        num_rows: rows of the step.
+        stride: Elements between two rows of ``args.estimates``.
+        stride_last: Elements between two rows of ``args.last_rows``.
+        num_heads: Number n of heads to select.
+        num_rows: Rows of the step.
         thresholds: Thresholds.
         queries: QueryArgs, with the scale.
         keys: KeyArgs.
         index: IndexArgs.
-        num_map_programs: programs that make maps.
-        num_blocks: blocks of all rows.
-        stride_map: of ``args.maps``, elements.
-        num_tiles: tiles of the step.
+        num_map_programs: Programs that make maps.
+        num_blocks: Blocks of all rows.
+        stride_map: Elements between two rows of ``args.maps``.
+        num_tiles: Tiles of the step.
         HEADS: n rounded up to a power of two.
         SHAPE: TileShape.
     """
@@ -215,10 +215,10 @@ def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr,
 
     Args:
         args: ShareArgs.
-        stride_map: of ``args.maps``, elements.
-        num_rows: rows of the step.
+        stride_map: Elements between two rows of ``args.maps``.
+        num_rows: Rows of the step.
         index: IndexArgs.
-        BLOCK_N: keys of a block of the index.
+        BLOCK_N: Keys of an index block.
         HEADS: n rounded up to a power of two.
     """
     i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
@@ -249,15 +249,15 @@ def apply_patterns_kernel(
 
     Args:
         args: ShareArgs.
-        stride_map: of ``args.maps``, elements.
-        num_rows: rows of the step.
-        stride_estimate: of ``args.estimates``, elements.
-        stride_last: of ``args.last_rows``, elements.
+        stride_map: Elements between two rows of ``args.maps``.
+        num_rows: Rows of the step.
+        stride_estimate: Elements between two rows of ``args.estimates``.
+        stride_last: Elements between two rows of ``args.last_rows``.
         rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
         index: IndexArgs; lists and counts are written.
-        num_tiles: tiles of the step.
-        BLOCK_N: keys of a block of the index.
-        ROW_FIELDS: columns of the rows' table.
+        num_tiles: Tiles of the step.
+        BLOCK_N: Keys of an index block.
+        ROW_FIELDS: Columns of the rows' table.
         HEADS: n rounded up to a power of two.
     """
     i_tile = tl.program_id(0)

@@ -114,7 +114,7 @@ class SharePrefill(PerHead):
         """Return one method for several heads. Heads that are the same are still several, which share.
 
         Args:
-            methods: each head's own method.
+            methods: The method of each head.
 
         Returns:
             A method whose settings are the heads'.
@@ -133,10 +133,10 @@ class SharePrefill(PerHead):
         """Return why heads with these methods could share nothing: see ``Method.objection``.
 
         Args:
-            methods: each head's own method.
+            methods: The method of each head.
 
         Returns:
-            A reason, or None.
+            Why they could share nothing; None if they can share.
         """
         members = Counter(m.sharing for m in methods if m.shares([m]))
         if any(count > 1 for count in members.values()):
@@ -151,7 +151,7 @@ class SharePrefill(PerHead):
         """Return what a log shows: see ``Method.summary``.
 
         Args:
-            methods: each head's own method.
+            methods: The method of each head.
 
         Returns:
             Fields by name.
@@ -173,10 +173,10 @@ class SharePrefill(PerHead):
         """Return the room for one head's stripes: see ``Method.stripe_layout``.
 
         Args:
-            rows: the rows of a step.
+            rows: The rows of a step.
 
         Returns:
-            Where each tile's list begins.
+            Offsets of the tiles' lists.
         """
         return self.fallback.stripe_layout(rows)
 
@@ -184,13 +184,13 @@ class SharePrefill(PerHead):
         """Return what ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
-            rows: the rows of a step.
-            shape: the layer's heads and blocks.
-            num_selected: query heads that are selected.
-            stripe_capacity: stripes of one head, of all tiles.
+            rows: The rows of a step.
+            shape: Sizes of the layer.
+            num_selected: Number of query heads to select.
+            stripe_capacity: Positions of all lists of stripes of one head.
 
         Returns:
-            Bytes, or a few more.
+            An upper bound, in bytes.
         """
         lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
         return max(lines, averaged_bytes(rows, shape, num_selected))
@@ -199,7 +199,7 @@ class SharePrefill(PerHead):
         """Return whether any of these heads could take a pattern. If none could, no pivot is worth its dense attention.
 
         Args:
-            heads: each head's own method.
+            heads: The method of each head.
 
         Returns:
             True if thresholds are above 0 and a head is in a cluster.
@@ -210,9 +210,9 @@ class SharePrefill(PerHead):
         """Return what layers keep for later ones, made by the first of them. Heads with other thresholds share nothing.
 
         Args:
-            rows: the rows of a step.
-            kind: what is kept.
-            make: makes it.
+            rows: The rows of a step.
+            kind: Name of the state.
+            make: Creates the value.
 
         Returns:
             The state.
@@ -227,10 +227,10 @@ class SharePrefill(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         settings = self.of_heads(len(heads))
         if not self.shares(settings):
@@ -270,14 +270,14 @@ class Pivots:
         """Return the slots of clusters, making room for the new ones. Host and device both know without asking.
 
         Args:
-            clusters: the layer's, ascending.
-            index: the layer's.
+            clusters: The layer's, ascending.
+            index: The layer's index.
 
         Returns:
             A slot for each cluster.
 
         Raises:
-            ValueError: the index is of another size than those of the layers before.
+            ValueError: The index has another size than those of earlier layers.
         """
         actual, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
         require(actual == expected, "index", actual, f"the capacity and block size of the layers before: {expected}")

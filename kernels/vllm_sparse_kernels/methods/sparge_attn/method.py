@@ -105,10 +105,10 @@ class SpargeAttn(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         index.clear_stripes(heads)
         settings = self.of_heads(len(heads))
@@ -131,12 +131,12 @@ def keep_top_mass(
     Args:
         scores: [n, tiles, a multiple of 64] float32.
         similarity: [n, num_tiles] float32, of all tiles.
-        index: the SparseIndex that is filled.
-        first_tile: the first tile of the run.
-        heads: [n] int32 on the device, the query heads that are selected.
+        index: The index, whose lists of ``heads`` are overwritten.
+        first_tile: First tile of the run.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         kept_mass: [n] float32, τ.
         min_similarity: [n] float32, θ.
-        keep_sink: whether the first block is kept whatever its score.
+        keep_sink: Whether the first block is kept whatever its score.
     """
     num_heads, num_tiles, width = scores.shape
     _keep_top_mass_kernel[(num_tiles, num_heads)](
@@ -160,19 +160,19 @@ def _keep_top_mass_kernel(
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over scores in registers.
 
     Args:
-        scores: see above; overwritten.
-        width: columns of a row of products, in units of 64.
+        scores: The scores described above; overwritten.
+        width: Columns of ``products``, in units of 64.
         similarity: [n, num_tiles] float32.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         index: IndexArgs; lists and counts are written.
-        num_tiles: tiles of the step.
-        first_tile: the first tile of the run.
+        num_tiles: Tiles of the step.
+        first_tile: First tile of the run.
         kept_mass: [n] float32, τ.
         min_similarity: [n] float32, θ.
         num_sink: 1: the first block is kept; 0: it is not.
-        BLOCK: keys of a block.
-        HALVES: blocks that make one of the index.
-        CHUNK: scores that stay in registers.
+        BLOCK: Keys of a block.
+        HALVES: Blocks of 64 keys in an index block.
+        CHUNK: Scores that stay in registers.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)

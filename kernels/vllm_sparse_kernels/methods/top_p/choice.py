@@ -50,7 +50,7 @@ def mass_width(reach: int) -> int:
     """Return the masses of one tile: one for each block of 32 keys, in whole steps of 16.
 
     Args:
-        reach: keys that the tile may see.
+        reach: Keys in the tile's causal reach.
 
     Returns:
         A multiple of 16.
@@ -62,8 +62,8 @@ def mass_bytes(num_selected: int, reach: int) -> int:
     """Return what one tile's masses take.
 
     Args:
-        num_selected: query heads that are selected.
-        reach: keys that the tile may see.
+        num_selected: Number of query heads to select.
+        reach: Keys in the tile's causal reach.
 
     Returns:
         Bytes.
@@ -82,13 +82,13 @@ def write_block_lists(
 
     Args:
         masses: [n, tiles, width] float32, of blocks of 32 keys.
-        index: lists and counts are written.
-        first_tile: the first tile of ``masses``.
-        heads: [n] int32 on the device, the query heads that are selected.
+        index: The index; its lists and counts are written.
+        first_tile: First tile of ``masses``.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         kept_mass: [n] float32, share of the mass that a tile keeps; 1 or more: everything.
         most_share: [n] float32, share of a tile's blocks that are kept for their mass, at most.
-        sink_tokens: keys at the sequence's begin that are always kept.
-        local_tokens: keys before a query that are always kept, at least.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query that are always kept.
     """
     num_heads, num_tiles, _ = masses.shape
     _choose_kernel[(num_tiles, num_heads)](
@@ -115,20 +115,20 @@ def _choose_kernel(
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over masses in registers.
 
     Args:
-        masses: see above.
-        stride_head: of ``masses`` from head to head, elements.
-        stride_tile: of ``masses`` from tile to tile, elements.
-        heads: [n] int32 on the device, the query heads that are selected.
+        masses: The masses described above.
+        stride_head: Elements between two heads of ``masses``.
+        stride_tile: Elements between two tiles of ``masses``.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        num_tiles: tiles of the step.
-        first_tile: the first tile of the run.
+        num_tiles: Tiles of the step.
+        first_tile: First tile of the run.
         shares: Shares.
-        sink: tokens.
-        local: tokens.
+        sink: Keys at the beginning of the sequence that are always kept.
+        local: Minimum number of keys before a query that are always kept.
         lists: BlockLists; written.
-        stride_ids: of ``lists.block_ids`` from head to head, elements.
-        PARTS: blocks of 32 keys that make one of the index.
-        CHUNK: masses that stay in registers.
+        stride_ids: Elements between two heads of ``lists.block_ids``.
+        PARTS: Blocks of 32 keys in an index block.
+        CHUNK: Masses that stay in registers.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)

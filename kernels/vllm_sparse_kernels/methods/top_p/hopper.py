@@ -92,8 +92,8 @@ def tile_bytes(num_selected: int, reach: int) -> int:
     """Return what one tile's scratch and masses take.
 
     Args:
-        num_selected: query heads that are selected.
-        reach: keys that the tile may see.
+        num_selected: Number of query heads to select.
+        reach: Keys in the tile's causal reach.
 
     Returns:
         Bytes.
@@ -106,10 +106,10 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
     """Take room for what the launches of a run leave each other.
 
     Args:
-        num_selected: query heads that are selected.
-        num_tiles: tiles of the run.
-        reach: keys that the furthest of them may see.
-        workspace: where temporary tensors come from.
+        num_selected: Number of query heads to select.
+        num_tiles: Tiles of the run.
+        reach: Keys in the longest causal reach of these tiles.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Undefined tensors, in the workspace.
@@ -130,11 +130,11 @@ def masses(
     The mass of all the tile's own keys stands at the first of their blocks, 0 at the others.
 
     Args:
-        rounded: queries of all tiles and keys of the slab.
-        selected: the heads; masses are not written where a head's ``kept_mass`` is 1 or more.
+        rounded: Queries of all tiles and keys of the slab.
+        selected: The heads; masses are not written where a head's ``kept_mass`` is 1 or more.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
-        run: the tiles to measure.
-        scratch: from ``room`` for this run.
+        run: The tiles to measure.
+        scratch: From ``room`` for this run.
         target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile

@@ -177,10 +177,10 @@ class TopP(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
         engine.select(self, q, cache, index, heads, scale)
@@ -190,10 +190,10 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
     """Return why the Hopper kernels cannot select for such a layer.
 
     Args:
-        spec: what is known of the layer at start-up.
+        spec: Properties of the layer.
 
     Returns:
-        Words that end a sentence; None if they can.
+        Why they cannot, as the end of a sentence; None if they can.
     """
     if hopper is None:
         return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
@@ -212,12 +212,12 @@ def select_on_hopper(
     """Fill the lists of ``heads`` by the kernels of ``hopper``.
 
     Args:
-        method: of the heads, merged of theirs.
+        method: The merged method of the heads.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     assert hopper is not None
     _select(hopper, method, LayerInputs(q, cache, index.rows, scale), index, heads)
@@ -229,12 +229,12 @@ def select_on_portable(
     """Fill the lists of ``heads`` by the kernels of ``portable``.
 
     Args:
-        method: of the heads, merged of theirs.
+        method: The merged method of the heads.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     _select(portable, method, LayerInputs(q, cache, index.rows, scale), index, heads)
 
@@ -280,7 +280,7 @@ def stored_dtype(device: torch.device) -> torch.dtype:
     """Return what the numbers of e4m3 are kept and multiplied as.
 
     Args:
-        device: where tensors lie.
+        device: Device of the tensors.
 
     Returns:
         A dtype.

@@ -29,12 +29,12 @@ def select_top_p(
     """Fill the index, in whose blocks the union of 32-key blocks is taken.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
@@ -50,9 +50,9 @@ def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
     """Flag sink, local region and diagonal, and of the blocks between them the fewest that make up p of all mass.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         masses: [blocks].
-        position: of the tile's first query.
+        position: Position of the tile's first query.
 
     Returns:
         [blocks] bool.
@@ -74,7 +74,7 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
     """Flag blocks in which some query has a share of at least ``peak_share``.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         shares: [queries, blocks].
 
     Returns:
@@ -89,12 +89,12 @@ def tile_shares(
     """Return the share of each query in each causal block of 32 keys.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         (head, tile, [queries, blocks]).
@@ -121,8 +121,8 @@ def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -
     """Return which channels are multiplied: all, or those that move scores most.
 
     Args:
-        method: the method and its parameters.
-        sample: keys [n, num_kv_heads, head_dim].
+        method: The method of the heads, possibly merged.
+        sample: Keys [n, num_kv_heads, head_dim].
         queries: [m, num_heads, head_dim].
 
     Returns:
@@ -141,10 +141,10 @@ def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         x: [n, heads, head_dim].
-        count: vectors that share a scale.
+        count: Vectors that share a scale.
 
     Returns:
-        What the numbers stand for, of the same shape.
+        The represented numbers, of the same shape.
     """
     groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
     step = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST

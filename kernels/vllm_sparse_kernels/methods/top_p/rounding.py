@@ -86,12 +86,12 @@ def row_moments(inputs: LayerInputs, kept_d: int, workspace: Workspace) -> Momen
     """Find the mean keys of each row and kv head, and the ``kept_d`` channels that move scores most.
 
     Args:
-        inputs: queries, cache and rows of the step.
-        kept_d: channels that are multiplied.
-        workspace: where temporary tensors come from.
+        inputs: Queries, cache and rows of the step.
+        kept_d: Number of channels that the estimate multiplies.
+        workspace: Memory of temporary tensors.
 
     Returns:
-        Both, in the workspace.
+        Mean keys and channels, in the workspace.
     """
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
@@ -183,9 +183,9 @@ def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
         keys: KeyArgs.
         row_ends: [num_rows] int32, each row's keys.
         sums: [num_rows, kv heads, splits, 2, BLOCK_D] float32; written.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        GROUPS: groups of the sample that one program adds up.
+        GROUPS: Groups of the sample that one program adds up.
     """
     i_split, i_kv, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(row_ends + i_row)
@@ -213,7 +213,7 @@ def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK
         queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         squares: [num_tiles, heads, BLOCK_D] float32; written.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
@@ -235,17 +235,17 @@ def _moments_kernel(
 
     Args:
         sums: [num_rows, kv heads, num_splits, 2, BLOCK_D] float32.
-        num_splits: splits of the longest row.
+        num_splits: Splits of the longest row.
         squares: [num_tiles, heads, BLOCK_D] float32, or None.
         bounds: [num_rows + 1] int32, a row's first tile.
         row_ends: [num_rows] int32, each row's keys.
         means: [num_rows, kv heads, BLOCK_D] float32; written.
         channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
-        GROUP: query heads of a kv head.
-        HEAD_DIM: channels of a head.
+        GROUP: Query heads of a kv head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
-        GROUPS: groups of the sample that one program adds up.
+        KEPT_D: Number of channels that the estimate multiplies.
+        GROUPS: Groups of the sample that one program adds up.
     """
     i_row, num_kv_heads = tl.program_id(0), tl.num_programs(1)
     i_kv = i_row * num_kv_heads + tl.program_id(1)
@@ -289,7 +289,7 @@ def in_e4m3(b_x, dtype: tl.constexpr):
 
     Args:
         b_x: float32.
-        dtype: of the result.
+        dtype: Type of the result.
 
     Returns:
         Of ``dtype``; numbers of e4m3 also where that is not e4m3 itself.
@@ -318,15 +318,15 @@ def _round_queries_kernel(
         queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         row_moments: Moments.
-        heads: [n] int32 on the device, the query heads that are selected.
-        factor: the softmax's scale, in base 2.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        factor: The softmax's scale, in base 2.
         values: [n, num_tiles · 128, KEPT_D]; written.
         factors: [n, num_tiles · 128] float32, 0 past the row's end; written.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
-        GROUP: query heads of a kv head.
-        KV_HEADS: kv heads.
+        KEPT_D: Number of channels that the estimate multiplies.
+        GROUP: Query heads of a kv head.
+        KV_HEADS: Number of kv heads.
     """
     i_tile, i_entry = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
@@ -354,16 +354,16 @@ def _round_keys_kernel(
     Args:
         keys: KeyArgs.
         row_ends: [num_rows] int32, each row's keys.
-        first_row: the first row of the slab.
+        first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
         row_moments: Moments.
         values: [kv heads, num_keys, KEPT_D]; written.
         steps: [kv heads, num_keys / 32] float32; written.
-        num_keys: keys of the slab.
-        HEAD_DIM: channels of a head.
+        num_keys: Keys of the slab.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
-        PERMUTED: whether keys lie as Hopper's products want them.
+        KEPT_D: Number of channels that the estimate multiplies.
+        PERMUTED: Whether keys are permuted for Hopper's products.
     """
     i_step, i_kv, i_place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_row = first_row + i_place
