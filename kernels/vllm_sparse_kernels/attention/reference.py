@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax attention under the index's own mask, tile by tile, in float32 (or the dtype asked for), with its options.
+"""Reference attention in plain torch: softmax under the index's mask, tile by tile, with all options, in float32 by
+default.
 
 The skip of P·V is SpargeAttn's (arXiv 2502.18137, section 3.4 and Algorithm 1, lines 13 to 17) for all queries of a
 tile together. The sum l counts a skipped step too: line 13 stands before the test, so that skipping moves outputs
@@ -47,7 +48,7 @@ class ReferenceAttend:
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Write softmax(scale · q kᵀ + mask) v of the index's rows into ``out``, and its log-sum-exp into ``lse``.
+        """Compute attention; ``engine.Attend`` describes it.
 
         Args:
             q: [num_tokens, num_heads, head_dim].
@@ -101,7 +102,7 @@ attend = ReferenceAttend()
 
 
 def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Return the keys' part of the softmax.
+    """Compute the keys' part of the softmax.
 
     Args:
         scores: [queries, keys], masked.
@@ -116,7 +117,7 @@ def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
 
 
 def fp8_weights(p: torch.Tensor) -> torch.Tensor:
-    """Return weights as FlashAttention-3 rounds them for values in fp8: each query's largest becomes 256.
+    """Round weights as FlashAttention-3 does for fp8 values: the largest of each query becomes 256.
 
     Args:
         p: [queries, keys].
@@ -129,7 +130,7 @@ def fp8_weights(p: torch.Tensor) -> torch.Tensor:
 
 
 def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a tile keeps and sees, in the order in which ``attend`` takes it.
+    """Return the kept keys in the tile's causal reach, in the order in which ``attend`` processes them.
 
     A step is a block, or the next ``STRIPE_STEP`` stripes.
 
@@ -150,7 +151,7 @@ def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torc
 
 
 def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return max(m_local − m) of each step, over all queries: under λ, its product is left out.
+    """Compute max(m_local − m) of each step, over all queries. The product of a step with less than λ is skipped.
 
     Of what is not left out, exp(S − m) with the last m summed over all steps is what the online softmax arrives at.
 
@@ -167,7 +168,7 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return SageAttention's keys of one row, heads first.
+    """Round the keys of one row as SageAttention does, heads first.
 
     Args:
         keys: [seq_len, num_kv_heads, head_dim].
@@ -183,7 +184,7 @@ def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return S of one tile, whose queries get one scale, unscaled. The integers' products sum up exactly.
+    """Compute unscaled scores S of one tile, whose queries share a scale. The sums of integer products are exact.
 
     Args:
         b_q: [queries, head_dim].
@@ -198,7 +199,7 @@ def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) 
 
 
 def quantize(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to integers of 8 bits, to the nearest.
+    """Round to 8-bit integers, to nearest.
 
     Args:
         x: Any tensor.

@@ -36,7 +36,7 @@ VARYING = ("i_row", "seq_len", "start", "num_keys")
 
 
 class SmoothKeys(NamedTuple):
-    """8-bit keys of all rows. What belongs to kv heads that no 8-bit head reads is undefined."""
+    """8-bit keys of all rows. Parts of kv heads that no 8-bit head reads are undefined."""
 
     integers: torch.Tensor  # [num_kv_heads, num_keys, head_dim padded to a power of two] int8; 0 past a row's end
     steps: torch.Tensor  # [num_kv_heads, num_keys / 64] float32
@@ -80,7 +80,7 @@ def smooth_keys(
 
 
 def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
-    """Return the bytes that ``smooth_keys`` takes from its workspace.
+    """Return the workspace memory that ``smooth_keys`` needs.
 
     Args:
         rows: The rows of a step.
@@ -115,7 +115,7 @@ def quantize(b_x):
 
 @triton.jit
 def _is_read(int8_heads, i_kv, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """Whether any 8-bit head reads this kv head."""
+    """Return whether any 8-bit head reads this kv head."""
     if int8_heads is None:
         return True
     else:
@@ -129,7 +129,7 @@ def _round_keys_kernel(
     keys, int8_heads, means, integers, steps, i_row, seq_len, start, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Up to STEP_TOKENS keys of one kv head in 8 bits, zeros past the row's end.
+    """Round up to STEP_TOKENS keys of one kv head to 8 bits, with zeros past the row's end.
 
     Grid: (blocks of 64 keys of one row, kv heads). Bound by memory: it reads each key once and writes half as much.
 

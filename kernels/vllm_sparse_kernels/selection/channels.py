@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of a kv head's channels: those that weigh most, and vectors cut down to them."""
+"""Selection of a kv head's channels with the largest weight, and vectors reduced to these channels."""
 
 from functools import lru_cache
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @lru_cache(maxsize=64)
 def kept_channels(head_dim: int, half: bool, least: int) -> int:
-    """Return KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included.
+    """Return KEPT_D, the number of kept channels, including those that pad head_dim to a power of two.
 
     Args:
         head_dim: Channels of a head.
@@ -25,7 +25,7 @@ def kept_channels(head_dim: int, half: bool, least: int) -> int:
 
 @triton.jit
 def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constexpr):
-    """Store the KEPT_D channels that weigh most, ascending; of equals the lower ones.
+    """Store the KEPT_D channels of the largest weight, ascending; ties go to lower channels.
 
     Args:
         channels: Pointer to [KEPT_D] int32; written.

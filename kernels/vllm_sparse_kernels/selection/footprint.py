@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upper bounds, on the host, of what selection takes from its workspace. A test holds every method to them.
+"""Upper bounds, on the host, of the workspace memory of selection. A test checks every method against them.
 
 There are three ways of selecting, and each takes what belongs to keys, or to pairs of blocks, for a slab of rows or of
 keys at a time, so that long steps need little more than short ones. Everything here is in bytes.
@@ -20,7 +20,7 @@ SLAB_BYTES = 128 << 20
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int, num_columns: int = 0) -> int:
-    """Return enough for any of the methods below that selects ``num_selected`` heads.
+    """Return a bound that is sufficient for any of the methods below.
 
     Args:
         rows: The rows of a step.
@@ -42,7 +42,7 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
 
 
 def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
-    """Return what vertical-slash takes: sums by key and by distance, counts of what is kept, histograms and columns.
+    """Bound the memory of vertical-slash: sums by key and by distance, counts of kept lines, histograms and columns.
 
     Args:
         rows: The rows of a step.
@@ -62,7 +62,7 @@ def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
 
 
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Return what SALE takes: queries and a slab of keys in 8 bits with their scales, flags, float32 sums of queries.
+    """Bound the memory of SALE: 8-bit queries and a slab of keys with their scales, flags, and float32 sums of queries.
 
     Args:
         rows: The rows of a step.
@@ -83,7 +83,7 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Return what SpargeAttn and block-sparse take: mean queries, a slab's mean keys and products, flags.
+    """Bound the memory of SpargeAttn and block-sparse: mean queries, mean keys and products of a slab, flags.
 
     Args:
         rows: The rows of a step.
@@ -101,7 +101,7 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Return what SharePrefill takes: mean keys, last queries and their scores, histograms of pivots' maps.
+    """Bound the memory of SharePrefill: mean keys, last queries and their scores, histograms of the pivots' maps.
 
     (Maps are the step's own: ``Pivots``.)
 
@@ -122,7 +122,7 @@ def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
-    """Return what one row takes: float32 means of 64 keys, how alike these are, and sums of splits.
+    """Bound the memory of one row's mean keys: float32 means of 64 keys, their similarity, and sums of splits.
 
     Args:
         seq_len: The row's keys.
@@ -135,7 +135,7 @@ def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
 
 
 def voted_bytes(rows: Rows, shape: LayerShape, num_candidates: int, tile_voters: int = 1) -> int:
-    """Return what AnchorAttention takes: queries that vote, their thresholds, and a bit for each key that is voted on.
+    """Bound the memory of AnchorAttention: voting queries, their thresholds, and a bit for each candidate key.
 
     Args:
         rows: The rows of a step.

@@ -47,7 +47,7 @@ JOINED = 64
 
 
 class Sums(NamedTuple):
-    """Sums of Â over the rows [first_row, end_row) of a step, for n heads; kernels find them by ``sums_of``.
+    """Sums of Â over the rows [first_row, end_row) of a step, for n heads. Kernels locate them by ``sums_of``.
 
     ``values`` [n · (capacity + capacity / band)] float32: column sums [n, capacity], row i's from
     ``key_starts[i] - key_starts[first_row]`` on; then the sums of diagonals by their offset, in the same places, or
@@ -82,8 +82,8 @@ class Sums(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """How many queries Â is of, and which; whether diagonals are those of keys (``band`` 1, of at most 64 queries) or
-    of blocks of 64 (64, of at most 256).
+    """The queries from which Â is computed, and the kind of diagonals: of keys (``band`` 1, at most 64 queries) or of
+    blocks of 64 (``band`` 64, at most 256 queries).
 
     ``spread``, for the latter alone: not the last queries but as many, evenly spread over the chunk.
     """
@@ -178,7 +178,9 @@ def last_query_sums(
 def _sum_block_diagonals(
     sums: Sums, by_block: torch.Tensor, index: SparseIndex, most_tiles: int, last_queries: int, spread: bool
 ) -> None:
-    """From what each query gives to each block; ``most_tiles``: blocks of the longest row."""
+    """Sum diagonals of blocks from the weight that each query gives to each block. ``most_tiles``: blocks of the
+    longest row.
+    """
     num_queries = by_block.shape[2]
     block = 4096 // num_queries
     block_diagonals_kernel[(ceil_div(most_tiles, block), sums.num_entries, sums.end_row - sums.first_row)](

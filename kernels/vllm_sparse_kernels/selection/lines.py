@@ -26,7 +26,7 @@ KEY_BYTES = 24
 
 
 class Lines(NamedTuple):
-    """What each of n heads keeps of each row; diagonals of keys (bands of 1) or of blocks of 64 (bands of 64).
+    """The kept lines of n heads in each row; diagonals are of keys (bands of 1) or of blocks of 64 (bands of 64).
 
     Rows are those of a slab [first_row, end_row). What has a place for each key has row i's from
     ``key_starts[i] - key_starts[first_row]`` on, blocks and bands each place divided by their size.
@@ -39,7 +39,7 @@ class Lines(NamedTuple):
 
 
 def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Return the rows that are selected together: as many as SLAB_BYTES hold, at least 1.
+    """Return the rows to select together: as many as SLAB_BYTES hold, at least 1.
 
     Args:
         rows: The rows of a step.
@@ -61,7 +61,7 @@ def select_lines(
     keep: Callable[[Sums, SparseIndex], Lines],
     patterns: torch.Tensor | None = None,
 ) -> None:
-    """Sum Â (``last_query_sums``), have ``keep`` choose among its lines, and write the lists of ``heads``.
+    """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of ``heads``.
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
@@ -109,7 +109,7 @@ def write_lines(
 
 @triton.jit
 def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.constexpr, mask):
-    """Whether a kept diagonal crosses each block within the tile at positions [first, last]."""
+    """Return whether a kept diagonal crosses each block within the tile at positions [first, last]."""
     b_near = tl.maximum(first // BAND - (b_block * BLOCK_N + BLOCK_N - 1) // BAND, 0)
     b_upto = tl.load(upto + last // BAND - b_block * BLOCK_N // BAND, mask=mask, other=0)
     return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
@@ -120,7 +120,8 @@ def _write_lines_kernel(
     heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
     BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One (tile, head)'s list: blocks that a kept diagonal crosses, blocks kept whole, and the diagonal ones.
+    """Write the lists of one (tile, head): blocks crossed by a kept diagonal, whole blocks and diagonal blocks; and
+    stripes.
 
     Of the columns kept one by one those before the tile's diagonal blocks and in no kept block become stripes.
     Heads whose ``patterns`` [heads, rows] is not 0 are written elsewhere.

@@ -34,7 +34,7 @@ def append(target, count, b_values, b_kept):
 
 @triton.jit
 def load_tile(tiles, i_tile):
-    """Load a tile.
+    """Load the fields of a tile.
 
     Args:
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
@@ -49,7 +49,7 @@ def load_tile(tiles, i_tile):
 
 @triton.jit
 def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
-    """Return which blocks a tile may see.
+    """Return the range of diagonal blocks of a tile.
 
     Args:
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
@@ -65,7 +65,7 @@ def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def list_of(index, i_head, i_tile):
-    """Return where the list of blocks of a head and a tile begins.
+    """Return a pointer to the list of blocks of a head and a tile.
 
     Args:
         index: IndexArgs.
@@ -96,7 +96,7 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
 
 @triton.jit(do_not_specialize=["stride_kept"])
 def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """One (tile, head)'s list of block ids, in order, from its flags uint8; see ``compact_blocks``.
+    """Write the list of block ids of one (tile, head), in order, from its uint8 flags; see ``compact_blocks``.
 
     Grid: (tiles, n). Bound by memory: it reads a byte and writes at most 4 for each causal block.
 

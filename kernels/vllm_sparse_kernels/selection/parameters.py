@@ -29,7 +29,7 @@ def require(condition: bool, field: str, value: object, expected: str) -> None:
 
 @lru_cache(maxsize=4096)
 def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return parameters of heads on the device, copied once in a process.
+    """Copy parameters of heads to the device, once in a process.
 
     Args:
         values: One value for each head.

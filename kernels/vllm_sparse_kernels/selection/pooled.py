@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of queries and of keys as single tokens, and the products of the ones with the others.
+"""Pooled queries and keys: means of blocks, and the products of mean queries with mean keys.
 
 A pooled query is the mean of a tile of 128 queries or of half of one, a pooled key that of a block of 64 keys. All rows
 of a step are pooled by the same launches, whose programs take some blocks of one head each. Where means or products of
@@ -48,7 +48,7 @@ UNSPECIALIZED = (
 
 
 class PooledSlab(NamedTuple):
-    """Rows whose keys are pooled together, and runs of their tiles whose products are made together."""
+    """Rows whose keys are pooled together, and runs of their tiles whose products are computed together."""
 
     first_row: int
     end_row: int
@@ -63,7 +63,7 @@ class PooledSlab(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """Means [heads, blocks, head_dim] float32, and each block's mean cosine over all pairs of its tokens, if asked for.
+    """Means [heads, blocks, head_dim] float32 and, on request, each block's mean cosine over all pairs of its tokens.
 
     Heads are entries of a list of query heads, or kv heads; blocks are those of all rows or of a slab.
     """
@@ -73,7 +73,7 @@ class Pooled(NamedTuple):
 
 
 def pooled_slabs(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
-    """Return the slabs of a step, made by the first layer of a pass that asks for them.
+    """Return the slabs of a step, computed by the first layer of a pass that needs them.
 
     Args:
         rows: The rows of a step.
@@ -103,7 +103,7 @@ def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Pooled
 
 
 def row_table(rows: Rows) -> torch.Tensor:
-    """Return the rows' table.
+    """Return the lengths of rows as a table on the device.
 
     Args:
         rows: The rows of a step.
@@ -122,7 +122,7 @@ def row_table(rows: Rows) -> torch.Tensor:
 
 
 def _warps(head_dim: int) -> int:
-    """As few as hold 64 tokens in registers: the fewer there are to sum over, the less they wait for each other."""
+    """Return the fewest warps that hold 64 tokens in registers, because sums over fewer warps wait less."""
     return max(2, triton.next_power_of_2(head_dim) // 64)
 
 
@@ -276,7 +276,7 @@ class ProductShape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What is multiplied, for kernels."""
+    """Operands of the products as arguments of kernels."""
 
     query_means: Any  # [selected heads, num_tiles · PER_TILE, HEAD_DIM] float32
     key_means: Any  # [kv heads, blocks of the slab, HEAD_DIM] float32
@@ -311,7 +311,7 @@ def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def _units(b_x):
-    """The sum [D] of tokens [N, D], each scaled to unit length; those of length zero stay zero."""
+    """Sum tokens [N, D], each scaled to unit length: [D]. Tokens of length zero stay zero."""
     b_squares = tl.sum(b_x * b_x, 1)
     b_inverse = tl.rsqrt(tl.where(b_squares > 0, b_squares, 1.0))
     return tl.sum(b_x * b_inverse[:, None], 0)
@@ -319,7 +319,7 @@ def _units(b_x):
 
 @triton.jit
 def _similarity(b_units, count):
-    """Mean cosine over all pairs of ``count`` tokens, those with themselves too."""
+    """Return the mean cosine over all pairs of ``count`` tokens, including those with themselves."""
     return tl.sum(b_units * b_units, 0) / (count * count)
 
 
@@ -328,7 +328,7 @@ def _pool_queries_kernel(
     queries, tiles, heads, means, similarity,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean query of POOL tokens of one tile and head, and, where asked for, the mean cosine of all their pairs.
+    """Average POOL queries of one tile and head and, on request, compute the mean cosine of all their pairs.
 
     means [heads, pooled, HEAD_DIM] and similarity [heads, pooled] float32; PER_TILE pooled queries a tile, the
     last ones of a short tile untouched.
@@ -373,7 +373,7 @@ def _pool_keys_kernel(
     keys, row_table, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers, SHAPE,
     GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT blocks of one kv head of one row: whichever of means, their sum and similarity there is room for.
+    """Pool SPLIT blocks of one kv head of one row: means, their sum and similarity, each unless its tensor is None.
 
     With ``centers`` similarity is that of the keys less their row's center.
 
@@ -440,7 +440,7 @@ def _pool_keys_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUNK: tl.constexpr):
-    """A row's mean key of one kv head.
+    """Compute the mean key of one row and kv head.
 
     Grid: (kv heads, rows). Bound by latency: it reads 4 bytes a channel for each 512 keys.
 
@@ -474,7 +474,7 @@ def _products_kernel(
     operands, row_table, tiles, heads, products, width, first_tile,
     end_tile, num_tiles, first_row, num_blocks, scale, SHAPE,
 ):  # fmt: skip
-    """BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row that the queries belong to.
+    """Multiply BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row to which the queries belong.
 
     Grid: (key blocks / BLOCK_N, pooled queries / BLOCK_M, n). Bound by the matrix units: three TF32 products of each
     pair.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds of long arrays by parallel passes: the k-th largest, and the largest that values with γ of a sum reach.
+"""Thresholds of long arrays by parallel passes: the k-th largest value, or the largest value such that those that reach
+it hold γ of the sum.
 
 Values are sums of weights, never negative, and count as equal if ten bits of the mantissa are: rounding of scores to
 bf16, which has seven, moves them by more. That leaves keys of 16 bits, looked at a digit of 8 at a time. A pass sums,
@@ -47,7 +48,7 @@ UNSPECIALIZED = ("num_entries", "first_row", "num_rows", "capacity", "chunks", "
 
 
 class Digits(NamedTuple):
-    """What the passes found; the last one's sums have not been joined yet.
+    """Results of the passes; the sums of the last one are not joined yet.
 
     ``weights`` [passes, num_rows, 2 n, chunks, 256] by digit, int32 counts or float32 masses; ``above`` [num_rows, 2 n,
     chunks] int32 values of each chunk whose higher digits exceed the threshold's; ``prefixes`` and ``left`` [passes,
@@ -61,7 +62,7 @@ class Digits(NamedTuple):
 
 
 def num_chunks(length: int) -> int:
-    """Return the chunks of an array: 4,096 values each, more in arrays of more than 16 of these.
+    """Return the number of chunks of an array: 4,096 values each, more in arrays of more than 16 of these.
 
     Args:
         length: Number of values.
@@ -74,7 +75,7 @@ def num_chunks(length: int) -> int:
 
 
 def most_chunks(index: SparseIndex, sums: Sums) -> int:
-    """Return the chunks of the longest row's arrays.
+    """Return the number of chunks of the longest row's arrays.
 
     Args:
         index: The index, whose rows are used.
@@ -98,7 +99,7 @@ def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
 
 
 def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch.Tensor | None = None) -> Digits:
-    """Look for each job's largest values, two digits deep.
+    """Run the passes over all jobs: find the digits of each job's threshold.
 
     Without ``forced``, for the largest values that hold that share of the job's sum; all values for an infinite share.
 
@@ -126,7 +127,7 @@ def job_of(
     sums, num_entries, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return this program's job: its number on axis 1, of the row on axis 2, the chunk on axis 0.
+    """Return this program's job: its number is on axis 1, its row on axis 2, its chunk on axis 0.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
@@ -156,7 +157,7 @@ def job_of(
 
 @triton.jit
 def _load_weights(digits, i_state, chunks, used):
-    """Weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]."""
+    """Load weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]."""
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     source = digits.weights + i_state.to(tl.int64) * chunks * DIGITS
     return tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
@@ -181,7 +182,7 @@ def next_digit(b_weight, left):
 
 @triton.jit
 def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constexpr):
-    """Join a pass's sums.
+    """Join the sums of a pass.
 
     Args:
         digits: Digits.
@@ -214,7 +215,7 @@ def _digits_kernel(
     sums, num_entries, first_row, num_rows, capacity, goals, forced, digits, chunks,
     PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One pass over one chunk: of counts, or of masses where nothing is ``forced``.
+    """Run one pass over one chunk, of counts, or of masses if ``forced`` is None.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each value once a pass.
 
@@ -261,7 +262,7 @@ def _digits_kernel(
 
 @triton.jit
 def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many values of row[first : end] have each next digit, of those that agree with ``prefix``; and are above."""
+    """Count the values of row[first : end] that agree with ``prefix`` by next digit, and the values above it."""
     b_count = tl.zeros([DIGITS], tl.int32)
     above = 0
     for start in range(first, end, CHUNK):
@@ -378,7 +379,9 @@ def add_by_high_digit(b_sum, b_x):
 
 @triton.jit
 def _masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
-    """Masses of one key are alike in ten bits of the mantissa: their number times the middle of these."""
+    """Sum masses by low digit: masses of one key agree in ten bits of the mantissa, and count as the middle of their
+    range.
+    """
     b_count = tl.zeros([DIGITS], tl.int32)
     for start in range(first, end, CHUNK):
         o_n = start + tl.arange(0, CHUNK)

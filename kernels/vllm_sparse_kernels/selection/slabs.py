@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is rounded, measured and chosen from together: rows whose keys fit a buffer, and of these tiles whose scores do.
+"""Slabs, rows whose keys fit a buffer and are rounded together, and runs, tiles of a slab whose scores fit another one.
 
 The keys of a row are never cut, and tiles never looked at in part. A row's tiles are dealt out to runs by that row
 alone. So what a tile keeps does not depend on what runs beside it.
@@ -32,7 +32,7 @@ TileBytes = Callable[[int, int], int]
 
 
 class Run(NamedTuple):
-    """Tiles [first_tile, end_tile) of a slab, which are measured by one launch."""
+    """Tiles [first_tile, end_tile) of a slab, measured by one launch."""
 
     first_tile: int
     end_tile: int
@@ -56,7 +56,7 @@ class KeySlab(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """Tiles [first_tile, end_tile), the furthest of which may see ``reach`` keys."""
+    """Tiles [first_tile, end_tile), with ``reach`` keys in their longest causal reach."""
 
     first_tile: int
     end_tile: int
@@ -69,7 +69,7 @@ class TileRange(NamedTuple):
 
 
 def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[KeySlab]:
-    """Return the slabs of a step, computed once for all layers of a pass that select as many heads alike.
+    """Return the slabs of a step, computed once for all layers of a pass with equal arguments.
 
     Args:
         rows: The rows of a step.
@@ -86,7 +86,7 @@ def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[KeySl
 
 
 def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Return the rows of each slab of rounded keys.
+    """Return the rows of each slab.
 
     Args:
         rows: The rows of a step.
@@ -98,7 +98,7 @@ def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
 
 
 def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Return rows that are taken together: as many as ``most`` holds, at least 1.
+    """Divide rows into slabs of at most ``most``, with at least one row each.
 
     Args:
         sizes: Size of each row.
@@ -117,7 +117,7 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def padded(seq_len: int) -> int:
-    """Return keys of a row in whole steps of 128.
+    """Return the number of keys of a row, in whole steps of 128.
 
     Args:
         seq_len: The row's keys.
@@ -165,7 +165,7 @@ def ranges_of_runs(
 
 
 def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[TileRange]:
-    """Return a row's tiles in as few pieces as ``RUN_BYTES`` allows, of about equal size, at least a tile each.
+    """Divide a row's tiles into as few pieces as ``RUN_BYTES`` allows, of about equal size and at least one tile.
 
     A piece has an even number of tiles, except for a row's last piece and where only a single tile fits.
 
@@ -188,7 +188,7 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
 
 
 def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: TileBytes) -> int:
-    """Return an upper bound of what a run of a slab takes.
+    """Return an upper bound of the memory of a slab's runs.
 
     The bound never falls as tiles or keys are added. The exact need does: it depends on how evenly tiles fill runs.
 

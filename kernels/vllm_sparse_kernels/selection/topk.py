@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exact top-k of long rows needs on the device: floats as integers of the same order, so that the k-th largest is
-found by its bits, and which values of a chunk this threshold keeps, equal ones by lowest index first.
+"""Device functions for exact top-k of long rows: floats as integers of the same order, whose bits yield the k-th
+largest, and the values of a chunk that this threshold keeps, with ties in order of index.
 
 Nothing is sorted, nothing goes back to the host, and the result is the same however often it is computed.
 """
@@ -14,7 +14,7 @@ ALIGNED = tl.constexpr(64)
 
 @triton.jit
 def ordered_bits(b_values):
-    """Return float32 as uint32 of the same order.
+    """Convert float32 to uint32 of the same order.
 
     Args:
         b_values: float32, finite or infinite, not NaN.
@@ -48,7 +48,7 @@ def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
 
 @triton.jit
 def kept_in_chunk(b_bits, threshold, num_ties, above_seen, ties_seen):
-    """Return which values of a chunk a threshold keeps, equal ones by lowest index first.
+    """Flag the values of a chunk that a threshold keeps, with ties in order of index.
 
     Args:
         b_bits: [n] uint32, n below 2¹⁵; 0: no value.

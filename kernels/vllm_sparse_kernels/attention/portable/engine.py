@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a SparseIndex by one Triton kernel, wherever Triton runs: the engine that has every option.
+"""Attention over a SparseIndex by one Triton kernel on every device that Triton supports: the engine with all options.
 
 A program owns one (query head, tile). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
 masks only where a block touches the diagonal, then gathers the tile's stripes.
@@ -42,11 +42,11 @@ from vllm_sparse_kernels.workspace import padded_bytes
 LOG2_E = 1.4426950408889634
 
 STRIPE_STEP = 64
-"""Stripes that are gathered at a time."""
+"""Stripes that are gathered per step."""
 
 
 class MatrixArgs(NamedTuple):
-    """The cache as a matrix whose rows are tokens: where a kv head and a page lie in it."""
+    """The cache viewed as a matrix whose rows are tokens: strides of kv heads and pages in it."""
 
     num_rows: int
     rows_per_page: int
@@ -55,7 +55,7 @@ class MatrixArgs(NamedTuple):
 
 
 class SmoothArgs(NamedTuple):
-    """8-bit keys (``SmoothKeys``), and block ids, as these keys are not paged."""
+    """8-bit keys (``SmoothKeys``) as arguments of kernels, with block ids, because these keys are not paged."""
 
     block_ids: Any
     integers: Any
@@ -76,7 +76,7 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attend as ``engine.Attend`` has it; fp16, bf16 or fp8, fp32 in the interpreter.
+    """Compute attention; ``engine.Attend`` describes it. fp16, bf16 or fp8; fp32 in the interpreter.
 
     Exact to rounding without ``options``.
 
@@ -127,7 +127,7 @@ def attend(
 
 
 def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
-    """Return the bytes that ``attend`` takes from the index's workspace: places of blocks, and 8-bit keys.
+    """Return an upper bound of the workspace memory that ``attend`` needs: places of blocks, and 8-bit keys.
 
     Args:
         rows: The rows of a step.
@@ -143,7 +143,7 @@ def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
 
 
 def refusal(spec: AttendSpec) -> str | None:
-    """Return why the kernel cannot run such a layer.
+    """Check whether the kernel can run a layer.
 
     Args:
         spec: Properties of the layer.
@@ -162,7 +162,7 @@ def refusal(spec: AttendSpec) -> str | None:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a program may have.
+    """Return the maximum shared memory of a program.
 
     Args:
         device: The GPU.
@@ -176,7 +176,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def widest_block(head_dim: int, limit_bytes: int) -> int | None:
-    """Return how wide a block ``attend`` has room for. Blocks of 128 are worth it only with two buffers.
+    """Return the widest block for which ``attend`` has shared memory. Blocks of 128 need two buffers to pay off.
 
     Args:
         head_dim: Channels of a head.
@@ -191,7 +191,9 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int) -> int:
-    """Shared memory of 16-bit queries and buffered keys and values, as compiled for Hopper; Ampere takes no more."""
+    """Return the shared memory of 16-bit queries and buffered keys and values, as compiled for Hopper; Ampere needs
+    no more.
+    """
     block_d = triton.next_power_of_2(head_dim)
     return 2 * block_d * (TILE_TOKENS + 2 * num_buffers * block_tokens) + 1024
 
@@ -203,16 +205,17 @@ def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
 
 
 def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
-    """Buffers for whole steps. Two of keys and values go with a third one of keys, loaded before the step's own.
+    """Return the number of buffers for whole steps. Two buffers of keys and values need a third one of keys, which are
+    loaded before the step's own.
 
-    Without room for them, 0 leaves it to the compiler to load keys and values apart, which margins do not allow.
+    Without room for them, 0 lets the compiler load keys and values separately, which margins do not allow.
     """
     extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
     return 2 if _needed_bytes(block_tokens, head_dim, 2) + extra <= limit_bytes else int(with_margins)
 
 
 def supports_bulk(cache: PagedCache) -> bool:
-    """Return whether this cache, if it is a matrix at all, can be read by bulk tensor copies.
+    """Return whether a cache that is a matrix of tokens can be read by bulk tensor copies.
 
     Args:
         cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
@@ -232,7 +235,7 @@ def supports_bulk(cache: PagedCache) -> bool:
 
 
 def matrix_args(cache: PagedCache) -> MatrixArgs | None:
-    """Return the cache as a matrix of tokens.
+    """View the cache as a matrix of tokens.
 
     In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
 
@@ -256,7 +259,7 @@ def matrix_args(cache: PagedCache) -> MatrixArgs | None:
 
 
 def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
-    """Return keys and values for bulk copies.
+    """Build descriptors of keys and values for bulk copies.
 
     Args:
         cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
@@ -274,11 +277,11 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
 def _option_args(
     options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
-    """Margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and these for bulk copies.
+    """Return margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and their descriptor for bulk
+    copies.
 
-    None as far as unasked.
-
-    (One by one, as Triton 3.6 can't compare a tuple that holds a None with None.)
+    Each is None unless it is requested. They are separate arguments because Triton 3.6 cannot compare a tuple that
+    contains None with None.
     """
     if options is None:
         return None, None, None, None
@@ -294,7 +297,9 @@ def _option_args(
 
 
 def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
-    """int32 like ``index.block_ids``: each block's first row in the matrix, less the kv head's part."""
+    """Compute each block's first row in the matrix, without the kv head's part: int32, laid out like
+    ``index.block_ids``.
+    """
     places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
         index.args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,

@@ -38,7 +38,7 @@ class VoteShape(NamedTuple):
 
 
 class Voting(NamedTuple):
-    """Who votes; every field is a ``tl.constexpr``."""
+    """Which queries vote; every field is a ``tl.constexpr``."""
 
     USE_ANCHOR: Any
     BLOCK_M: Any  # queries of a tile that have an anchor, at least 16
@@ -59,7 +59,7 @@ class VoteSplit(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Where keys of one row and kv head are read from."""
+    """The keys of one row and kv head."""
 
     keys: Any  # KeyArgs
     k_matrix: Any  # descriptor for bulk copies, or None
@@ -80,7 +80,8 @@ class RowVoters(NamedTuple):
 
 
 class VoterArgs(NamedTuple):
-    """What the first kernel leaves for the vote, each anchor less its head's θ; only selected heads' parts are written.
+    """Output of ``anchor_kernel``: each voter with its anchor, less its head's θ. Only the selected heads' parts are
+    written.
 
     A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
     """
@@ -90,7 +91,7 @@ class VoterArgs(NamedTuple):
 
 
 class GroupArgs(NamedTuple):
-    """The groups of all rows, and what they vote: a bit for each candidate, laid out as the groups' lists."""
+    """The groups of all rows and their votes: a bit for each candidate, laid out like the groups' lists."""
 
     table: Any  # [num_groups, GROUP_FIELDS] int32
     row_starts: Any  # [num_rows + 1] int32, a row's first group
@@ -103,7 +104,7 @@ class GroupArgs(NamedTuple):
 def anchor_kernel(
     queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window, SHAPE, VOTING,
 ):  # fmt: skip
-    """The voters of one tile of one head, where keys lie between the anchor region's parts.
+    """Compute the voters of one tile and head, if there are keys between initial block and window.
 
     With SAMPLE, the last of every SAMPLE queries, and the last of what is left at a tile's end; 0: the mean of all.
 
@@ -161,7 +162,7 @@ def anchor_kernel(
 
 @triton.jit
 def _region_max(b_q, o_m, source, start, first, SHAPE):
-    """Row maxima of q·k over the initial block and the window, for queries at the positions ``o_m``: [BLOCK_M]."""
+    """Compute row maxima [BLOCK_M] of q·k over the initial block and the window, for queries at positions ``o_m``."""
     b_max = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
     # As one run of positions that ends with the window; only blocks past the tile's first query need a mask.
     head = start - SHAPE.INITIAL
@@ -180,7 +181,7 @@ def _region_max(b_q, o_m, source, start, first, SHAPE):
 
 @triton.jit
 def _load_block(source, position, SHAPE):
-    """Keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N. Past the row's end they may be anything."""
+    """Load keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N; undefined past the row's end."""
     keys, matrix = source.keys, source.matrix
     if source.k_matrix is not None:
         table = keys.block_table + source.i_row.to(tl.int64) * keys.stride_table
@@ -193,7 +194,7 @@ def _load_block(source, position, SHAPE):
 
 @triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
 def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, SHAPE, VOTE):
-    """SPLIT keys of one kv head, voted on by a set of its (group, head) pairs of a row: COLUMNS voters at a time.
+    """Vote on SPLIT keys of one kv head, by a set of (group, head) pairs of a row, COLUMNS voters at a time.
 
     ``heads`` is None where all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
 
@@ -258,7 +259,7 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
 
 @triton.jit
 def _voters(row_voters, first_pair, first, SHAPE, VOTE):
-    """Voters ``first`` to ``first`` + BLOCK_T of each of a set's groups: queries [COLUMNS, BLOCK_D] and anchors.
+    """Load voters ``first`` to ``first`` + BLOCK_T of each group of a set: queries [COLUMNS, BLOCK_D] and anchors.
 
     The first voters of all groups come first: maxima over the voters of one group then stay within a thread.
     """
@@ -277,7 +278,7 @@ def _voters(row_voters, first_pair, first, SHAPE, VOTE):
 
 @triton.jit
 def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
-    """By how much each key's score passes x_a − θ of the voter that wants it most, in each pair: [keys, PAIRS].
+    """Compute, for each key and pair, the largest excess of a score over x_a − θ of its voter: [keys, PAIRS].
 
     Less than 0 is too little (equation 2).
     """
@@ -291,7 +292,7 @@ def blocks_kernel(
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole.
+    """Write the list of blocks of one tile and head: the anchor region, and blocks that the group keeps whole.
 
     With ANY, those of which it keeps any key, and the tile has no stripes.
 
@@ -337,7 +338,9 @@ def blocks_kernel(
 
 @triton.jit
 def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
-    """The words of candidate blocks [blocks, words of a block], 0 where masked, and whether a block is kept whole."""
+    """Load the words of candidate blocks [blocks, words of a block], 0 if masked, and flag blocks that are kept
+    whole.
+    """
     o_word = o_b[:, None] * (INDEX_N // WORD) + tl.arange(0, INDEX_N // WORD)[None, :]
     b_words = tl.load(words + o_word, mask=mask[:, None], other=0)
     return b_words, tl.min((b_words == ALL_KEPT).to(tl.int32), 1) != 0
@@ -345,14 +348,14 @@ def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
 
 @triton.jit
 def _stripe_words(words, o_b, mask, INDEX_N: tl.constexpr):
-    """The words of candidate blocks, less those of blocks that are kept whole."""
+    """Load the words of candidate blocks, with those of whole blocks cleared."""
     b_words, b_whole = _block_words(words, o_b, mask, INDEX_N)
     return tl.where(b_whole[:, None], 0, b_words)
 
 
 @triton.jit
 def _ones(b_words):
-    """How many bits of each word are set, by the sums of ever wider fields."""
+    """Count the bits set in each word, by sums of ever wider fields."""
     b_x = b_words.to(tl.uint32, bitcast=True)
     b_x = b_x - ((b_x >> 1) & 0x55555555)
     b_x = (b_x & 0x33333333) + ((b_x >> 2) & 0x33333333)
@@ -366,7 +369,8 @@ def stripes_kernel(
     groups, index, heads, num_tiles,
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of one group's stripes for one head; whoever writes the last one also writes every tile's count.
+    """Write a stretch of one group's stripes for one head; the program of the last stretch also writes all tiles'
+    counts.
 
     Grid: (stretches of the longest list, groups, n). Bound by memory: it reads a bit for each key, and writes 4 bytes
     for each stripe.

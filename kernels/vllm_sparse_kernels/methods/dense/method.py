@@ -13,7 +13,7 @@ from vllm_sparse_kernels.selection.lists import compact_blocks
 
 @dataclass(frozen=True)
 class Dense(Method):
-    """No parameters: nothing is left out."""
+    """Dense attention; the method has no parameters."""
 
     block_tokens = 128
 

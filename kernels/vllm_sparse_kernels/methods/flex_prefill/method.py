@@ -99,7 +99,7 @@ class FlexVerticalSlash(PerHead):
 
     @property
     def size_key(self) -> "FlexVerticalSlash":
-        """The same as far as the workspace's size depends on it."""
+        """Key that is equal for methods whose workspaces have equal sizes."""
         return FlexVerticalSlash(max_stripes=self.max_stripes)
 
     @property
@@ -219,7 +219,7 @@ class LineLimits(NamedTuple):
 
 @triton.jit
 def _threshold(shares, digits, i_all, chunks, used):
-    """The least key (``mass_keys``) of a line that is kept."""
+    """Return the smallest key (``mass_keys``) of a line that is kept."""
     share = tl.load(shares + tl.program_id(1))
     threshold, _, _, _ = threshold_of(digits, LAST_PASS, i_all, chunks, used, share, True)
     return threshold.to(tl.int32)
@@ -227,7 +227,7 @@ def _threshold(shares, digits, i_all, chunks, used):
 
 @triton.jit
 def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Keys [blocks, BLOCK_N] from ``start`` on, which of them are kept, and how many of each block."""
+    """Return keys [blocks, BLOCK_N] from ``start`` on, flags of the kept ones, and their number in each block."""
     o_n = start + tl.reshape(tl.arange(0, CHUNK), [CHUNK // BLOCK_N, BLOCK_N])
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept, tl.sum(b_kept.to(tl.int32), 1)
@@ -235,7 +235,9 @@ def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
-    """Numbers of CHUNK bands from ``start`` on, and whether their mass reaches the threshold: int32 0 or 1."""
+    """Return the numbers of CHUNK bands from ``start`` on, and whether their mass reaches the threshold: int32 0 or
+    1.
+    """
     o_n = start + tl.arange(0, CHUNK)
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept.to(tl.int32)
@@ -243,22 +245,22 @@ def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
 
 @triton.jit
 def _column_counts(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """How many columns of each block from ``start`` on are kept: [blocks] int32."""
+    """Count the kept columns of each block from ``start`` on: [blocks] int32."""
     _, _, b_count = _kept_columns(row, start, end, threshold, BLOCK_N, CHUNK)
     return b_count
 
 
 @triton.jit
 def _band_flags(row, start, end, threshold, CHUNK: tl.constexpr):
-    """Which bands from ``start`` on are kept: int32 0 or 1."""
+    """Flag the kept bands from ``start`` on: int32 0 or 1."""
     _, b_band = _kept_bands(row, start, end, threshold, CHUNK)
     return b_band
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, SHAPE):
-    """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
-    how many are kept.
+    """Count lines: left[row, job, chunk, c - 2] is the number of columns that remain if blocks with c or more are kept
+    whole; for bands, the number that is kept.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
@@ -297,7 +299,7 @@ def _keep_lines_kernel(
     sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, max_stripes, lines, max_columns,
     SHAPE, LIMITS,
 ):  # fmt: skip
-    """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands.
+    """Write the kept lines of one chunk: whole blocks, the other kept columns, and running counts of kept bands.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 

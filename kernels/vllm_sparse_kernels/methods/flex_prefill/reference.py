@@ -47,7 +47,7 @@ def select_flex_vertical_slash(
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
-    """Return places in the chunk: of its last queries, or of as many that part it evenly, the last one included.
+    """Return places in the chunk of its last queries, or of as many that divide it evenly and include the last one.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -63,7 +63,7 @@ def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Ten
 
 
 def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return Â.
+    """Compute Â, the softmax of the estimating queries over all keys.
 
     Args:
         queries: [queries, head_dim].
@@ -129,7 +129,7 @@ def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> torch.Tensor:
-    """Flag the first block and those kept whole, so that at most ``capacity`` columns remain outside.
+    """Flag the first block and the blocks to keep whole, such that at most ``capacity`` columns remain outside.
 
     Args:
         columns: [seq_len] bool, kept ones.
@@ -149,7 +149,8 @@ def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> tor
 def set_lines(
     columns: torch.Tensor, diagonals: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """Write one tile's blocks, those that a kept diagonal crosses and whole ones, and the columns outside as stripes.
+    """Write the lists of one tile: blocks crossed by a kept diagonal, whole blocks, and the other kept columns as
+    stripes.
 
     Args:
         columns: [seq_len] bool.

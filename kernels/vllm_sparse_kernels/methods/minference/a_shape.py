@@ -52,7 +52,7 @@ class AShape(PerHead):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Write one (tile, head)'s list: sink blocks and those of the local window.
+    """Write the list of one tile and head: sink blocks and those of the local window.
 
     Grid: (tiles, n). Bound by the launch: it writes 4 bytes for each kept block.
 

@@ -66,7 +66,7 @@ class BlockSparse(PerHead):
 def write_top_blocks(
     scores: torch.Tensor, method: BlockSparse, index: SparseIndex, first_tile: int, heads: torch.Tensor
 ) -> None:
-    """Write lists of the tiles from ``first_tile`` on: the blocks that ``method`` chooses by their scores, and the
+    """Write the lists of the tiles from ``first_tile`` on: the ``top_blocks`` blocks with the largest scores, and the
     diagonal.
 
     Args:
@@ -91,7 +91,8 @@ def _top_blocks_kernel(
     scores, width, counts, heads, first_tile, index, num_tiles,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal.
+    """Write the list of one tile and head from the scores of its two query blocks, each ``width`` · 64, and the
+    diagonal.
 
     Grid: (tiles of the run, n). Bound by latency: 32 halvings over scores in registers.
 
@@ -134,7 +135,8 @@ def _top_blocks_kernel(
 
 @triton.jit
 def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
-    """For each of two rows (threshold, ties): its k largest are those above and the first ``ties`` equal ones.
+    """Return (threshold, ties) for each of two rows: the k largest are those above the threshold and the first ``ties``
+    equal ones.
 
     Found bit by bit from the highest down. The first CHUNK values are held; of longer rows the rest is read for every
     bit.
@@ -156,7 +158,7 @@ def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
 
 @triton.jit
 def _next_bit(threshold, reach, above, n, k, bit):
-    """One bit of one row's threshold; nothing any more once no more than k values reach it."""
+    """Determine one bit of a row's threshold; keep it once at most k values reach it."""
     is_open = reach > k
     is_set = is_open & (n >= k)
     above = tl.where(is_open & (n < k), n, above)
@@ -165,13 +167,13 @@ def _next_bit(threshold, reach, above, n, k, bit):
 
 @triton.jit
 def _settled(threshold, reach, above, k):
-    """(threshold, ties) of one row: where no more than k values reach the threshold, all of these are kept."""
+    """Return (threshold, ties) of one row; if at most k values reach the threshold, all of them are kept."""
     return tl.where(reach <= k, tl.maximum(threshold, 1) - 1, threshold), tl.where(reach <= k, 0, k - above)
 
 
 @triton.jit
 def _count_two(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
-    """How many values of each row have at least these bits."""
+    """Count the values of each row with at least these bits."""
     row_0, num_0, row_1, num_1 = rows
     n_0, n_1 = _count_held(b_0, b_1, least_0, least_1)
     for start in range(CHUNK, tl.maximum(num_0, num_1), CHUNK):
@@ -184,6 +186,6 @@ def _count_two(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
 
 @triton.jit
 def _count_held(b_0, b_1, least_0, least_1):
-    """Both counts by one reduction; a chunk is shorter than 2 ** 15."""
+    """Compute both counts by one reduction; a chunk is shorter than 2 ** 15."""
     b_counts = tl.sum((b_0 >= least_0).to(tl.int32) + ((b_1 >= least_1).to(tl.int32) << 16), 0)
     return b_counts & 0xFFFF, b_counts >> 16

@@ -22,7 +22,7 @@ POOL_TOKENS = 64
 
 
 def top(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Flag the k largest of each last axis, equal ones by lowest index first.
+    """Flag the k largest along the last axis, with ties in order of index.
 
     Args:
         scores: [..., n].
@@ -38,7 +38,7 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
 def select_a_shape(
     method: "AShape", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Section 3.2: global tokens and a local window.
+    """Select global tokens and a local window (section 3.2).
 
     Args:
         method: The method of the heads, possibly merged.
@@ -56,7 +56,7 @@ def select_a_shape(
 
 
 def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return whether any of consecutive flags is set.
+    """Return whether any flag of each group of consecutive flags is set.
 
     Args:
         kept: [n] bool.
@@ -72,7 +72,7 @@ def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
 def select_vertical_slash(
     method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Algorithms 2 and 4.
+    """Select by Algorithms 2 and 4.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -91,7 +91,7 @@ def select_vertical_slash(
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Algorithm 2's sums: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â).
+    """Compute the sums of Algorithm 2: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â).
 
     Args:
         last_q: [queries, head_dim].
@@ -111,7 +111,7 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
-    """Flag Algorithm 2's argtopk; the first ``forced`` count as infinite, sums alike in ten bits as equal.
+    """Flag the argtopk of Algorithm 2. The first ``forced`` count as infinite, and sums equal to ten bits as equal.
 
     Args:
         sums: [seq_len].
@@ -127,7 +127,7 @@ def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
 
 
 def ten_bits(sums: torch.Tensor) -> torch.Tensor:
-    """Return sums >= 0 as integers of their order, equal where mantissas agree in their first ten bits, or below 2⁻⁵⁷.
+    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are below 2⁻⁵⁷.
 
     Args:
         sums: float32.
@@ -141,7 +141,7 @@ def ten_bits(sums: torch.Tensor) -> torch.Tensor:
 def set_vertical_slash(
     verticals: torch.Tensor, slashes: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """Write what Algorithm 4 merges for one tile, all at once: blocks that a slash crosses, and verticals outside them.
+    """Write the merged lists of Algorithm 4 for one tile: blocks crossed by a slash, and verticals outside of them.
 
     Args:
         verticals: [seq_len] bool.
@@ -162,7 +162,7 @@ def set_vertical_slash(
 def select_block_sparse(
     method: "BlockSparse", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Algorithm 3.
+    """Select by Algorithm 3.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -179,7 +179,7 @@ def select_block_sparse(
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return Q̂ K̂ᵀ / √d + m_causal of Algorithm 3, which A^ is the softmax of.
+    """Compute Q̂ K̂ᵀ / √d + m_causal of Algorithm 3.
 
     Args:
         q: [query_len, head_dim].
@@ -197,7 +197,7 @@ def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Ten
 
 
 def mean_pool(x: torch.Tensor) -> torch.Tensor:
-    """Return means of 64 consecutive rows, of fewer at the end.
+    """Compute means of 64 consecutive rows; the last mean may be of fewer.
 
     Args:
         x: [n, ...].
@@ -213,7 +213,7 @@ def mean_pool(x: torch.Tensor) -> torch.Tensor:
 
 
 def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Flag what tiles of two query blocks keep.
+    """Flag the kept blocks of tiles of two query blocks.
 
     Args:
         scores: The result of ``block_scores``.
@@ -226,7 +226,7 @@ def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
-    """Return whether either of a tile's query blocks has a flag; the second block of the last tile may be missing.
+    """Combine the flags of each tile's two query blocks; the last tile may have only one.
 
     Args:
         of_blocks: [query blocks, key blocks] bool.
@@ -238,7 +238,7 @@ def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
 
 
 def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:
-    """Write one tile's list, in the index's blocks.
+    """Write the list of one tile, in blocks of the index.
 
     Args:
         kept: [key blocks of 64] bool.

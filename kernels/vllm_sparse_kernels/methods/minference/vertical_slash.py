@@ -71,12 +71,12 @@ class VerticalSlash(PerHead):
 
     @property
     def most_verticals(self) -> int:
-        """Of any head, where they differ."""
+        """Maximum number of verticals of any head."""
         return max(head_method.vertical_tokens for head_method in self.settings or (self,))
 
     @property
     def size_key(self) -> "VerticalSlash":
-        """The same as far as the workspace's size depends on it."""
+        """Key that is equal for methods whose workspaces have equal sizes."""
         return VerticalSlash(self.most_verticals)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
@@ -150,7 +150,7 @@ def _keep_largest_kernel(
     sums, num_entries, first_row, num_rows, capacity, counts, forced,
     digits, chunks, columns, max_columns, num_columns, upto, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one job: the kept verticals to their places in a list, slashes to running counts.
+    """Write the kept lines of one chunk and job: places of verticals, or running counts of slashes.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 

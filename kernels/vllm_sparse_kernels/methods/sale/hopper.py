@@ -38,7 +38,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS
 
 @aggregate
 class Span:
-    """What one program tests: up to two tiles of one head, and the keys [begin, end). All fields are scalars."""
+    """Work of one program: up to two tiles of one head, and the keys [begin, end). All fields are scalars."""
 
     i_group: gl.tensor  # place of the head among the selected ones
     i_kv: gl.tensor
@@ -122,21 +122,23 @@ class Buffers:
 
 @gluon.jit
 def _local_start(end, sink_tokens, local_tokens):
-    """Copy of ``rounding``'s function of the same name, which Gluon cannot call."""
+    """Return what ``rounding.local_start`` returns, which Gluon cannot call."""
     between = (end + 31) // 32 * 32 - sink_tokens - local_tokens
     return gl.where(between >= 0, sink_tokens + between // 128 * 128, 0)
 
 
 @gluon.jit
 def _first_local(tile, sink_tokens, local_tokens):
-    """Where the local region of a tile's first query block begins, that is of the block that tests the fewest keys."""
+    """Return the start of the local region of a tile's first query block, which tests the fewest keys."""
     end = tile.position() + gl.minimum(tile.length(), 64)
     return _local_start(end, sink_tokens, local_tokens)
 
 
 @gluon.jit
 def _largest(b_s):
-    """[queries, keys / 32, 4] float32: largest of the eight scores that share a key step. One thread has them."""
+    """Return the largest of the eight scores that share a key step: [queries, keys / 32, 4] float32, within one
+    thread.
+    """
     NUM: gl.constexpr = b_s.shape[1] // 32
     b_s = b_s.reshape([b_s.shape[0], NUM, 2, 2, 4, 2]).permute((0, 1, 4, 5, 2, 3))
     b_even, b_odd = b_s.split()
@@ -147,7 +149,9 @@ def _largest(b_s):
 
 @gluon.jit
 def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
-    """By how much the best score of every index block is over its threshold: one element of a block a thread."""
+    """Return by how much the best score of each index block exceeds its threshold: one element of a block per
+    thread.
+    """
     M: gl.constexpr = b_s.shape[0]
     b_s = gl.inline_asm_elementwise(
         "fma.rn.f16x2 $0, $1, $2, $3;",
@@ -169,7 +173,9 @@ def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def _fits_half(queries, keys, span, first, SPAN: gl.constexpr):
-    """Whether half precision has all sums of products exactly, and biases in range, for the keys from ``first`` on."""
+    """Return whether half precision holds all sums of products exactly, and biases in range, for the keys from
+    ``first`` on.
+    """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_m = gl.arange(0, 2 * STEP_TOKENS, line)
     o_q = span.i_group.to(gl.int64) * queries.num_queries + span.i_tile * STEP_TOKENS + o_m
@@ -191,8 +197,8 @@ def half_kernel(
     queries, keys, bulk_queries, bulk_keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left,
     GROUP: gl.constexpr, INDEX_N: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Flag the blocks in which an element passes, for two tiles of one head and SPAN keys: ``sale_scores._test_kernel``
-    where its products fit half precision.
+    """Flag the blocks in which an element passes, for two tiles of one head and SPAN keys: ``scores._test_kernel`` for
+    spans whose products fit half precision.
 
     Grid: (pairs of tiles, spans of the furthest tile's keys, selected heads), 4 warps. Two programs fit a
     multiprocessor. Bound by the instructions that look at scores: a multiply-add and a maximum for two scores, beside
@@ -247,7 +253,7 @@ def half_kernel(
 
 @gluon.jit
 def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, INDEX_N: gl.constexpr):
-    """Step 3 for two tiles of one head and the span's keys: ``sale_scores._test_span`` by products in fp8.
+    """Run step 3 for two tiles of one head and the span's keys: ``scores._test_span`` by products in fp8.
 
     Queries and keys are integers −7 … 7 in e4m3, [128, BLOCK_D] a step; their sums of products are exact in half
     precision.
@@ -301,7 +307,7 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, I
 
 @gluon.jit
 def _room(bulk_keys):
-    """Shared memory for two tiles and STAGES steps of keys, and what says that each step, and the tiles, are there."""
+    """Allocate shared memory for two tiles and STAGES steps of keys, and the barriers that signal their arrival."""
     N: gl.constexpr = STEP_TOKENS
     BLOCK_D: gl.constexpr = bulk_keys.block_type.shape[1]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BLOCK_D], gl.float8e4nv)
@@ -327,14 +333,16 @@ def _load_first(bulk_queries, bulk_keys, row, key, num_steps, buffers):
 
 @gluon.jit
 def _load_step(bulk_keys, key, i_step, num_steps, ready, buffer):
-    """Begin to copy a step of keys [128, BLOCK_D], a byte each; ``ready`` completes when it is there."""
+    """Begin to copy a step of keys [128, BLOCK_D], one byte each; ``ready`` completes on arrival."""
     mbarrier.expect(ready, STEP_TOKENS * buffer.shape[1], pred=i_step < num_steps)
     bulk_load(bulk_keys, [key + i_step * STEP_TOKENS, 0], ready, buffer, pred=i_step < num_steps)
 
 
 @gluon.jit
 def _query_tiles(queries, first, stop_b):
-    """Thresholds and inverse steps of both tiles' queries; nothing passes those of a second tile that is not there."""
+    """Load thresholds and inverse steps of both tiles' queries; if there is no second tile, nothing passes its
+    thresholds.
+    """
     o_m = gl.arange(0, STEP_TOKENS, gl.SliceLayout(1, SCORES))
     o_q = first + o_m
     valid = o_m < gl.where(stop_b > 0, STEP_TOKENS, 0)
@@ -347,7 +355,7 @@ def _query_tiles(queries, first, stop_b):
 
 @gluon.jit
 def _key_steps(keys, i_group, i_kv, first, zero):
-    """Where the first step's key steps and biases lie, in the layouts of the largest scores and of scores."""
+    """Return pointers to the first step's key steps and biases, in the layouts of the largest scores and of scores."""
     # The layout in which the largest scores come out, inferred from a tile of zeros that is never computed.
     groups: gl.constexpr = gl.SliceLayout(0, _largest(zero).type.layout)
     o_step = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SALE's rounding must know of a row beforehand: mean keys and queries and, for half the channels, which they are.
+"""Statistics of a row for SALE's rounding: mean keys and queries and, for half the channels, the kept channels.
 
 A channel of a kv head weighs as much as it moves scores: the variance of the row's keys in it times the second moment,
 about the mean query, of the step's queries of all heads that read it. The heavier half is kept, each channel by itself:
@@ -30,7 +30,8 @@ LEAST_CHANNELS = 32
 
 
 class Means(NamedTuple):
-    """Of each row's keys and new queries, float32, padded with zeros to BLOCK_D; and the channels that are multiplied.
+    """Means of each row's keys and new queries, float32, padded with zeros to BLOCK_D; and the channels of the
+    estimate.
 
     Where these are all, ``channels`` and ``left_out`` are not read.
     """
@@ -42,7 +43,7 @@ class Means(NamedTuple):
 
 
 def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Means:
-    """Average keys and queries of each row and, for half the channels, choose these.
+    """Average keys and queries of each row and, if only half the channels are kept, choose them.
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
@@ -165,7 +166,7 @@ def _key_sums_kernel(
 def _means_kernel(
     sums, num_sums, starts, rows, means, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Mean of one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
+    """Average one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
 
     Grid: (rows, heads, moments). Bound by latency: a few KB a program.
 
@@ -197,7 +198,7 @@ def _channels_kernel(
     keys, queries, channels, left_out,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """The KEPT_D channels of one row and kv head that weigh most.
+    """Store the KEPT_D channels of one row and kv head with the largest weight.
 
     Grid: (rows, kv heads). Bound by latency: a few KB a program.
 
@@ -224,6 +225,8 @@ def _channels_kernel(
 
 @triton.jit
 def _variances(means, to_second):
-    """Of channels, from mean and, ``to_second`` elements further, second moment; rounded once, the same everywhere."""
+    """Compute variances of channels from mean and, ``to_second`` elements further, second moment, with the same
+    rounding everywhere.
+    """
     b_mean = tl.load(means)
     return tl.maximum(tl.fma(-b_mean, b_mean, tl.load(means + to_second)), 0.0)

@@ -127,7 +127,7 @@ class Sale(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """Half precision on Hopper, float32 everywhere."""
+        """The engine for Hopper in half precision, then the portable one in float32."""
         return (
             SelectEngine("hopper", half_refusal, select_on_hopper),
             SelectEngine(PORTABLE, never_refuses, select_on_portable),
@@ -197,7 +197,7 @@ def _select(method: Sale, inputs: LayerInputs, index: SparseIndex, heads: torch.
 def _flag(
     method: Sale, inputs: LayerInputs, index: SparseIndex, selected: Selected, kept: torch.Tensor, by_half: bool
 ) -> None:
-    """Flags of all blocks: ``kept`` [num_selected, block_capacity] uint8, laid out as block_ids."""
+    """Compute the flags of all blocks: [num_selected, block_capacity] uint8, laid out like ``block_ids``."""
     cache, rows, workspace = inputs.cache, inputs.rows, index.workspace
     regions = Regions(method.sink_tokens, method.local_tokens)
     kept_d = kept_channels(cache.head_dim, method.channels == "half", LEAST_CHANNELS)
@@ -214,7 +214,7 @@ def _flag(
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:
-    """Return what the 4-bit integers are multiplied as.
+    """Return the dtype in which the 4-bit integers are multiplied.
 
     Args:
         device: Device of the tensors.

@@ -50,7 +50,7 @@ def select_sale(
 def paper_blocks(
     method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Return M_bs of Algorithm 1 for every (head, tile).
+    """Compute M_bs of Algorithm 1 for every (head, tile).
 
     Args:
         method: The method of the heads, possibly merged.
@@ -89,7 +89,7 @@ def paper_blocks(
 
 
 def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return which channels are multiplied: all, or those that move scores most.
+    """Flag the channels of the estimate: all, or those that affect scores most.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -108,7 +108,8 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
 
 
 def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:
-    """Flag Algorithm 1's blocks, lines 9 and 12: sink and local blocks, and those between with an element that passed.
+    """Flag the blocks of Algorithm 1, lines 9 and 12: sink and local blocks, and blocks between them in which an
+    element passed.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -146,7 +147,7 @@ def last_positions(tile: Tile) -> list[int]:
 
 
 def local_start(method: "Sale", last_position: int) -> int:
-    """Return where the local region of a 64-query block begins.
+    """Return the start of the local region of a 64-query block.
 
     Between sink and local region lie whole segments of four 32-key blocks: what is left over at the row's end joins the
     local region (appendix C), which so has 128 to 224 tokens, the last block counted whole.
@@ -164,7 +165,7 @@ def local_start(method: "Sale", last_position: int) -> int:
 
 
 def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
-    """Return (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, mended).
+    """Compute (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, corrected).
 
     Args:
         method: The method of the heads, possibly merged.
@@ -189,7 +190,7 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
 
 
 def round_queries(x: torch.Tensor) -> torch.Tensor:
-    """Round to 4 bits, each query with a scale of its own.
+    """Round queries to 4 bits, each with its own scale.
 
     Args:
         x: [n, head_dim].
@@ -201,7 +202,7 @@ def round_queries(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_keys(x: torch.Tensor) -> torch.Tensor:
-    """Round to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale.
+    """Round keys to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale.
 
     Args:
         x: [n, num_kv_heads, head_dim].

@@ -46,14 +46,14 @@ class Selected(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """What every query block keeps, in tokens."""
+    """Sink and local region of every query block, in tokens."""
 
     sink_tokens: int
     local_tokens: int
 
 
 class IntegerFormat(NamedTuple):
-    """How queries and keys are rounded."""
+    """Format of the rounded queries and keys."""
 
     kept_d: int  # channels that are multiplied
     dtype: torch.dtype  # int8, or e4m3 where its products are exact
@@ -69,7 +69,7 @@ class RoundShape(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Where keys of one row and kv head are read from."""
+    """The keys of one row and kv head."""
 
     keys: Any  # KeyArgs
     i_row: Any
@@ -78,8 +78,9 @@ class KeySource(NamedTuple):
 
 
 class RoundedQueries(NamedTuple):
-    """Queries in 4 bits, tile after tile. Integers are of type int8 or e4m3; scores are counted in (query step) · (key
-    step). What belongs to heads that keep everything is undefined."""
+    """Queries in 4 bits, tile after tile. Integers are int8 or e4m3; scores have the unit (query step) · (key step).
+    Parts of heads that keep everything are undefined.
+    """
 
     integers: Any  # [num_selected, num_queries, KEPT_D]
     thresholds: Any  # [num_selected, num_queries] float32, in query steps; infinity past the row's end
@@ -89,7 +90,7 @@ class RoundedQueries(NamedTuple):
 
 
 class RoundedKeys(NamedTuple):
-    """A slab's keys in 4 bits. What belongs to kv heads that no head in need of it reads is undefined."""
+    """Keys of a slab in 4 bits. Parts of kv heads that no estimating head reads are undefined."""
 
     integers: Any  # [num_kv_heads, num_keys, KEPT_D]
     steps: Any  # [num_kv_heads, num_keys / 8] float32
@@ -103,7 +104,7 @@ class RoundedKeys(NamedTuple):
 def room_for_keys(
     num_selected: int, num_kv_heads: int, num_keys: int, integers: IntegerFormat, workspace: Workspace
 ) -> RoundedKeys:
-    """Take room for a slab's keys.
+    """Allocate the rounded keys of a slab.
 
     Args:
         num_selected: Number of query heads to select.
@@ -127,7 +128,7 @@ def room_for_keys(
 
 
 def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeySlab, rounded: RoundedKeys) -> None:
-    """Fill ``rounded`` with the keys of a slab's rows, in whole steps: those past a row's end count as zeros.
+    """Fill ``rounded`` with the keys of a slab's rows, in whole steps; keys past a row's end count as zeros.
 
     Args:
         inputs: Cache and rows of the step.
@@ -151,7 +152,7 @@ def round_queries(
     inputs: LayerInputs, means: Means, selected: Selected, regions: Regions, integers: IntegerFormat,
     workspace: Workspace,
 ) -> RoundedQueries:  # fmt: skip
-    """Round the queries of all rows to 4 bits, and find every query's threshold.
+    """Round the queries of all rows to 4 bits, and compute every query's threshold.
 
     Args:
         inputs: Queries, cache and rows of the step.
@@ -188,7 +189,7 @@ def _round_keys_kernel(
     keys, rounded, means, heads, log_taus, num_selected, row_ends, first_row, key_starts, SHAPE,
     GROUP_2: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Step 1 for BLOCK_N keys of one kv head, if any head in need of it reads it, and its heads' q̄(k − k̄)ᵀ.
+    """Run step 1 for BLOCK_N keys of one kv head that an estimating head reads, and compute q̄(k − k̄)ᵀ of its heads.
 
     Grid: (keys of the longest row / BLOCK_N, kv heads, rows of the slab). Bound by memory: it reads each key once.
 
@@ -257,7 +258,7 @@ def _round_keys_kernel(
 
 @triton.jit
 def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.constexpr):
-    """q̄(k − k̄)ᵀ of the kv head's query heads: [BLOCK_N, GROUP_2] float32, as q̄kᵀ − q̄k̄ᵀ.
+    """Compute q̄(k − k̄)ᵀ of the kv head's query heads, [BLOCK_N, GROUP_2] float32, as q̄kᵀ − q̄k̄ᵀ.
 
     A matrix product whose columns are q̄ in up to three parts of the keys' type, that add up to it in float32.
     """
@@ -279,7 +280,7 @@ def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.con
 
 @triton.jit
 def local_start(end, sink_tokens, local_tokens):
-    """Return where the local region of a 64-query block begins.
+    """Return the start of the local region of a 64-query block.
 
     Args:
         end: Position after that of the block's last query.
@@ -298,7 +299,7 @@ def _round_queries_kernel(
     queries, keys, rounded, means, heads, log_taus, tiles, regions, scale, SHAPE,
     KV_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 and 2 for 64 queries of one head.
+    """Run steps 1 and 2 for 64 queries of one head.
 
     Grid: (query blocks of 64, n). Bound by the matrix units: queries with the keys of sink and local region.
 
@@ -360,7 +361,7 @@ def _round_queries_kernel(
 
 @triton.jit
 def _local_lse(b_q, o_m, source, local, sink_tokens, scale, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SHAPE):
-    """ln l̃ + m̃ of each query over sink and local region: [64]. What stands for queries past the row's end is finite."""
+    """Compute ln l̃ + m̃ of each query over sink and local region: [64]; finite for queries past the row's end."""
     end = source.end
     begin = local // BLOCK_N * BLOCK_N
     sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N

@@ -61,7 +61,7 @@ class ScoreShape(NamedTuple):
 
 
 class ScoreArgs(NamedTuple):
-    """What a program of ``_test_kernel`` reads and writes; see there."""
+    """Inputs and outputs of ``_test_kernel``."""
 
     queries: Any
     keys: Any
@@ -75,7 +75,7 @@ class ScoreArgs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Some tiles of one head, and some keys that lie between sink and local region of any of them."""
+    """Some tiles of one head, and keys between sink and local region of any of them."""
 
     i_group: Any  # place among the selected heads
     i_kv: Any
@@ -87,7 +87,7 @@ class Work(NamedTuple):
 
 
 def marks_bytes(num_selected: int, reach: int) -> int:
-    """Return what one tile takes: a mark for each span that is left to ``_test_kernel``.
+    """Return the memory of one tile's marks: one for each span that is left to ``_test_kernel``.
 
     Args:
         num_selected: Number of query heads to select.
@@ -100,7 +100,7 @@ def marks_bytes(num_selected: int, reach: int) -> int:
 
 
 def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
-    """Set flags to 1 for sink and local region and for all blocks of heads that keep everything, else to 0.
+    """Set flags to 1 for sink, local region and all blocks of heads that keep everything, and to 0 for the others.
 
     Args:
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
@@ -117,7 +117,7 @@ def flag_blocks(
     queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
     regions: Regions, run: slabs.Run, by_half: bool,
 ) -> None:  # fmt: skip
-    """Set the flags of the blocks in which an element passes, of a run of a slab's tiles.
+    """Set the flags of the blocks in which an element passes, for a run of a slab's tiles.
 
     Args:
         queries: Rounded queries of all tiles.
@@ -147,7 +147,7 @@ def flag_blocks(
 
 
 def half_refusal(spec: SelectSpec) -> str | None:
-    """Return why ``sale_hopper`` cannot compare scores of such a layer in half precision.
+    """Check whether ``hopper.half_kernel`` can compare the scores of a layer in half precision.
 
     Args:
         spec: Properties of the layer.
@@ -164,7 +164,7 @@ def half_refusal(spec: SelectSpec) -> str | None:
 
 @triton.jit
 def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
-    """Index blocks of tiles [begin, end) between sink and local region.
+    """Return the index blocks of tiles [begin, end) between sink and local region.
 
     Of a tile's two query blocks the first one's local region begins no later than the second one's.
     """
@@ -175,7 +175,8 @@ def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
 def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Flags uint8 of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 where step 3 decides.
+    """Write uint8 flags of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 for blocks to
+    test.
 
     A head with τ = 0 (ln τ = −∞) keeps every block.
 
@@ -206,7 +207,7 @@ def _test_kernel(
     queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left, num_spans, SHAPE,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for up to TILES tiles of one head and one span; with MARKED for those spans that are ``left``.
+    """Run step 3 for up to TILES tiles of one head and one span; with MARKED, only for spans that are ``left``.
 
     Grid: (pairs of tiles, spans, n), or (pairs, 1, n) where MARKED. Bound by the matrix units, and by the maxima behind
     them.
@@ -243,7 +244,7 @@ def _test_kernel(
 
 @triton.jit
 def _test_pair(args, i_span, SHAPE):
-    """Step 3 for up to TILES tiles of one head and up to SPAN keys."""
+    """Run step 3 for up to TILES tiles of one head and up to SPAN keys."""
     index = args.index
     i_group = tl.program_id(2)
     pair = args.pairs + tl.program_id(0) * PAIR_FIELDS

@@ -21,7 +21,7 @@ from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_bl
 
 
 class Spans(NamedTuple):
-    """Per row: its key blocks among those of all rows, its tiles, and its last queries as a tile."""
+    """Per row: the range of its key blocks among those of all rows, its tiles, and its last queries as a tile."""
 
     block_tokens: int
     num_blocks: int  # of all rows
@@ -56,7 +56,7 @@ class Spans(NamedTuple):
 
 
 class QueryArgs(NamedTuple):
-    """Queries by pointer, head_dim contiguous, and the softmax's scale: for kernels."""
+    """Queries and the softmax's scale as arguments of kernels; head_dim is contiguous."""
 
     q: Any
     stride_token: int
@@ -78,7 +78,7 @@ class TileShape(NamedTuple):
 
 
 class BlockAverages:
-    """What softmaxes over blocks of block-averaged scaled QK are made from, and those of each head's last queries.
+    """Inputs of softmaxes over blocks of block-averaged, scaled QK, and these softmaxes for each head's last queries.
 
     ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 of the blocks before a row's last tile, and
     ``scores`` [query heads, all rows' key blocks] of the last queries: of heads where ``clusters`` [heads] int32 is not
@@ -143,7 +143,7 @@ class BlockAverages:
 
 @triton.jit
 def _is_clustered(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
-    """Whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
+    """Return whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
     o_e = tl.arange(0, ENTRIES)
     b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
     b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
@@ -155,7 +155,7 @@ def _last_queries_kernel(
     queries, keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, scores, SHAPE,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks.
+    """Compute the scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks.
 
     Grid: (heads, rows). Bound by latency: one tile of queries with its diagonal blocks.
 
@@ -188,8 +188,8 @@ def _mean_keys_kernel(
     keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows, mean_keys,
     scores, SHAPE, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The mean key of one (kv head, block, row), and its products with mean queries if it is before the diagonal. A
-    row's last block may be short.
+    """Compute the mean key of one (kv head, block, row), and its products with mean queries if it is before the
+    diagonal. A row's last block may be short.
 
     Grid: (kv heads, blocks of the longest row, rows). Bound by memory: it reads each key once.
 
@@ -231,7 +231,7 @@ def _mean_keys_kernel(
 
 @triton.jit
 def _sum_of(b_k):
-    """Of keys [n, D] the sum, in float32: [D]. What a product of matrices with ones does in far fewer instructions."""
+    """Sum keys [n, D] in float32: [D]. A product of matrices with ones takes far fewer instructions."""
     if b_k.dtype == tl.float32:
         return tl.sum(b_k, 0)
     else:
@@ -241,7 +241,7 @@ def _sum_of(b_k):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
-    """Softmax over the blocks of one (head, row).
+    """Compute the softmax over the blocks of one (head, row).
 
     Grid: (n, rows). Bound by latency: 4 bytes a block, three times.
 
@@ -274,7 +274,7 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
 
 @triton.jit
 def softmax_sums(scores, count, CHUNK: tl.constexpr):
-    """Return what a softmax needs.
+    """Compute the maximum and the sum of a softmax.
 
     Args:
         scores: Pointer to [count] float32.
@@ -296,7 +296,7 @@ def softmax_sums(scores, count, CHUNK: tl.constexpr):
 
 @triton.jit
 def divergence(b_a, b_b):
-    """Return terms of JSD(a‖b), natural logarithm; 0 · log 0 is 0.
+    """Compute the terms of JSD(a‖b) in natural logarithms; 0 · log 0 is 0.
 
     Args:
         b_a: Shares.
@@ -313,13 +313,13 @@ def divergence(b_a, b_b):
 
 @triton.jit
 def _load_chunk(keys, i_row, i_kv, start, end, SHAPE):
-    """CHUNK_KEYS keys from ``start`` on: [CHUNK_KEYS, BLOCK_D], 0 from ``end`` on."""
+    """Load CHUNK_KEYS keys from ``start`` on: [CHUNK_KEYS, BLOCK_D], 0 from ``end`` on."""
     return load_block(keys, i_row, i_kv, start, end, SHAPE.PAGE, SHAPE.CHUNK_KEYS, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
 
 
 @triton.jit
 def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
-    """Average a tile's queries, and its scores with its diagonal blocks.
+    """Average the queries of a tile, and its scores with its diagonal blocks.
 
     Args:
         queries: QueryArgs, with the scale.

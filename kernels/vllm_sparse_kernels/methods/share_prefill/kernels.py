@@ -28,15 +28,15 @@ MEANS_AT_ONCE = tl.constexpr(128)
 
 
 class Thresholds(NamedTuple):
-    """δ and τ, for kernels."""
+    """δ and τ as arguments of kernels."""
 
     max_sparsity: float
     max_distance: float
 
 
 class ShareArgs(NamedTuple):
-    """What heads of a layer share by, for all three kernels: by head [n], by cluster of the layer, by slot of
-    ``Pivots``, and by row or tile.
+    """State of sharing for all three kernels: by head [n], by cluster of the layer, by slot of ``Pivots``, and by row
+    or tile.
 
     A tile's masses by a digit of their keys (radix.py): ``weights`` [slots, num_tiles, 256] by the upper one, kept with
     the maps; ``low_weights`` [n, num_tiles, 256] by the lower one where the upper is the threshold's, ``high``
@@ -64,8 +64,9 @@ class ShareArgs(NamedTuple):
 
 @triton.jit
 def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
-    """Whether the cluster has a pivot, and the place in heads of the first that is not too sparse, which becomes it
-    where there is none: HEADS if all are too sparse."""
+    """Return whether the cluster has a pivot, and the place in heads of the first head that is not too sparse, which
+    becomes the pivot if there is none; HEADS if all are too sparse.
+    """
     known = tl.load(args.exists + tl.load(args.slots + place).to(tl.int64) * num_rows + i_row)
     o_h = tl.arange(0, HEADS)
     b_same = tl.load(args.places + o_h, mask=o_h < num_heads, other=-1) == place
@@ -83,8 +84,8 @@ def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, thresholds, queries, keys, index,
     num_map_programs, num_blocks, stride_map, num_tiles, HEADS: tl.constexpr, SHAPE,
 ):  # fmt: skip
-    """Who shares, one (head, row) a program; before these the maps of new pivots, one (cluster, tile) a
-    program. These do not wait for the decisions: they find the pivot themselves.
+    """Decide who shares, one (head, row) per program, after the maps of new pivots, one (cluster, tile) per program.
+    The latter do not wait for the decisions, because they find the pivot themselves.
 
     Grid: (clusters · tiles + n · rows). Bound by how soon the few maps are done: mean keys are read once for each.
 
@@ -127,7 +128,7 @@ def decide_kernel(
 
 @triton.jit
 def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds, HEADS: tl.constexpr):
-    """Where a cluster has no pivot yet, its first head that is not too sparse becomes it."""
+    """Decide the pattern of a head. If a cluster has no pivot yet, its first head that is not too sparse becomes it."""
     place = tl.load(args.places + i)
     pattern = 0
     if place >= 0:
@@ -156,7 +157,7 @@ def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds
 
 @triton.jit
 def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles, SHAPE):
-    """Softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
+    """Compute the softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
 
     Scores stand in its place until their sum is known.
     """
@@ -186,8 +187,9 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
 
 @triton.jit
 def _ranked_head(args, i_row, num_rows, PIVOTS: tl.constexpr, HEADS: tl.constexpr):
-    """The place of the program's head, −1 for none: its number on axis 1 is that among those which share, or with
-    PIVOTS among those and pivots. So they begin at once, and programs that have nothing to do end behind them."""
+    """Return the place of the program's head, −1 for none: the head whose rank among those that share (with PIVOTS,
+    that share or are pivots) is the program's number on axis 1. Programs without work therefore come last.
+    """
     o_h = tl.arange(0, HEADS)
     b_pattern = tl.load(args.patterns + o_h * num_rows + i_row, mask=o_h < tl.num_programs(1), other=0)
     b_in = (b_pattern != 0) if PIVOTS else (b_pattern == SHARED)
@@ -197,7 +199,7 @@ def _ranked_head(args, i_row, num_rows, PIVOTS: tl.constexpr, HEADS: tl.constexp
 
 @triton.jit
 def _joined(weights, tile_starts, i_row):
-    """Weights [256] of all tiles of a row, in order."""
+    """Add the weights [256] of all tiles of a row, in order."""
     end = tl.load(tile_starts + i_row + 1)
     b_sum = tl.zeros([DIGITS], tl.float32)
     for start in range(tl.load(tile_starts + i_row), end, TILES_AT_ONCE):
@@ -209,7 +211,7 @@ def _joined(weights, tile_starts, i_row):
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
-    """The second pass of radix.py over one tile's part of the map that one head takes its pattern from.
+    """Run the second pass of ``radix`` over one tile's part of the map from which one head takes its pattern.
 
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
 
@@ -243,7 +245,7 @@ def apply_patterns_kernel(
     args, stride_map, num_rows, stride_estimate, stride_last, rows, index, num_tiles, BLOCK_N: tl.constexpr,
     ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The list of one (tile, head) that shares or is the pivot.
+    """Write the list of one (tile, head) that shares or is the pivot.
 
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
 

@@ -106,12 +106,12 @@ class SharePrefill(PerHead):
 
     @property
     def sharing(self) -> "SharePrefill":
-        """The same with the class's γ: what heads that may share have in common."""
+        """The method with the class's default γ: the key of heads that may share."""
         return replace(self, gamma=type(self).gamma)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Self:
-        """Return one method for several heads. Heads that are the same are still several, which share.
+        """Combine the methods of several heads. Equal heads stay separate, because they share with each other.
 
         Args:
             methods: The method of each head.
@@ -125,12 +125,14 @@ class SharePrefill(PerHead):
 
     @property
     def unshared(self) -> "SharePrefill":
-        """Noise: the only head of its cluster would be a pivot, computed densely, whose pattern nobody takes."""
+        """The method without a cluster: the only head of a cluster would be a dense pivot whose pattern no head
+        takes.
+        """
         return replace(self, cluster=NOISE)
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        """Return why heads with these methods could share nothing: see ``Method.objection``.
+        """Check whether heads with these methods could share anything: see ``Method.objection``.
 
         Args:
             methods: The method of each head.
@@ -148,7 +150,7 @@ class SharePrefill(PerHead):
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """Return what a log shows: see ``Method.summary``.
+        """Summarise the methods of many heads for a log: see ``Method.summary``.
 
         Args:
             methods: The method of each head.
@@ -165,7 +167,7 @@ class SharePrefill(PerHead):
 
     @cached_property
     def fallback(self) -> FlexVerticalSlash:
-        """Vertical-slash of the same heads."""
+        """The vertical-slash method of the same heads."""
         lines = FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)
         return FlexVerticalSlash.merged([replace(lines, gamma=head.gamma) for head in self.settings or (self,)])
 
@@ -196,7 +198,7 @@ class SharePrefill(PerHead):
         return max(lines, averaged_bytes(rows, shape, num_selected))
 
     def shares(self, heads: Sequence["SharePrefill"]) -> bool:
-        """Return whether any of these heads could take a pattern. If none could, no pivot is worth its dense attention.
+        """Return whether any of these heads could take a pattern; otherwise no pivot is worth its dense attention.
 
         Args:
             heads: The method of each head.
@@ -207,7 +209,8 @@ class SharePrefill(PerHead):
         return self.max_sparsity > 0 and self.max_distance > 0 and any(head.cluster != NOISE for head in heads)
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
-        """Return what layers keep for later ones, made by the first of them. Heads with other thresholds share nothing.
+        """Return the state that layers keep for later ones, created by the first layer. Heads with other thresholds do
+        not share it.
 
         Args:
             rows: The rows of a step.
@@ -267,7 +270,7 @@ class Pivots:
         self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
 
     def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
-        """Return the slots of clusters, making room for the new ones. Host and device both know without asking.
+        """Return the slots of clusters, with room for new ones. The host computes them without reading from the device.
 
         Args:
             clusters: The layer's, ascending.
@@ -294,7 +297,7 @@ class Pivots:
 
 
 def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
-    """The same with undefined rows behind it, ``number`` in all."""
+    """Return a tensor extended by undefined rows to ``number`` rows."""
     new = kept.new_empty(number, *kept.shape[1:])
     if len(kept):
         new[: len(kept)] = kept

@@ -18,7 +18,7 @@ NOISE = -1
 
 
 class Pivot(NamedTuple):
-    """An entry of the paper's pivotal_pattern_dict: ã, and in place of M the map per tile of the row that it is of."""
+    """An entry of the paper's pivotal_pattern_dict: ã, and in place of M the map of each tile of its row."""
 
     last_row: torch.Tensor
     weights: list[torch.Tensor]
@@ -69,7 +69,7 @@ def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: in
 
 
 def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | None) -> str:
-    """Decide what a head attends to: Algorithm 3, and the first lines of Algorithm 4.
+    """Decide the pattern of a head: Algorithm 3, and the first lines of Algorithm 4.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -88,7 +88,7 @@ def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | Non
 
 
 def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return sqrt(JSD(a‖b)), natural logarithm.
+    """Compute sqrt(JSD(a‖b)) in natural logarithms.
 
     Args:
         a: Shares.
@@ -103,7 +103,7 @@ def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the terms of KL(a‖b), natural logarithm; 0 · log 0 is 0.
+    """Compute the terms of KL(a‖b) in natural logarithms; 0 · log 0 is 0.
 
     Args:
         a: Shares.
@@ -116,7 +116,7 @@ def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """Return pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block of keys.
+    """Compute pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block.
 
     Args:
         queries: [n, head_dim].
@@ -133,7 +133,7 @@ def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) 
 
 
 def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
-    """Return Ã, Algorithm 2's softmax of block averages.
+    """Compute Ã, Algorithm 2's softmax of block averages.
 
     Args:
         queries: [query_len, head_dim].

@@ -126,7 +126,7 @@ def keep_top_mass(
     scores: torch.Tensor, similarity: torch.Tensor | None, index: SparseIndex, first_tile: int, heads: torch.Tensor,
     kept_mass: torch.Tensor, min_similarity: torch.Tensor, keep_sink: bool,
 ) -> None:  # fmt: skip
-    """Write lists of the tiles from ``first_tile`` on from S^ in base 2. Overwrites ``scores``.
+    """Write the lists of the tiles from ``first_tile`` on from S^ in base 2. Overwrites ``scores``.
 
     Args:
         scores: [n, tiles, a multiple of 64] float32.
@@ -151,7 +151,7 @@ def _keep_top_mass_kernel(
     scores, width, similarity, heads, index, num_tiles, first_tile, kept_mass, min_similarity, num_sink,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One (tile, head)'s list: the fewest blocks that hold the share ``kept_mass`` of Σ exp(score).
+    """Write the list of one (tile, head): the fewest blocks that hold the share ``kept_mass`` of Σ exp(score).
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
     keys are not alike, which are kept. A tile whose queries' mean cosine is below ``min_similarity`` keeps every block;
@@ -216,14 +216,15 @@ def _keep_top_mass_kernel(
 
 @triton.jit
 def _load(row, first, num_blocks, other, CHUNK: tl.constexpr):
-    """CHUNK values of a row of scores from block ``first`` on; ``other`` past the last block."""
+    """Load CHUNK values of a row of scores from block ``first`` on; ``other`` past the last block."""
     o_n = first + tl.arange(0, CHUNK)
     return tl.load(row + o_n, mask=o_n < num_blocks, other=other)
 
 
 @triton.jit
 def _exponentials(row, num_blocks, CHUNK: tl.constexpr):
-    """Exponentials, the largest 1, of scores; FORCED in place of those of −∞. The first CHUNK, and the sum of all.
+    """Compute exponentials of scores, the largest 1, and FORCED for scores of −∞. Returns the first CHUNK, and the sum
+    of all.
 
     The others are written in place of their scores.
     """
@@ -246,7 +247,7 @@ def _exponentials(row, num_blocks, CHUNK: tl.constexpr):
 
 @triton.jit
 def _mass(b_first, row, num_blocks, bits, CHUNK: tl.constexpr):
-    """Sum of the exponentials of at least these bits. In floating point too it never falls as more of them count."""
+    """Sum the exponentials of at least these bits. The sum never decreases as more count, in floating point too."""
     total = _part(b_first, bits)
     for first in range(CHUNK, num_blocks, CHUNK):
         total += _part(_load(row, first, num_blocks, 0.0, CHUNK), bits)
@@ -255,5 +256,5 @@ def _mass(b_first, row, num_blocks, bits, CHUNK: tl.constexpr):
 
 @triton.jit
 def _part(b_e, bits):
-    """The sum of those exponentials of a chunk that have at least these bits."""
+    """Sum the exponentials of a chunk of at least these bits."""
     return tl.sum(tl.where(b_e.to(tl.int32, bitcast=True) >= bits, b_e, 0.0), 0)

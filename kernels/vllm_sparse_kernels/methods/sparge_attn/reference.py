@@ -50,7 +50,7 @@ def _select_alike(
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return M of one row, in the precision of its input.
+    """Compute M of one row, in the precision of its input.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -70,7 +70,7 @@ def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale
 def compressed_map(
     method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the compressed map of one row.
+    """Compute the compressed map of one row.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -99,7 +99,7 @@ def compressed_map(
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks of tokens as single tokens.
+    """Compress blocks of tokens to single tokens.
 
     Args:
         tokens: [length, heads, head_dim].
@@ -116,7 +116,7 @@ def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def top_cdf(probabilities: torch.Tensor, kept_mass: float) -> torch.Tensor:
-    """Flag the fewest largest of each row that reach ``kept_mass`` of its sum; of equals the first.
+    """Flag the fewest largest values of each row that reach ``kept_mass`` of its sum; ties in order of index.
 
     Args:
         probabilities: [..., n].

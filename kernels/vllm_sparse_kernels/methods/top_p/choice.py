@@ -32,14 +32,14 @@ TWO_BITS = tl.constexpr(0x40000000)
 
 
 class Shares(NamedTuple):
-    """What each selected head keeps, for kernels."""
+    """Shares that each selected head keeps, as arguments of kernels."""
 
     kept_mass: Any  # [selected heads] float32: p
     most_share: Any  # [selected heads] float32: share of a tile's blocks that are kept for their mass, at most
 
 
 class BlockLists(NamedTuple):
-    """The lists of blocks of a SparseIndex, for kernels."""
+    """The lists of blocks of a SparseIndex, as arguments of kernels."""
 
     block_counts: Any  # [heads, num_tiles] int32
     block_ids: Any  # [heads, block capacity] int32
@@ -47,7 +47,7 @@ class BlockLists(NamedTuple):
 
 
 def mass_width(reach: int) -> int:
-    """Return the masses of one tile: one for each block of 32 keys, in whole steps of 16.
+    """Return the room for one tile's masses: one for each block of 32 keys, in whole steps of 16.
 
     Args:
         reach: Keys in the tile's causal reach.
@@ -59,7 +59,7 @@ def mass_width(reach: int) -> int:
 
 
 def mass_bytes(num_selected: int, reach: int) -> int:
-    """Return what one tile's masses take.
+    """Return the memory of one tile's masses.
 
     Args:
         num_selected: Number of query heads to select.
@@ -75,7 +75,7 @@ def write_block_lists(
     masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, kept_mass: torch.Tensor,
     most_share: torch.Tensor, sink_tokens: int, local_tokens: int,
 ) -> None:  # fmt: skip
-    """Lists of the tiles from ``first_tile`` on, by masses [len(heads), tiles, width] float32 of 32-key blocks.
+    """Write the lists of the tiles from ``first_tile`` on: the fewest blocks that hold the share ``kept_mass``.
 
     No more than ``most_share`` [len(heads)] of a tile's blocks are kept for their mass.
     Of heads whose ``kept_mass`` [len(heads)] is 1 or more masses are not read: they keep everything.
@@ -105,7 +105,7 @@ def _choose_kernel(
     masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, shares, sink, local,
     lists, stride_ids, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
+    """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
 
     masses [heads, tiles, width] float32, of blocks of KEY_BLOCK keys: A[b] of ``method.py``, negative where some query
     has its peak, which keeps the block. What is always kept (sink, local region, diagonal) counts towards the share; no
@@ -165,14 +165,14 @@ def _choose_kernel(
 
 @triton.jit
 def _load(row, first, begin, end, CHUNK: tl.constexpr):
-    """Masses of blocks from ``first`` on, 0 but for those of [begin, end)."""
+    """Load masses of blocks from ``first`` on, 0 outside of [begin, end)."""
     o_n = first + tl.arange(0, CHUNK)
     return tl.load(row + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
 
 
 @triton.jit
 def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.constexpr):
-    """(bits of the least mass that is kept, how many of just those bits)."""
+    """Return (bits of the smallest mass that is kept, number of kept masses with exactly these bits)."""
     inner, _ = _held(b_first, row, begin, end, 1, CHUNK)
     outer = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
@@ -195,7 +195,9 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
 
 @triton.jit
 def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
-    """Sum and number of the masses of at least these bits. The sum never falls as more count, in floating point too."""
+    """Return sum and number of the masses of at least these bits. The sum never decreases as more count, in floating
+    point too.
+    """
     held, count = _part(b_first, bits)
     for first in range(CHUNK, end, CHUNK):
         more, others = _part(tl.abs(_load(row, first, begin, end, CHUNK)), bits)
@@ -206,6 +208,6 @@ def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
 
 @triton.jit
 def _part(b_masses, bits):
-    """(sum, number) of those masses of a chunk that have at least these bits."""
+    """Return (sum, number) of the masses of a chunk with at least these bits."""
     b_counts = b_masses.to(tl.int32, bitcast=True) >= bits
     return tl.sum(tl.where(b_counts, b_masses, 0.0), 0), tl.sum(b_counts.to(tl.int32), 0)

@@ -13,7 +13,7 @@ from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, tile_bytes: Sequence[TileBytes]) -> int:
-    """Upper bound of what selection takes at a time. More tiles or keys never make it less.
+    """Return an upper bound of the memory of selection. It never decreases as tiles or keys are added.
 
     Args:
         rows: The rows that are selected together.

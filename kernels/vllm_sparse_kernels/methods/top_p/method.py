@@ -164,7 +164,7 @@ class TopP(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """The kernels of ``hopper``, then those of ``portable``."""
+        """The engine for Hopper, then the portable one."""
         return (
             SelectEngine("hopper", hopper_refusal, select_on_hopper),
             SelectEngine(PORTABLE, never_refuses, select_on_portable),
@@ -187,7 +187,7 @@ class TopP(PerHead):
 
 
 def hopper_refusal(spec: SelectSpec) -> str | None:
-    """Return why the Hopper kernels cannot select for such a layer.
+    """Check whether the Hopper kernels can select for a layer.
 
     Args:
         spec: Properties of the layer.
@@ -240,7 +240,7 @@ def select_on_portable(
 
 
 def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
-    """``kernels``: the module that measures the masses."""
+    """Fill the lists of ``heads`` with the masses that the module ``kernels`` computes."""
     index.clear_stripes(heads)
     methods = method.of_heads(len(heads))
     kept_mass = tuple(head.kept_mass for head in methods)
@@ -277,7 +277,7 @@ def _select_run(
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:
-    """Return what the numbers of e4m3 are kept and multiplied as.
+    """Return the dtype in which e4m3 numbers are stored and multiplied.
 
     Args:
         device: Device of the tensors.

@@ -34,14 +34,14 @@ MOST = tl.constexpr(60000.0)
 
 
 class Scratch(NamedTuple):
-    """What the launches leave each other."""
+    """Tensors that the launches of a run pass on."""
 
     scores: Any  # [num_selected, num_tiles, num_blocks, 128] float16; undefined past a tile's causal blocks
     parts: Any  # [num_selected, num_tiles, num_spans, 2, 128] float32: largest score, sum; undefined past its spans
 
 
 def tile_bytes(num_selected: int, reach: int) -> int:
-    """Return what one tile's scratch and masses take.
+    """Return the memory of one tile's scratch and masses.
 
     Args:
         num_selected: Number of query heads to select.
@@ -55,7 +55,7 @@ def tile_bytes(num_selected: int, reach: int) -> int:
 
 
 def blocks_of(reach: int) -> int:
-    """Return a tile's blocks of 32 keys, in whole steps of four.
+    """Return the number of a tile's blocks of 32 keys, in whole steps of four.
 
     Args:
         reach: Keys in the tile's causal reach.
@@ -67,7 +67,7 @@ def blocks_of(reach: int) -> int:
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
-    """Take room for what the launches of a run leave each other.
+    """Allocate the scratch of a run.
 
     Args:
         num_selected: Number of query heads to select.
@@ -88,7 +88,7 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 def masses(
     rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
-    """Mean over each tile's queries of their share in each block.
+    """Compute the mean over each tile's queries of their share in each block.
 
     Args:
         rounded: Queries of all tiles and keys of the slab.

@@ -26,7 +26,7 @@ SAMPLE, EVERY = 64, 8  # of so many groups of keys, the first is the sample
 def select_top_p(
     method: "TopP", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the index, in whose blocks the union of 32-key blocks is taken.
+    """Fill the index; an index block is kept if any of its 32-key blocks is.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -47,7 +47,7 @@ def select_top_p(
 
 
 def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
-    """Flag sink, local region and diagonal, and of the blocks between them the fewest that make up p of all mass.
+    """Flag sink, local region and diagonal, and the fewest blocks between them that hold the share p of all mass.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -86,7 +86,7 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
 def tile_shares(
     method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Return the share of each query in each causal block of 32 keys.
+    """Compute the share of each query in each causal block of 32 keys.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -118,7 +118,7 @@ def tile_shares(
 
 
 def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return which channels are multiplied: all, or those that move scores most.
+    """Flag the channels of the estimate: all, or those that affect scores most.
 
     Args:
         method: The method of the heads, possibly merged.

@@ -48,7 +48,7 @@ LEAST_CHANNELS = 64
 
 
 class Moments(NamedTuple):
-    """Per row and kv head."""
+    """Mean keys and kept channels of each row and kv head."""
 
     means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
@@ -65,14 +65,14 @@ class Selected(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """How numbers of e4m3 are kept."""
+    """Format in which e4m3 numbers are stored."""
 
     kept_d: int  # channels that are multiplied
     dtype: torch.dtype  # e4m3 itself, or fp16 where there are no instructions for it
 
 
 class Rounded(NamedTuple):
-    """Queries and keys of a slab, in e4m3. The units are such that scores are logarithms to the base of two."""
+    """Queries and keys of a slab in e4m3. Their units make scores logarithms to base 2."""
 
     queries: Any  # [num_selected, num_queries, KEPT_D]
     factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
@@ -83,7 +83,7 @@ class Rounded(NamedTuple):
 
 
 def row_moments(inputs: LayerInputs, kept_d: int, workspace: Workspace) -> Moments:
-    """Find the mean keys of each row and kv head, and the ``kept_d`` channels that move scores most.
+    """Compute the mean key of each row and kv head, and the ``kept_d`` channels that affect scores most.
 
     Args:
         inputs: Queries, cache and rows of the step.
@@ -175,7 +175,7 @@ def round_keys(
 
 @triton.jit
 def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums of the sample's keys and of their squares, of one row, kv head and split.
+    """Sum the sample's keys and their squares, of one row, kv head and split.
 
     Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key of the sample once.
 
@@ -205,7 +205,7 @@ def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit
 def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Mean square of the first queries of one tile and head.
+    """Compute the mean square of the first queries of one tile and head.
 
     Grid: (tiles, heads). Bound by memory: it reads each query of the sample once.
 
@@ -229,7 +229,8 @@ def _moments_kernel(
     sums, num_splits, squares, bounds, row_ends, means, channels,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Mean key of one row and kv head, and the KEPT_D channels that weigh most; of equals the lower ones.
+    """Compute the mean key of one row and kv head, and the KEPT_D channels of the largest weight; ties go to lower
+    channels.
 
     Grid: (rows, kv heads). Bound by latency: a few KB a program.
 
@@ -272,7 +273,7 @@ def _moments_kernel(
 
 @triton.jit
 def _mean_square(squares, bounds, first_head, num_heads, GROUP: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of the row's queries in GROUP heads, up to a factor: [BLOCK_D]."""
+    """Compute the mean square of the row's queries in GROUP heads, up to a factor: [BLOCK_D]."""
     o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, 32)
     begin, end = tl.load(bounds) * GROUP, tl.load(bounds + 1) * GROUP
     b_square = tl.zeros([32, BLOCK_D], tl.float32)
