@@ -141,7 +141,7 @@ class Counter:
 
     @gluon.jit
     def parity(self):
-        """Return the phase of a barrier that completes once per round: 0 in the first, then 1, 0, 1 …"""
+        """Return the phase of a barrier that completes once per round: 0 in the first, then 1, 0, 1, and so on."""
         return self.count // self.NUM & 1
 
     @gluon.jit

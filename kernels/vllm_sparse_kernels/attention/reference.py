@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference attention in plain torch: softmax under the index's mask, tile by tile, with all options, in float32 by
-default.
+"""Reference attention in plain torch, with all options.
+
+It computes the softmax under the index's mask, tile by tile, in float32 by default.
 
 The skip of P·V is SpargeAttn's (arXiv 2502.18137, section 3.4 and Algorithm 1, lines 13 to 17) for all queries of a
 tile together. The sum l counts a skipped step too: line 13 stands before the test, so that skipping moves outputs

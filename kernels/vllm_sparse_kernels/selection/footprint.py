@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upper bounds, on the host, of the workspace memory of selection. A test checks every method against them.
 
-There are three ways of selecting, and each takes what belongs to keys, or to pairs of blocks, for a slab of rows or of
-keys at a time, so that long steps need little more than short ones. Everything here is in bytes.
+Methods allocate tensors by key, or by pair of blocks, for one slab of rows or keys at a time, so that long steps need
+little more memory than short ones. All functions return bytes.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from vllm_sparse_kernels.selection.slabs import padded, rows_of_slabs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 SLAB_BYTES = 128 << 20
-"""What one slab takes, unless a single row or tile takes more."""
+"""Memory of one slab, unless a single row or tile needs more."""
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int, num_columns: int = 0) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimate of MInference (arXiv:2407.02490, Algorithm 2): Â = softmax of a few of a row's queries, its last ones
-or some spread over its chunk, against all keys.
+"""The estimate of MInference (arXiv:2407.02490, Algorithm 2).
+
+Â is the softmax of a few of a row's queries over all keys: its last queries, or queries that are spread over its chunk.
 
 What is kept of Â are its column sums, and its sums over diagonals: of keys, one by one, or of blocks of 64. K is read
 twice, the first time for the log-sum-exp of each query, the second for the sums, so that Â itself is never stored.
@@ -82,8 +83,10 @@ class Sums(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The queries from which Â is computed, and the kind of diagonals: of keys (``band`` 1, at most 64 queries) or of
-    blocks of 64 (``band`` 64, at most 256 queries).
+    """The queries from which Â is computed, and the kind of its diagonals.
+
+    Diagonals are those of keys (``band`` 1, at most 64 queries) or of blocks of 64 keys (``band`` 64, at most 256
+    queries).
 
     ``spread``, for the latter alone: not the last queries but as many, evenly spread over the chunk.
     """
@@ -178,8 +181,9 @@ def last_query_sums(
 def _sum_block_diagonals(
     sums: Sums, by_block: torch.Tensor, index: SparseIndex, most_tiles: int, last_queries: int, spread: bool
 ) -> None:
-    """Sum diagonals of blocks from the weight that each query gives to each block. ``most_tiles``: blocks of the
-    longest row.
+    """Sum diagonals of blocks from the weight that each query gives to each block.
+
+    ``most_tiles``: blocks of the longest row.
     """
     num_queries = by_block.shape[2]
     block = 4096 // num_queries

@@ -81,8 +81,9 @@ class SumArgs(NamedTuple):
 
 @triton.jit
 def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
-    """Return the places in the chunk of the estimating queries, in the last of QUERIES entries; negative entries are
-    empty.
+    """Return the places in the chunk of the estimating queries.
+
+    They fill the last of QUERIES entries; negative entries are empty.
 
     The last is the chunk's last.
     """
@@ -140,8 +141,10 @@ def _split_tiles(args, seq_len, i_split):
 
 @triton.jit
 def _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE):
-    """Load stacked queries, 0 in empty rows; their places in the chunk and in the row, negative if empty; and the
-    number of keys to which all of them attend.
+    """Load stacked queries, 0 in empty rows.
+
+    Also returns their places in the chunk and in the row, negative if empty, and the number of keys to which all of
+    them attend.
     """
     b_query = _query_places(_row_queries(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
     o_r = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
@@ -158,7 +161,7 @@ def _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE)
 
 @triton.jit
 def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
-    """Return the range of tiles within [first, end) that need no mask, which most do not."""
+    """Return the range of the tiles within [first, end) that need no mask: most of them."""
     begin = tl.minimum(tl.maximum((tiles_end - all_see + LAST - 1) // LAST, first), end)
     if BAND > 1:
         return begin, end
@@ -204,8 +207,9 @@ def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHA
 
 @triton.jit
 def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
-    """Compute unscaled scores of queries at ``b_position`` on the key tile from ``start`` on, -inf outside of the
-    causal mask.
+    """Compute unscaled scores of queries at ``b_position`` on the key tile from ``start`` on.
+
+    Scores that the causal mask excludes are -inf.
 
     All queries see a tile that is WHOLE.
     """
@@ -365,8 +369,9 @@ def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE
 
 @triton.jit
 def _diagonals(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
-    """Sum the diagonals [8 FIRST, 8 FIRST + 64) over A - J: [MEMBERS, g, c, 2, 2, 2], whose last three axes are the
-    digits of the group of eight diagonals.
+    """Sum the diagonals [8 FIRST, 8 FIRST + 64) over A - J: [MEMBERS, g, c, 2, 2, 2].
+
+    The last three axes are the binary digits of the number of a group of eight diagonals.
     """
     b_x = tl.reshape(b_p, [4, MEMBERS, 2, 8, 8, 8])
     b_x = tl.reshape(tl.permute(b_x, (1, 3, 5, 0, 2, 4)), [MEMBERS, 8, 8, 64])

@@ -120,8 +120,9 @@ def _write_lines_kernel(
     heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
     BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the lists of one (tile, head): blocks crossed by a kept diagonal, whole blocks and diagonal blocks; and
-    stripes.
+    """Write the lists of one (tile, head).
+
+    Blocks are those crossed by a kept diagonal, whole blocks and diagonal blocks.
 
     Of the columns kept one by one those before the tile's diagonal blocks and in no kept block become stripes.
     Heads whose ``patterns`` [heads, rows] is not 0 are written elsewhere.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pooled queries and keys: means of blocks, and the products of mean queries with mean keys.
 
-A pooled query is the mean of a tile of 128 queries or of half of one, a pooled key that of a block of 64 keys. All rows
-of a step are pooled by the same launches, whose programs take some blocks of one head each. Where means or products of
-a large batch would take more than ``SLAB_BYTES``, tiles are selected slab by slab; what a tile selects does not depend
-on its slab.
+A pooled query is the mean of a tile of 128 queries or of half a tile, and a pooled key the mean of a block of 64 keys.
+The same launches pool all rows of a step; each program handles some blocks of one head. If means or products of a large
+batch would need more than ``SLAB_BYTES``, tiles are selected slab by slab. The selection of a tile does not depend on
+its slab.
 """
 
 from collections.abc import Iterator

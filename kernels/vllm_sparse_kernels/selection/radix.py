@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds of long arrays by parallel passes: the k-th largest value, or the largest value such that those that reach
-it hold γ of the sum.
+"""Thresholds of long arrays by parallel passes.
 
-Values are sums of weights, never negative, and count as equal if ten bits of the mantissa are: rounding of scores to
-bf16, which has seven, moves them by more. That leaves keys of 16 bits, looked at a digit of 8 at a time. A pass sums,
-chunk by chunk in as many programs, what the values that agree with the threshold in its higher digit weigh, for each
-next digit: 1 each for the k-th largest, the value itself for γ of a sum, to the bits that count. The next pass adds up
-the chunks, in order, and so knows one digit more. Nothing goes back to the host, and results are the same however often
-they are computed.
+A threshold is the k-th largest value, or the largest value such that the values that reach it hold γ of the sum.
+
+Values are sums of weights and never negative. They count as equal if their mantissas agree in ten bits, because
+rounding of scores to bf16, which has seven, changes them by more. This leaves keys of 16 bits, processed in two digits
+of 8 bits. A pass considers the values that agree with the threshold in its higher digit, and sums their weights by next
+digit, one program per chunk: 1 for the k-th largest, the value itself for γ of a sum. The next pass adds up the chunks,
+in order, and then knows one more digit. Nothing is copied to the host, and results are deterministic.
 
 Arrays are those of ``Sums``: column sums (kind 0) and sums of diagonals or bands (kind 1) of n heads and several rows;
 job i is kind i // n of head i % n.
@@ -379,8 +379,9 @@ def add_by_high_digit(b_sum, b_x):
 
 @triton.jit
 def _masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
-    """Sum masses by low digit: masses of one key agree in ten bits of the mantissa, and count as the middle of their
-    range.
+    """Sum masses by low digit.
+
+    Masses of one key agree in ten bits of the mantissa, and count as the middle of their range.
     """
     b_count = tl.zeros([DIGITS], tl.int32)
     for start in range(first, end, CHUNK):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slabs, rows whose keys fit a buffer and are rounded together, and runs, tiles of a slab whose scores fit another one.
 
-The keys of a row are never cut, and tiles never looked at in part. A row's tiles are dealt out to runs by that row
-alone. So what a tile keeps does not depend on what runs beside it.
+Keys of a row are never split between slabs, nor the scores of a tile between runs. The division of a row's tiles into
+runs depends on that row only. Therefore the selection of a tile does not depend on the other rows of the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ SLAB_TOKENS = 1 << 17
 of 128 channels for SALE with 32 heads."""
 
 RUN_BYTES = 272 << 20
-"""What one launch's tiles take, unless a single tile takes more. For top_p with 32 heads that is 64 tiles after 32,768
+"""Memory of one launch's tiles, unless a single tile needs more. For top_p with 32 heads that is 64 tiles after 32,768
 tokens on Hopper, or 16 after 131,072. Smaller launches leave a card waiting at their end."""
 
 PAIR_FIELDS = 3

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device functions for exact top-k of long rows: floats as integers of the same order, whose bits yield the k-th
-largest, and the values of a chunk that this threshold keeps, with ties in order of index.
+"""Device functions for exact top-k of long rows.
+
+Floats become integers of the same order, whose bits yield the k-th largest. This threshold then determines the values
+to keep in each chunk, with ties in order of index.
 
 Nothing is sorted, nothing goes back to the host, and the result is the same however often it is computed.
 """

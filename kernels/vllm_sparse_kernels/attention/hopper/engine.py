@@ -81,8 +81,9 @@ def refusal(spec: AttendSpec) -> str | None:
 
 
 def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
-    """Return an upper bound of the workspace memory that ``attend`` needs: places of blocks and stripes, and the work's
-    order.
+    """Return an upper bound of the workspace memory that ``attend`` needs.
+
+    The memory holds places of blocks and stripes, and the order of the work.
 
     Args:
         rows: The rows of the step.

@@ -191,8 +191,9 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int) -> int:
-    """Return the shared memory of 16-bit queries and buffered keys and values, as compiled for Hopper; Ampere needs
-    no more.
+    """Return the shared memory of 16-bit queries and buffered keys and values.
+
+    The number is that of kernels compiled for Hopper; Ampere needs no more.
     """
     block_d = triton.next_power_of_2(head_dim)
     return 2 * block_d * (TILE_TOKENS + 2 * num_buffers * block_tokens) + 1024
@@ -205,8 +206,9 @@ def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
 
 
 def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
-    """Return the number of buffers for whole steps. Two buffers of keys and values need a third one of keys, which are
-    loaded before the step's own.
+    """Return the number of buffers for whole steps.
+
+    Two buffers of keys and values need a third one of keys, which are loaded before the step's own.
 
     Without room for them, 0 lets the compiler load keys and values separately, which margins do not allow.
     """
@@ -277,7 +279,9 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
 def _option_args(
     options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
-    """Return margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and their descriptor for bulk
+    """Return the kernel arguments of the options.
+
+    These are margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and their descriptor for bulk
     copies.
 
     Each is None unless it is requested. They are separate arguments because Triton 3.6 cannot compare a tuple that
@@ -297,8 +301,9 @@ def _option_args(
 
 
 def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
-    """Compute each block's first row in the matrix, without the kv head's part: int32, laid out like
-    ``index.block_ids``.
+    """Compute each block's first row in the matrix, without the kv head's part.
+
+    The result is int32, laid out like ``index.block_ids``.
     """
     places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](

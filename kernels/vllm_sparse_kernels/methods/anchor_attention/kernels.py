@@ -80,8 +80,9 @@ class RowVoters(NamedTuple):
 
 
 class VoterArgs(NamedTuple):
-    """Output of ``anchor_kernel``: each voter with its anchor, less its head's θ. Only the selected heads' parts are
-    written.
+    """Output of ``anchor_kernel``: each voter with its anchor, less its head's θ.
+
+    Only the selected heads' parts are written.
 
     A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
     """
@@ -338,9 +339,7 @@ def blocks_kernel(
 
 @triton.jit
 def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
-    """Load the words of candidate blocks [blocks, words of a block], 0 if masked, and flag blocks that are kept
-    whole.
-    """
+    """Load the words of candidate blocks [blocks, words of a block], 0 if masked, and flag whole blocks."""
     o_word = o_b[:, None] * (INDEX_N // WORD) + tl.arange(0, INDEX_N // WORD)[None, :]
     b_words = tl.load(words + o_word, mask=mask[:, None], other=0)
     return b_words, tl.min((b_words == ALL_KEPT).to(tl.int32), 1) != 0
@@ -369,8 +368,9 @@ def stripes_kernel(
     groups, index, heads, num_tiles,
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Write a stretch of one group's stripes for one head; the program of the last stretch also writes all tiles'
-    counts.
+    """Write a stretch of one group's stripes for one head.
+
+    The program of the last stretch also writes the counts of all tiles.
 
     Grid: (stretches of the longest list, groups, n). Bound by memory: it reads a bit for each key, and writes 4 bytes
     for each stripe.

@@ -369,8 +369,9 @@ class AnchorAttention(PerHead):
 
 
 def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:
-    """Return descriptors of the keys for bulk copies of ``block_tokens`` rows, or (None, None) if blocks or cache do
-    not allow them.
+    """Return descriptors of the keys for bulk copies of ``block_tokens`` rows.
+
+    They are (None, None) if blocks or cache do not allow such copies.
     """
     matrix = matrix_args(cache) if cache.page_size % block_tokens == 0 and supports_bulk(cache) else None
     if matrix is None:

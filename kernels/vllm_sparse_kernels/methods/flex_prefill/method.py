@@ -235,9 +235,7 @@ def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
-    """Return the numbers of CHUNK bands from ``start`` on, and whether their mass reaches the threshold: int32 0 or
-    1.
-    """
+    """Return the numbers of CHUNK bands from ``start`` on, and int32 flags of the kept ones."""
     o_n = start + tl.arange(0, CHUNK)
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept.to(tl.int32)
@@ -259,8 +257,10 @@ def _band_flags(row, start, end, threshold, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, SHAPE):
-    """Count lines: left[row, job, chunk, c - 2] is the number of columns that remain if blocks with c or more are kept
-    whole; for bands, the number that is kept.
+    """Count the lines of one chunk.
+
+    left[row, job, chunk, c - 2] becomes the number of columns that remain if blocks with c or more are kept whole; for
+    bands, the number of kept bands.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 

@@ -149,8 +149,9 @@ def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> tor
 def set_lines(
     columns: torch.Tensor, diagonals: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """Write the lists of one tile: blocks crossed by a kept diagonal, whole blocks, and the other kept columns as
-    stripes.
+    """Write the lists of one tile.
+
+    Blocks crossed by a kept diagonal and whole blocks are kept as blocks, and the other kept columns as stripes.
 
     Args:
         columns: [seq_len] bool.

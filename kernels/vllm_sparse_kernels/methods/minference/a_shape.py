@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A-shape heads of MInference (arXiv:2407.02490), section 3: the query at position p keeps the keys [0, sink) and
-(p - local, p].
+"""A-shape heads of MInference (arXiv:2407.02490, section 3).
+
+The query at position p keeps the keys [0, sink) and (p - local, p].
 
 A tile of 128 queries keeps the same keys, in whole blocks: the union of its queries' windows.
 """

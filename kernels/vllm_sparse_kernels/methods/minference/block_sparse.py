@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse heads of MInference (arXiv:2407.02490), Algorithm 3: queries and keys averaged in 64s, and for each
-query block the k_b key blocks with the largest products.
+"""Block-sparse heads of MInference (arXiv:2407.02490, Algorithm 3).
+
+Queries and keys are averaged in blocks of 64. Each query block keeps the k_b key blocks with the largest products.
 
 Deviations from the paper:
 
@@ -66,8 +67,7 @@ class BlockSparse(PerHead):
 def write_top_blocks(
     scores: torch.Tensor, method: BlockSparse, index: SparseIndex, first_tile: int, heads: torch.Tensor
 ) -> None:
-    """Write the lists of the tiles from ``first_tile`` on: the ``top_blocks`` blocks with the largest scores, and the
-    diagonal.
+    """Write the lists of the tiles from ``first_tile`` on: the blocks with the largest scores, and the diagonal.
 
     Args:
         scores: [n, 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
@@ -91,8 +91,9 @@ def _top_blocks_kernel(
     scores, width, counts, heads, first_tile, index, num_tiles,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the list of one tile and head from the scores of its two query blocks, each ``width`` · 64, and the
-    diagonal.
+    """Write the list of one tile and head.
+
+    The kept blocks follow from the scores of its two query blocks, each ``width`` · 64, and from the diagonal.
 
     Grid: (tiles of the run, n). Bound by latency: 32 halvings over scores in registers.
 
@@ -135,8 +136,9 @@ def _top_blocks_kernel(
 
 @triton.jit
 def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
-    """Return (threshold, ties) for each of two rows: the k largest are those above the threshold and the first ``ties``
-    equal ones.
+    """Return (threshold, ties) for each of two rows.
+
+    The k largest values are those above the threshold and the first ``ties`` equal to it.
 
     Found bit by bit from the highest down. The first CHUNK values are held; of longer rows the rest is read for every
     bit.

@@ -53,8 +53,11 @@ from vllm_sparse_kernels.selection.topk import kept_in_chunk
 
 @dataclass(frozen=True)
 class VerticalSlash(PerHead):
-    """k_v ``vertical_tokens``, k_s ``slash_tokens``, last_q ``last_queries``; the defaults of the authors' code where a
-    head has no searched pattern. The forced ones count among k_v and k_s."""
+    """Parameters of vertical-slash heads: k_v ``vertical_tokens``, k_s ``slash_tokens``, last_q ``last_queries``.
+
+    The defaults are those of the authors' code for heads without a searched pattern. Forced lines count among k_v and
+    k_s.
+    """
 
     differing = ("vertical_tokens", "slash_tokens", "forced_verticals", "forced_slashes")
 

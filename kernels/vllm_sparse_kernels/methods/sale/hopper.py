@@ -136,8 +136,9 @@ def _first_local(tile, sink_tokens, local_tokens):
 
 @gluon.jit
 def _largest(b_s):
-    """Return the largest of the eight scores that share a key step: [queries, keys / 32, 4] float32, within one
-    thread.
+    """Return the largest of the eight scores that share a key step.
+
+    The result is [queries, keys / 32, 4] float32, within one thread.
     """
     NUM: gl.constexpr = b_s.shape[1] // 32
     b_s = b_s.reshape([b_s.shape[0], NUM, 2, 2, 4, 2]).permute((0, 1, 4, 5, 2, 3))
@@ -149,8 +150,9 @@ def _largest(b_s):
 
 @gluon.jit
 def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
-    """Return by how much the best score of each index block exceeds its threshold: one element of a block per
-    thread.
+    """Return by how much the best score of each index block exceeds its threshold.
+
+    A thread holds one element of a block.
     """
     M: gl.constexpr = b_s.shape[0]
     b_s = gl.inline_asm_elementwise(
@@ -173,8 +175,9 @@ def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def _fits_half(queries, keys, span, first, SPAN: gl.constexpr):
-    """Return whether half precision holds all sums of products exactly, and biases in range, for the keys from
-    ``first`` on.
+    """Return whether half precision is sufficient for the keys from ``first`` on.
+
+    All sums of products must be exact, and biases in range.
     """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_m = gl.arange(0, 2 * STEP_TOKENS, line)
@@ -197,8 +200,9 @@ def half_kernel(
     queries, keys, bulk_queries, bulk_keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left,
     GROUP: gl.constexpr, INDEX_N: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Flag the blocks in which an element passes, for two tiles of one head and SPAN keys: ``scores._test_kernel`` for
-    spans whose products fit half precision.
+    """Flag the blocks in which an element passes, for two tiles of one head and SPAN keys.
+
+    It replaces ``scores._test_kernel`` for spans whose products fit half precision.
 
     Grid: (pairs of tiles, spans of the furthest tile's keys, selected heads), 4 warps. Two programs fit a
     multiprocessor. Bound by the instructions that look at scores: a multiply-add and a maximum for two scores, beside
@@ -340,8 +344,9 @@ def _load_step(bulk_keys, key, i_step, num_steps, ready, buffer):
 
 @gluon.jit
 def _query_tiles(queries, first, stop_b):
-    """Load thresholds and inverse steps of both tiles' queries; if there is no second tile, nothing passes its
-    thresholds.
+    """Load thresholds and inverse steps of both tiles' queries.
+
+    If there is no second tile, nothing passes its thresholds.
     """
     o_m = gl.arange(0, STEP_TOKENS, gl.SliceLayout(1, SCORES))
     o_q = first + o_m

@@ -30,8 +30,9 @@ LEAST_CHANNELS = 32
 
 
 class Means(NamedTuple):
-    """Means of each row's keys and new queries, float32, padded with zeros to BLOCK_D; and the channels of the
-    estimate.
+    """Means of each row's keys and new queries, and the channels of the estimate.
+
+    Means are float32, padded with zeros to BLOCK_D.
 
     Where these are all, ``channels`` and ``left_out`` are not read.
     """
@@ -225,8 +226,9 @@ def _channels_kernel(
 
 @triton.jit
 def _variances(means, to_second):
-    """Compute variances of channels from mean and, ``to_second`` elements further, second moment, with the same
-    rounding everywhere.
+    """Compute variances of channels from the mean and, ``to_second`` elements further, the second moment.
+
+    The rounding is the same everywhere.
     """
     b_mean = tl.load(means)
     return tl.maximum(tl.fma(-b_mean, b_mean, tl.load(means + to_second)), 0.0)

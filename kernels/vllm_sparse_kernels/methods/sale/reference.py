@@ -108,8 +108,9 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
 
 
 def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:
-    """Flag the blocks of Algorithm 1, lines 9 and 12: sink and local blocks, and blocks between them in which an
-    element passed.
+    """Flag the blocks of Algorithm 1, lines 9 and 12.
+
+    These are sink and local blocks, and blocks between them in which an element passed.
 
     Args:
         method: The method of the heads, possibly merged.

@@ -78,8 +78,10 @@ class KeySource(NamedTuple):
 
 
 class RoundedQueries(NamedTuple):
-    """Queries in 4 bits, tile after tile. Integers are int8 or e4m3; scores have the unit (query step) · (key step).
-    Parts of heads that keep everything are undefined.
+    """Queries in 4 bits, tile after tile.
+
+    Integers are int8 or e4m3. Scores have the unit (query step) · (key step). Parts of heads that keep everything are
+    undefined.
     """
 
     integers: Any  # [num_selected, num_queries, KEPT_D]

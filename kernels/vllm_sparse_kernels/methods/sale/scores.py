@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE's third step: which blocks between sink and local region hold an element that passes. method.py has the
-paper's part.
+"""SALE's third step: find the blocks between sink and local region with an element that passes.
+
+The docstring of ``method.py`` describes the paper's algorithm.
 
 A program takes two tiles of one head and a span of keys. Flags lie as ``compact_blocks`` wants them; they are 0 before,
 and a program stores a 1 for each block with an element that passes, so that spans may be of any length.
@@ -175,8 +176,9 @@ def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
 def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Write uint8 flags of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 for blocks to
-    test.
+    """Write uint8 flags of one (tile, head)'s causal blocks.
+
+    A flag is 1 in sink, local region and diagonal, and 0 for blocks to test.
 
     A head with τ = 0 (ln τ = −∞) keeps every block.
 

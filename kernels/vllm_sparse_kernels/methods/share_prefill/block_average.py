@@ -188,8 +188,10 @@ def _mean_keys_kernel(
     keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows, mean_keys,
     scores, SHAPE, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the mean key of one (kv head, block, row), and its products with mean queries if it is before the
-    diagonal. A row's last block may be short.
+    """Compute the mean key of one (kv head, block, row).
+
+    If the block is before the diagonal, its products with mean queries are computed too. A row's last block may be
+    short.
 
     Grid: (kv heads, blocks of the longest row, rows). Bound by memory: it reads each key once.
 

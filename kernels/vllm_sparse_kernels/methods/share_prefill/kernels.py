@@ -35,8 +35,9 @@ class Thresholds(NamedTuple):
 
 
 class ShareArgs(NamedTuple):
-    """State of sharing for all three kernels: by head [n], by cluster of the layer, by slot of ``Pivots``, and by row
-    or tile.
+    """State of sharing as arguments of all three kernels.
+
+    Fields are by head [n], by cluster of the layer, by slot of ``Pivots``, or by row or tile.
 
     A tile's masses by a digit of their keys (radix.py): ``weights`` [slots, num_tiles, 256] by the upper one, kept with
     the maps; ``low_weights`` [n, num_tiles, 256] by the lower one where the upper is the threshold's, ``high``
@@ -64,8 +65,9 @@ class ShareArgs(NamedTuple):
 
 @triton.jit
 def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
-    """Return whether the cluster has a pivot, and the place in heads of the first head that is not too sparse, which
-    becomes the pivot if there is none; HEADS if all are too sparse.
+    """Return whether the cluster has a pivot, and the place in heads of the head that becomes it otherwise.
+
+    This is the first head that is not too sparse; HEADS if all are too sparse.
     """
     known = tl.load(args.exists + tl.load(args.slots + place).to(tl.int64) * num_rows + i_row)
     o_h = tl.arange(0, HEADS)
@@ -84,8 +86,10 @@ def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, thresholds, queries, keys, index,
     num_map_programs, num_blocks, stride_map, num_tiles, HEADS: tl.constexpr, SHAPE,
 ):  # fmt: skip
-    """Decide who shares, one (head, row) per program, after the maps of new pivots, one (cluster, tile) per program.
-    The latter do not wait for the decisions, because they find the pivot themselves.
+    """Decide who shares, one (head, row) per program, and make the maps of new pivots.
+
+    Programs for maps, one (cluster, tile) each, come first. They do not wait for the decisions, because they find the
+    pivot themselves.
 
     Grid: (clusters · tiles + n · rows). Bound by how soon the few maps are done: mean keys are read once for each.
 
@@ -187,8 +191,10 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
 
 @triton.jit
 def _ranked_head(args, i_row, num_rows, PIVOTS: tl.constexpr, HEADS: tl.constexpr):
-    """Return the place of the program's head, −1 for none: the head whose rank among those that share (with PIVOTS,
-    that share or are pivots) is the program's number on axis 1. Programs without work therefore come last.
+    """Return the place of the program's head, −1 for none.
+
+    The program's number on axis 1 is the head's rank among those that share or, with PIVOTS, that share or are pivots.
+    Programs without work therefore come last.
     """
     o_h = tl.arange(0, HEADS)
     b_pattern = tl.load(args.patterns + o_h * num_rows + i_row, mask=o_h < tl.num_programs(1), other=0)

@@ -125,8 +125,9 @@ class SharePrefill(PerHead):
 
     @property
     def unshared(self) -> "SharePrefill":
-        """The method without a cluster: the only head of a cluster would be a dense pivot whose pattern no head
-        takes.
+        """The method without a cluster.
+
+        The only head of a cluster would be a dense pivot whose pattern no head takes.
         """
         return replace(self, cluster=NOISE)
 
@@ -209,8 +210,9 @@ class SharePrefill(PerHead):
         return self.max_sparsity > 0 and self.max_distance > 0 and any(head.cluster != NOISE for head in heads)
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
-        """Return the state that layers keep for later ones, created by the first layer. Heads with other thresholds do
-        not share it.
+        """Return the state that layers keep for later ones, created by the first layer.
+
+        Heads with other thresholds do not share it.
 
         Args:
             rows: The rows of a step.
@@ -308,8 +310,11 @@ def _share(
     method: SharePrefill, pivots: Pivots, index: SparseIndex, averages: BlockAverages, places: torch.Tensor,
     slots: torch.Tensor, patterns: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Algorithm 3: fill patterns [heads, num_rows] int32, make the maps of new pivots and keep their estimates ã; and
-    Algorithm 2: write the lists of shared and dense heads."""
+    """Run Algorithms 3 and 2.
+
+    Algorithm 3 fills patterns [heads, num_rows] int32, makes the maps of new pivots and keeps their estimates ã.
+    Algorithm 2 writes the lists of shared and dense heads.
+    """
     rows, room = index.rows, index.workspace.empty
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape

@@ -223,8 +223,9 @@ def _load(row, first, num_blocks, other, CHUNK: tl.constexpr):
 
 @triton.jit
 def _exponentials(row, num_blocks, CHUNK: tl.constexpr):
-    """Compute exponentials of scores, the largest 1, and FORCED for scores of −∞. Returns the first CHUNK, and the sum
-    of all.
+    """Compute exponentials of scores, the largest 1, and FORCED for scores of −∞.
+
+    Returns those of the first CHUNK, and the sum of all.
 
     The others are written in place of their scores.
     """

@@ -195,8 +195,9 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
 
 @triton.jit
 def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
-    """Return sum and number of the masses of at least these bits. The sum never decreases as more count, in floating
-    point too.
+    """Return sum and number of the masses of at least these bits.
+
+    The sum never decreases as more masses count, in floating point too.
     """
     held, count = _part(b_first, bits)
     for first in range(CHUNK, end, CHUNK):

@@ -283,8 +283,9 @@ def _scores_kernel(
     rounded, bulk_queries, bulk_keys, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_rounds,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Score two tiles of one head, one per consumer group, with a span of keys in the causal reach of all their
-    queries.
+    """Score two tiles of one head, one per consumer group, with one span of keys.
+
+    The keys are in the causal reach of all queries of these tiles.
 
     Grid: (pairs of tiles, spans, selected heads), 4 warps beside 4 of the other consumer group and the producer's one.
     Two programs fit a multiprocessor. Bound by the instructions that look at scores: maxima of half-precision pairs.
@@ -398,8 +399,9 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
 
 @gluon.jit
 def _append_byte(b_word, b_x):
-    """Shift words down by a byte, and round six bits of exponent and two of mantissa into the highest one, to
-    nearest.
+    """Shift words down by a byte and fill the highest one.
+
+    The new byte has six bits of exponent and two of mantissa, rounded to nearest.
     """
     b_bits = (b_x.to(gl.int32, bitcast=True) << 3) + 1686110208  # (bits + 2^20 - 103 · 2^23) · 8
     return gl.inline_asm_elementwise(
