@@ -5,7 +5,7 @@ It computes the softmax under the index's mask, tile by tile, in float32 by defa
 
 The skip of P·V is SpargeAttn's (arXiv 2502.18137, section 3.4 and Algorithm 1, lines 13 to 17) for all queries of a
 tile together. The sum l counts a skipped step too: line 13 stands before the test, so that skipping moves outputs
-towards zero. Line 15 as printed asks for the reverse of the text of section 3.4, which holds here; line 13 as printed
+towards zero. Line 15 as printed contradicts the text of section 3.4, which is implemented here; line 13 as printed
 forgets l_{i,j−1}.
 
 8-bit scores are SageAttention's (arXiv 2410.02367, equation 6 and Algorithm 1).
@@ -31,8 +31,8 @@ class ReferenceAttend:
     """``engine.Attend`` in plain torch, on any device.
 
     Attributes:
-        dtype: what is computed in.
-        round_weights: what becomes of weights [queries, keys] before they meet values; None leaves them.
+        dtype: Type of the computation.
+        round_weights: Rounds weights [queries, keys] before they are multiplied with values; None to keep them.
     """
 
     dtype: torch.dtype = torch.float32

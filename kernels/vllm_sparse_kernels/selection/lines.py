@@ -19,10 +19,10 @@ from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, l
 from vllm_sparse_kernels.selection.slabs import rows_within
 
 SLAB_BYTES = 128 << 20
-"""Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
+"""Workspace for sums and kept lines. A step with more rows than fit is selected one slab of rows at a time."""
 
 KEY_BYTES = 24
-"""What one key of one head takes of it at most, rows counted in multiples of 4,096 keys."""
+"""Maximum workspace per key and head, with rows counted in multiples of 4,096 keys."""
 
 
 class Lines(NamedTuple):

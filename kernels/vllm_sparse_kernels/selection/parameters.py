@@ -8,7 +8,7 @@ import torch
 from vllm_sparse_kernels.rows import to_device
 
 MOST = 1 << 24
-"""Tokens, blocks or lines that are told apart: parameters travel as float32, which has every whole number up to it."""
+"""Maximum of parameters in tokens, blocks or lines: float32, in which they are copied, has all integers up to it."""
 
 
 def require(condition: bool, field: str, value: object, expected: str) -> None:

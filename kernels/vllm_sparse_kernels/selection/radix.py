@@ -41,7 +41,7 @@ HALF_EQUAL = tl.constexpr(1 << 12)
 """Half of what those bits hold."""
 
 LEAST_KEY = tl.constexpr((127 - 57) << 10)
-"""What is below 2⁻⁵⁷ is equal too: 16 bits are left for keys of masses up to 2⁷."""
+"""Values below 2⁻⁵⁷ also count as equal, which leaves 16 bits for keys of masses up to 2⁷."""
 
 UNSPECIALIZED = ("num_entries", "first_row", "num_rows", "capacity", "chunks", "max_columns")
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""

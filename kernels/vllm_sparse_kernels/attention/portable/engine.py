@@ -11,8 +11,8 @@ Blocks are loaded in one of two ways. Where a block lies within a page, its *pla
 matrix, is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers.
 Smaller pages cost a look-up in the block table for every key.
 
-``AttendOptions`` has approximations that a head may ask for. Without them the kernel is compiled as if they did not
-exist; with them a launch still serves a layer of mixed heads, each program doing as its head asks:
+Heads may request the approximations of ``AttendOptions``. Without them, the kernel is compiled without their code. With
+them, one launch serves a layer of mixed heads, and each program uses its head's options:
 
 * SpargeAttn's skip of P·V tests all 128 queries of a tile together, where the paper tests the
   queries of a warp (16 or 32): it skips less. (The authors' kernels, as they are compiled, test a block of 64 or 128.)

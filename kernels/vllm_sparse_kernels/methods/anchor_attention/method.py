@@ -36,9 +36,9 @@ and means of 8 queries find 4 at a density of 0.85. So, beyond the paper and off
 * ``sample_tokens``: the last of every so many queries of a tile votes by its own score, held against its own x_a, not
   against a mean (equation 2 for single queries). A key is kept for the group if any of them wants it. Such scores need
   a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
-* ``whole_blocks``: a vote for one key keeps the block of the index around it: of 32 keys where all heads of a layer
-  ask for it and such blocks cost no more (``width.py``), of 64 or 128 elsewhere. What is copied is copied in order: the
-  keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
+* ``whole_blocks``: a vote for one key keeps the block of the index around it: of 32 keys where all heads of a layer ask
+  for it and such blocks cost no more (``block_width.py``), of 64 or 128 elsewhere. What is copied is copied in order:
+  the keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
   cost half of what stripes do, and short groups, which make for long lists of stripes, need no room for them.
 
 With one tile a group and ``window_tokens`` = 512, the same prompt: sampled every 16 with blocks of 32, θ = 2, finds all
@@ -228,7 +228,7 @@ class AnchorAttention(PerHead):
 
     @property
     def tile_voters(self) -> int:
-        """Of a whole tile."""
+        """Voters of a complete tile."""
         return TILE_TOKENS // self.sample_tokens if self.sample_tokens else 1
 
     @property

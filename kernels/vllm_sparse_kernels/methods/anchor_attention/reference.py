@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention (Zhang et al., 2025), equations 1 and 2 and section 3.4, in plain torch.
 
-What is read into the paper, and where this departs from it, is said in ``select.anchor_attention``.
+``method.py`` describes the interpretation of the paper, and departures from it.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE's third step on Hopper, in Gluon: what ``sale_scores`` does, in half precision.
+"""SALE's third step on Hopper, in Gluon: the test of ``scores.py`` in half precision.
 
-A warp group holds the scores of two tiles. While it looks at those of one, the matrix units multiply the other's: they
-always have work queued, of two such programs on each multiprocessor. Keys come by bulk copies, three steps ahead. Per
-score there is one fused multiply-add and one maximum, two scores to an instruction.
+A warp group holds the scores of two tiles. While it processes those of one tile, the matrix units compute the other's.
+With two such programs per multiprocessor, the matrix units always have work queued. Bulk copies load keys three steps
+ahead. A score takes one fused multiply-add and one maximum, each instruction handling two scores.
 
-Where half precision may not have all sums exactly a program leaves its part, with a mark, to ``sale_scores``.
+If half precision may not represent all sums exactly, a program marks its part for ``scores.py`` and does not test it.
 """
 
 from vllm_sparse_kernels.gluon_compat import (

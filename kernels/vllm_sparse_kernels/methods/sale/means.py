@@ -26,7 +26,7 @@ KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3}
 """Keys of one step, and steps that are loaded ahead, by way of shared memory if more than one."""
 
 LEAST_CHANNELS = 32
-"""Of a product in 8 bits: matrix instructions take no fewer."""
+"""Minimum number of channels of an 8-bit product, given by the matrix instructions."""
 
 
 class Means(NamedTuple):

@@ -4,8 +4,7 @@
 Blocks of b_q = 64 queries × b_k = 32 keys. Sink and local blocks are kept; of the blocks between them, those with an
 element whose relative attention score, estimated from 4-bit queries and keys, is τ or more (Algorithm 1):
 
-1. Quantisation (section 3.2 names SageAttention-2's; the rest is from the authors' code): q − q̄ and k − k̄, with q̄
-the
+1. Quantisation (section 3.2 names SageAttention-2's; the rest is from the authors' code): q − q̄ and k − k̄, with q̄ the
    head's mean query of this step and k̄ the row's mean key, become integers −7 … 7. In a block of 32, keys j of equal
    (j mod 8) // 2 share a scale: eight keys, those that one thread holds in the matrix instruction's result.
 2. m̃ and l̃: row maximum and sum of exponentials over sink and local region, in full precision.
@@ -42,9 +41,9 @@ Where the paper leaves a choice, or this departs from it:
 * Heads with τ = 0 test nothing: they keep every block.
 * Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
   queries keeps the union of its two, so that attention is over 128 × 32. An index has the paper's blocks of 32 keys
-  where all heads of a layer run SALE, on Hopper's engines (``width.py``); elsewhere a block of 64 keys keeps the union
-  of its two, and attention is over more. As the second query block's local region begins no earlier than the first's,
-  only keys before the first's are tested.
+  where all heads of a layer run SALE, on Hopper's engines (``block_width.py``); elsewhere a block of 64 keys keeps the
+  union of its two, and attention is over more. As the second query block's local region begins no earlier than the
+  first's, only keys before the first's are tested.
 * Both means, and the choice of channels, are over what this step sees, so selection depends on the chunking, and on
   later queries of the same chunk.
 * The authors run prompts of at most 1,024 tokens dense. That is for the backend to decide.

@@ -3,8 +3,8 @@
 
 The docstring of ``method.py`` describes the paper's algorithm.
 
-A program takes two tiles of one head and a span of keys. Flags lie as ``compact_blocks`` wants them; they are 0 before,
-and a program stores a 1 for each block with an element that passes, so that spans may be of any length.
+A program handles two tiles of one head and a span of keys. Flags have the layout of ``compact_blocks`` and start at 0.
+A program stores a 1 for each block with an element that passes, so that spans may have any length.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a na
     MISSING_GLUON = str(error)
 else:
     MISSING_GLUON = ""
-"""What this Triton's Gluon lacks of what ``sale_hopper`` is written in."""
+"""What ``hopper.py`` needs and the installed Triton's Gluon lacks; None if it lacks nothing."""
 
 
 class ScoreShape(NamedTuple):
@@ -128,7 +128,7 @@ def flag_blocks(
         selected: The selected heads.
         regions: Sink and local region of every query block.
         run: The tiles.
-        by_half: Whether to compare in half precision, by ``sale_hopper``, where that is exact.
+        by_half: Whether to compare in half precision, by ``hopper.py``, where that is exact.
     """
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.pairs, *regions)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fewest blocks of a tile that hold p of its mass: one program a tile and head, over an array that fits registers.
+"""Lists of the fewest blocks of a tile that hold p of its mass.
+
+A program handles one tile and head, on an array that fits registers.
 
 A negative mass is one of a block that is kept whatever it holds. Nothing is sorted: the least mass that is kept is
 found by halving what bits it may have, and of equal masses the first blocks are taken. Bits of floats >= 0 sort as the
@@ -25,7 +27,7 @@ LISTED_BLOCKS = tl.constexpr(1024)
 """Blocks whose place in a list is found at a time: more would take registers from other programs."""
 
 MAX_REGISTERS = 64
-"""Of a thread, of 256: four programs a multiprocessor, which wait for sums by turns."""
+"""Register cap per thread that allows four programs of 256 threads per multiprocessor."""
 
 TWO_BITS = tl.constexpr(0x40000000)
 """The bits of 2.0. Masses are at most 1, but for rounding."""

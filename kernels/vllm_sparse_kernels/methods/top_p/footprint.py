@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``top_p`` takes from its workspace at most, in bytes, with any of its engines."""
+"""Upper bound of the workspace memory of ``top_p``, in bytes, for any of its engines."""
 
 from collections.abc import Sequence
 

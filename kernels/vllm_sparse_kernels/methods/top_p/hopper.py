@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masses of blocks on Hopper: three launches for a run of tiles.
 
-1. ``_own_kernel``, each tile and the keys that some of its queries may not see: the only masks. Of each query what all
-   its scores are measured against (``tops``), and the sum of exponentials over those keys' blocks.
-2. ``_scores_kernel``, in Gluon, all keys before: one maximum per query and block, one exponential, one byte. A producer
-   brings keys; two consumer groups hold the scores of a tile each, and do not wait for each other. Two such programs
-   fit a multiprocessor: while a group looks at its scores, others' products run.
-3. ``_masses_kernel``: bytes back into numbers, over each query's own sum, their mean over the tile's queries, and
-   whether one of them reaches the peak.
+1. ``_own_kernel`` handles each tile with its diagonal keys, the only ones with a mask. For each query it computes the
+   reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
+2. ``_scores_kernel``, in Gluon, handles all earlier keys: one maximum per query and block, one exponential, one byte. A
+   producer loads keys; two consumer groups hold the scores of one tile each and do not wait for each other. Two such
+   programs fit a multiprocessor, so that the products of one group run while another processes its scores.
+3. ``_masses_kernel`` converts bytes to numbers, divides them by each query's sum, averages them over the tile's
+   queries, and tests whether one of them reaches the peak.
 
-Keys lie permuted within steps of 128 (``rounding.py``): all scores of a query and block then lie in one thread, and a
-maximum costs one instruction for two scores. Products are added up in half precision, which loses 2^-11 of a sum.
+Keys are permuted within steps of 128 (``rounding.py``), so that all scores of a query and block are in one thread, and
+a maximum takes one instruction for two scores. Products are summed in half precision, with an error of 2^-11 of a sum.
 
-One thread of a group hands a step of keys back for all four warps: Triton has them meet between their wait for the
-product and that arrival, which a test reads off the machine code (see ``attend.hopper_kernel``).
+One thread of a group releases a step of keys for all four warps. Triton synchronises them between their wait for the
+product and that arrival; a test checks this in the machine code (see ``attention.hopper.kernel.hopper_kernel``).
 
 A byte has six bits of exponent and two of mantissa: from 2^-24 to 2^39 of what its query's scores are measured against,
 the largest one near the query and among the first 128 keys. Rounding is by up to a ninth, and what sums it up does so

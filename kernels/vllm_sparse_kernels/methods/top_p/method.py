@@ -1,34 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top_p``, our own: of each tile of 128 queries the fewest blocks of 32 keys that hold p of its attention, and peaks.
+"""``top_p``, a method of this project: the fewest blocks that hold the share p of a tile's attention, and peaks.
 
-p is the share of attention that a tile keeps, so one knob means the same for every head, layer and length, and 1 is
-dense. For a row's query q and key k, with s the softmax's scale:
+Blocks have 32 keys, and tiles 128 queries.
 
-1. Scores in 8 bits. k̂ is k less the row's mean key (which shifts all scores of a query alike), q̂ is q as it is; each
-   query, and each block of 32 keys, has a scale of its own, by which the largest magnitude becomes 15, and is rounded
-   to e4m3. Sums of products stay below 15 · 15 · 256, so they fit half precision whatever was multiplied.
-2. Of query and block b the largest score, m[q, b] = max over the keys k of b up to q of s q̂ k̂: one exponential for 32
-   products. The query's share in the block is a[q, b] = exp(m[q, b]) / Σ_b' exp(m[q, b']): each query is divided by its
-   own sum over all blocks. A sum estimated from sampled keys lost answers: a query whose heavy keys the sample
-   misses outweighs its tile.
-3. A[b] is the mean of a[q, b] over the tile's queries, as many as it has. Sink blocks, local region and diagonal are
-   kept, and of the others the fewest with which what is kept holds p of Σ_b A[b], of equals the first; but no more
-   than ``most_share`` of the tile's blocks, the heaviest. Where attention is that flat, a part of the keys says what
-   all would.
-4. And every block of which some query has a[q, b] >= ``peak_share``: what a single query looks for weighs at most 1 in
-   128 of its tile, and is what answers are made of.
+p has the same meaning for every head, layer and length; 1 is dense. For queries q and keys k of a row, with the softmax
+scale s:
 
-What it keeps and loses on trained models, and what other rules lost: docs/quality.md.
+1. Round to 8 bits. k̂ is k minus the row's mean key, which shifts all scores of a query equally; q̂ is q. Each query and
+   each block of 32 keys has its own scale, which maps the largest magnitude to 15, and is rounded to e4m3. Sums of
+   products are at most 15 · 15 · 256 and therefore fit half precision.
+2. Compute the largest score of each query and block b, m[q, b] = max over the keys k of b up to q of s q̂ k̂: one
+   exponential for 32 products. The query's share in the block is a[q, b] = exp(m[q, b]) / Σ_b' exp(m[q, b']). The sum
+   is over all blocks: with a sum estimated from sampled keys, a query whose heavy keys are not in the sample outweighs
+   its tile, and answers were lost.
+3. Average over the tile's queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other blocks such
+   that the kept blocks hold p of Σ_b A[b], ties in order of index; but at most the share ``most_share`` of the tile's
+   blocks, the heaviest ones. If attention is that flat, part of the keys represents all of them.
+4. Keep also every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
+   1/128 of its tile's mass, and answers depend on such targets.
 
-* ``channels`` "half" multiplies the half of each kv head's channels that moves scores most in this step: variance of
-  keys times mean square of queries, of all heads that share the keys. That halves the product, the greater part of the
-  method's time.
-* Mean key and channel weights are of samples by position: one group of 64 keys in eight, and of each tile the first
-  32 queries. Any vector would do for the mean. Both are of what this step sees, so selection depends on the chunking,
-  and on later queries of the same chunk; never on other rows.
-* An index of wider blocks keeps the union of their 32-key blocks (``width.py``).
-* On Hopper (``hopper.py``) products are of e4m3, and a share is kept as one byte between its two uses; elsewhere
-  (``portable.py``) a score as half precision. Both are means over 128 queries of what is rounded as often up as down.
+docs/quality.md has densities and losses on trained models, also of other rules.
+
+* ``channels`` "half" multiplies the half of each kv head's channels that affects scores most in this step: by variance
+  of keys times mean square of queries, over all heads that share the keys. This halves the product, which takes most of
+  the method's time.
+* Mean key and channel weights come from samples by position: one group of 64 keys in eight, and the first 32 queries of
+  each tile. The mean may be any vector. Both depend on the tokens of this step, so that selection depends on the
+  chunking and on later queries of the same chunk, but never on other rows.
+* An index with wider blocks keeps the union of their 32-key blocks (``block_width.py``).
+* On Hopper (``hopper.py``), products are computed in e4m3, and a share is stored as one byte between its two uses.
+  Elsewhere (``portable.py``), a score is stored in half precision. Rounding is unbiased, and its errors average out
+  over 128 queries.
 """
 
 from collections.abc import Sequence

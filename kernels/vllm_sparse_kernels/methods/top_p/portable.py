@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masses of blocks wherever Triton runs: two launches for a run of tiles.
+"""Masses of blocks on every device that Triton supports: two launches for a run of tiles.
 
-1. ``_scores_kernel``: of each query and block of 32 keys the largest score, in half precision, and of each query and
-   span of keys the largest of these and their sum of exponentials.
-2. ``_masses_kernel``: the scores once more, over each query's own sum, their mean over the tile's queries, and whether
-   one of them reaches the peak.
+1. ``_scores_kernel`` computes the largest score of each query and block of 32 keys, in half precision, and the largest
+   of these and their sum of exponentials for each query and span of keys.
+2. ``_masses_kernel`` divides the exponentials by each query's sum, averages them over the tile's queries, and tests
+   whether one of them reaches the peak.
 """
 
 from typing import Any, NamedTuple

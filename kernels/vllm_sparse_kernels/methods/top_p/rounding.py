@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys in e4m3, in as many channels as are multiplied.
+"""Queries and keys of ``top_p`` in e4m3, reduced to the channels of the estimate.
 
-A key counts less the mean of its row's keys, which shifts all scores of a query alike. Any vector would: the mean is
-one over a sample, as are the moments that tell channels apart. Samples are by position in the row and in the step, so
-what is written about a row depends on that row alone.
+The mean of the row's keys is subtracted from each key, which shifts all scores of a query equally. Because any vector
+would do, the mean is taken over a sample, as are the moments by which channels are chosen. Samples go by position in
+the row and in the step, so that the rounding of a row depends on that row only.
 
-A channel of a kv head weighs as much as it moves scores: the variance of keys in it times the second moment, about
-zero, of the queries of all heads that read it. Each channel is kept or left by itself.
+The weight of a channel of a kv head is its effect on scores: the variance of its keys times the second moment, about
+zero, of the queries of all heads that read it. Each channel is kept or dropped separately.
 
-Of a block of 32 keys, and of a query, the largest element becomes 15: sums of products are at most 15 · 15 · 256, which
-half precision still has.
+The largest element of a block of 32 keys, and of a query, becomes 15. Sums of products are then at most 15 · 15 · 256,
+which is in the range of half precision.
 """
 
 from typing import Any, NamedTuple
