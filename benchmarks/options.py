@@ -18,7 +18,7 @@ from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.layer_timing import Layer, layers_of
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
-from vllm_sparse_kernels.attention import AttendSpec, Engine, choose
+from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
 
 CHUNK_TOKENS = 8192
 Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")]
@@ -73,7 +73,7 @@ def is_default(
     table: Mapping[str, Engine], name: str, cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None
 ) -> bool:
     """Whether a server takes this engine for such an index, unless told: then its figures are the project's."""
-    return choose(table, AttendSpec.of(cache, index, options)).engine.name == name
+    return choose_engine(table, AttendSpec.of(cache, index, options)).engine.name == name
 
 
 def difference(out: torch.Tensor, dense: torch.Tensor) -> float:

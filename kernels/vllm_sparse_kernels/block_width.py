@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How wide the blocks of a layer's index are. Whoever makes an index for a server's layer, or reckons with one, asks
-here, so that memory, warm-up, benchmarks and evaluation speak of what is served.
+"""Width of a layer's index blocks: the single source for serving, memory bounds, warm-up, benchmarks and evaluation.
 
-The heads of a layer share one index, whose blocks are as wide as all of their methods allow: wide ones run fastest.
-Blocks narrower than that (``Method.finest_block_tokens``) are made where every head's method gains from them, no head
-asks for what only the engine ``portable`` has, and the engines take them almost for nothing. Those are Hopper's: on
-``hopper`` a kept pair costs at most 7 % more in blocks of 32 keys than in blocks of 128, and FlashAttention-3, on which
-``flash`` runs, takes pages of 32 as it takes those of 128. To ``portable`` each block is a step of its own, whose
-matrix products 32 keys do not fill: it runs on them where it must, but slowly.
+The heads of a layer share one index. Its blocks are as wide as all methods of the layer allow, because wide blocks run
+fastest. Narrower blocks (``Method.finest_block_tokens``) are used if the method of every head benefits from them, no
+head needs an option that only the engine ``portable`` has, and the GPU's engines run them at almost no cost. These are
+the engines for Hopper: on ``hopper``, a kept pair costs at most 7 % more in blocks of 32 keys than in blocks of 128,
+and FlashAttention-3, which ``flash`` calls, reads pages of 32 tokens as fast as pages of 128. The engine ``portable``
+handles one block per step. Blocks of 32 keys do not fill its matrix products, so that it runs them slowly.
 
-Without a CUDA device blocks are as on Hopper. References select and attend there, for which fewer keys are less work
-whatever the width, and what a CPU tells of a method's quality is then what such a card serves.
+Without a CUDA device, blocks are as on Hopper: the references take less time the fewer keys are kept, whatever the
+width, and quality measured on a CPU is then the quality that such a GPU serves.
 """
 
 from collections.abc import Sequence
@@ -25,19 +24,18 @@ HOPPER = (9, 0)
 
 
 def index_block_tokens(methods: Sequence[Method], head_dim: int, device: torch.device, engine: str = "auto") -> int:
-    """Return keys of a block of the index that heads with these methods share.
+    """Return the width of a layer's index blocks.
 
-    Where not even blocks of 64 fit the device's shared memory (``widest_block``) they are 64 all the same, for
-    references.
+    If even blocks of 64 keys do not fit the device's shared memory (``widest_block``), the width is 64 for references.
 
     Args:
-        methods: each head's own method.
-        head_dim: channels of a head.
-        device: where the index lies.
-        engine: name of the engine that is configured; any but ``portable`` leaves it to the device.
+        methods: The method of each head.
+        head_dim: Elements of a head's query or key.
+        device: Device of the index.
+        engine: Name of the configured engine. ``portable`` excludes narrow blocks.
 
     Returns:
-        128, 64 or 32.
+        128, 64 or 32 keys.
     """
     usual = min(widest_block(head_dim, shared_bytes(device)) or 64, *(method.block_tokens for method in methods))
     if not _narrow_blocks_pay(methods, device, engine):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of values that a kernel is compiled for, under names."""
+"""Named groups of compile-time constants of a kernel."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,17 +9,17 @@ Group = TypeVar("Group", bound=NamedTuple)
 
 
 def compile_time(group: Group) -> Group:
-    """Return the same NamedTuple with every field a ``tl.constexpr``.
+    """Return the same NamedTuple with every field is a ``tl.constexpr``.
 
-    Triton compiles a kernel anew for each value of such a field, as it does for a parameter marked ``tl.constexpr``,
-    and a kernel reads it by name: ``SHAPE.BLOCK_N``. A whole tuple marked so would not do: Triton 3.6 hands on plain
-    numbers from it, which its own functions do not take.
+    Triton compiles a variant of the kernel for each value of such a field, as for a parameter marked ``tl.constexpr``,
+    and the kernel reads it by name: ``SHAPE.BLOCK_N``. Marking the whole tuple does not work: Triton 3.6 passes on its
+    fields as plain numbers, which Triton's functions do not accept.
 
     Args:
-        group: numbers, truth values and strings. None stays as it is, which Triton treats as known anyway.
+        group: Numbers, booleans and strings. None is left as it is, because Triton treats it as a constant anyway.
 
     Returns:
-        A tuple of the same class, for a launch.
+        A tuple of the same class, as an argument of a launch.
     """
     fields: list[Any] = [None if value is None else tl.constexpr(value) for value in group]
     return type(group)(*fields)

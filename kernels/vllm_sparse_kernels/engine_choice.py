@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine is chosen, for attention (``attention/engine.py``) and for selection (``selection/engine.py``) alike.
+"""Choice of an engine for attention (``attention/engine.py``) or selection (``selection/engine.py``).
 
-An engine says from what is known at start-up whether it can serve a layer (``refusal``). A trial at start-up then runs
-it. The first engine that passes both is taken once, before the first step, and stays: an exception in a step surfaces.
+An engine reports at start-up whether it can serve a layer (``refusal``), and a trial then runs it. The first engine
+that passes both is used from the first step on. It is never replaced: an exception in a step reaches the caller.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,46 +12,53 @@ import torch
 
 
 class Candidate(Protocol):
-    """What ``choose`` reads of an engine."""
+    """An engine, as far as ``choose_engine`` needs it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name by which an operator selects the engine."""
 
     @property
     def refusal(self) -> Callable[[Any], str | None]:
-        """Why the engine cannot serve a layer of that spec, in words that end a sentence; None if it can."""
+        """Function that returns why the engine cannot serve a layer, as the end of a sentence; None if it can."""
 
 
 EngineT = TypeVar("EngineT", bound=Candidate)
 
 
-class Choice(NamedTuple, Generic[EngineT]):
+class EngineChoice(NamedTuple, Generic[EngineT]):
+    """The result of ``choose_engine``.
+
+    Attributes:
+        engine: The chosen engine.
+        passed_over: Names of the faster engines that were not chosen, each with the reason.
+    """
+
     engine: EngineT
     passed_over: dict[str, str]
-    """Engines that come before it, by name, and why each was not taken."""
 
 
-def choose(
+def choose_engine(
     engines: Mapping[str, EngineT],
     spec: Any,
     forced: str | None = None,
     trial: Callable[[EngineT], str | None] | None = None,
     work: str = "attention",
-) -> Choice[EngineT]:
-    """The first engine that does not refuse ``spec`` and in whose ``trial`` nothing is found wrong.
+) -> EngineChoice[EngineT]:
+    """Choose the first engine that accepts the layer and passes the trial.
 
     Args:
-        engines: The candidates by name, the fastest first.
-        spec: What is known of the layer; ``refusal`` of each engine takes it.
-        forced: Name of the only engine to try; None tries all of them.
-        trial: What is wrong with an engine's result, or None; without a trial no engine runs.
-        work: What the engines do, for the error message.
+        engines: The candidates by name, fastest first.
+        spec: Properties of the layer, which each engine's ``refusal`` takes.
+        forced: Name of the only engine to try; None to try all.
+        trial: Runs an engine and returns why its result is wrong, or None if it is right; None to run no engine.
+        work: What the engines compute, for the error message.
 
     Returns:
-        The engine, and why each one before it was not taken.
+        The engine, and why each engine before it was not chosen.
 
     Raises:
-        ValueError: No engine is left (with the reason of each), or none has the name ``forced``.
+        ValueError: No engine can serve the layer, or none has the name ``forced``.
     """
     passed_over: dict[str, str] = {}
     if forced is not None and forced not in engines:
@@ -61,12 +68,19 @@ def choose(
         if reason is None and trial is not None:
             reason = trial(engine)
         if reason is None:
-            return Choice(engine, passed_over)
+            return EngineChoice(engine, passed_over)
         passed_over[engine.name] = reason
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
     raise ValueError(f"no engine can run {work}: {reasons}")
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The device's compute capability; (0, 0) where it is no CUDA device."""
+    """Return the compute capability of a device.
+
+    Args:
+        device: Any device.
+
+    Returns:
+        (major, minor); (0, 0) if it is not a CUDA device.
+    """
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial: one batch through an engine of attention or selection. Servers and profiling make them before they use an
-engine, and tests.
+"""Trial of an engine: one batch through attention or selection, before a server, a profile or a test uses the engine.
 
-Attention is compared with float64, within an error budget.
+The result of attention is compared with float64, within an error budget: the error of eager torch in the same dtype,
+times 3. Over the tests' shapes the largest error of a kernel is 0.2 to 0.5 times eager's in fp16 and about 1 times in
+fp32, but up to 2.4 times in fp32 at head_dim 256, where two libraries sum 256 products in different orders.
 
-A kernel may be as far from the exact result as eager torch is in the same dtype, times a small factor.
-The factor is 3: over the tests' shapes the kernel's largest error is 0.2 to 0.5 times eager's in fp16, and around 1
-times in fp32, but up to 2.4 times there at head_dim 256, where two libraries sum 256 products in different orders.
-
-Selection is compared with the selection of the method's portable engine. Engines round differently, so blocks whose
-estimates lie next to a threshold may differ; the lists must agree but for few of them (``LEAST_AGREEMENT``).
+The result of selection is compared with that of the method's portable engine. Engines round differently, so that blocks
+whose estimates lie next to a threshold may differ. The lists must agree on most of the others (``LEAST_AGREEMENT``).
 """
 
 from dataclasses import dataclass, replace
@@ -26,40 +23,62 @@ from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
 LEAST_AGREEMENT = 0.8
-"""Share of the blocks and stripes that either of two engines keeps which both must keep. Rounding to two bits of
-mantissa, the coarsest of any engine, leaves 0.95 and more on ``sharpened`` queries; kernels that keep other blocks than
-they should agree by chance, on 0.1 to 0.4."""
+"""Minimum share of the blocks and stripes kept by either of two engines that both must keep.
+
+The value is an estimate: low enough for engines that only round differently, on ``sharpened`` queries, and high enough
+to detect a kernel that keeps wrong blocks. Neither side has been measured."""
 
 SHARPEN = 3.0
+"""Factor of the queries in ``sharpened``."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    q: torch.Tensor  # [num_tokens, num_heads, head_dim]
+    """Inputs of one layer in a trial.
+
+    Attributes:
+        q: [num_tokens, num_heads, head_dim] queries.
+        cache: Keys and values.
+        rows: The rows of the batch.
+        scale: Factor from q·k to scores.
+        out_dtype: Type of the attention output; None for q's, or fp16 if that is fp8.
+        sinks: [num_heads] learnt sinks; None for none.
+    """
+
+    q: torch.Tensor
     cache: PagedCache
     rows: Rows
     scale: float
-    """What takes products of q's and the keys' elements to scores."""
-
     out_dtype: torch.dtype | None = None
-    """Of attention's result; None: q's, or fp16 where that is fp8."""
-
-    sinks: torch.Tensor | None = None  # [num_heads]
+    sinks: torch.Tensor | None = None
 
     @property
     def num_heads(self) -> int:
+        """Query heads."""
         return self.q.shape[1]
 
     def empty_out(self) -> torch.Tensor:
+        """Allocate the output, filled with NaN so that a missing write shows.
+
+        Returns:
+            [num_tokens, num_heads, head_dim] of ``out_dtype``.
+        """
         return torch.full_like(self.q, float("nan"), dtype=self.out_dtype or wide_dtype(self.q.dtype))
 
 
 def error_budget(eager: torch.Tensor, exact: torch.Tensor, factor: float = 3.0) -> float:
-    """Largest error that a kernel's result may have, absolute.
+    """Return the largest absolute error that a kernel's result may have.
 
-    ``eager`` is computed by plain torch operations in the kernel's dtype, ``exact`` in float64, both of one shape;
-    places where ``exact`` is NaN do not count. The budget is ``factor`` times eager's largest error, but no less than
-    ``factor`` roundings of the largest exact value, since on a few numbers eager may be exact by luck.
+    The budget is ``factor`` times the largest error of ``eager``, but at least ``factor`` roundings of the largest
+    exact value, because eager may be exact by luck if there are few numbers.
+
+    Args:
+        eager: The result of plain torch operations in the kernel's dtype.
+        exact: The result in float64, of the same shape. Elements that are NaN are ignored.
+        factor: Error of the kernel relative to that of ``eager``.
+
+    Returns:
+        The budget.
     """
     counted = ~exact.isnan()
     error = (eager.double() - exact)[counted].abs().max()
@@ -69,27 +88,34 @@ def error_budget(eager: torch.Tensor, exact: torch.Tensor, factor: float = 3.0) 
 
 @dataclass(frozen=True)
 class Expected:
-    """What attention over an index must give. Tokens outside the index's rows are NaN."""
+    """The expected result of attention over an index. Tokens outside the index's rows are NaN.
 
-    out: torch.Tensor  # [num_tokens, num_heads, head_dim] float64
-    lse: torch.Tensor  # [num_heads, num_tokens] float64
+    Attributes:
+        out: [num_tokens, num_heads, head_dim] float64.
+        lse: [num_heads, num_tokens] float64.
+        out_budget: Largest error of an element of ``out``.
+        lse_budget: Largest error of an element of ``lse``.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
     out_budget: float
     lse_budget: float
 
 
 def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> Expected:
-    """The exact attention of a batch over an index, and the budgets of a kernel that computes it in q's dtype.
+    """Compute the exact attention of a batch over an index, and the error budgets of a kernel in q's dtype.
 
-    Where that is fp8, weights are rounded to fp8 and results to fp16: engines may do the former, and matrix units keep
-    no more than some 13 bits of a sum of fp8 products.
+    If q is fp8, the budgets allow for weights rounded to fp8 and results rounded to fp16: engines may round weights,
+    and matrix units keep only about 13 bits of a sum of fp8 products.
 
     Args:
         batch: Queries, cache and rows.
-        index: What is attended to.
-        options: What heads ask of ``attend``. Skips and 8-bit scores are then part of the expected result.
+        index: The keys to attend to.
+        options: Approximations that heads request, which become part of the expected result; None for none.
 
     Returns:
-        Outputs and log-sum-exps in float64, and the largest errors that they allow.
+        Outputs and log-sum-exps in float64 with their budgets.
     """
     results = []
     is_fp8 = batch.q.dtype == FP8  # products of its elements are too large for fp16
@@ -110,7 +136,18 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
 def failure(
     engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None, exact: Expected | None
 ) -> str | None:
-    """What is wrong with an engine's result, or why there is none; None where it is right."""
+    """Run an attention engine once and check its result.
+
+    Args:
+        engine: The engine.
+        batch: Queries, cache and rows.
+        index: The keys to attend to.
+        options: Approximations that heads request; None for none.
+        exact: The expected result; None to check only for exceptions and NaN.
+
+    Returns:
+        What is wrong, as the end of a sentence; None if the result is right.
+    """
     out = batch.empty_out()
     try:
         with index.workspace.frame():
@@ -129,7 +166,14 @@ def failure(
 
 
 def sharpened(batch: Batch) -> Batch:
-    """The batch with longer queries, whose attention differs more from block to block than rounding does."""
+    """Return the batch with longer queries, whose block masses differ by more than rounding errors.
+
+    Args:
+        batch: Any batch.
+
+    Returns:
+        A batch with ``SHARPEN`` times the queries.
+    """
     return replace(batch, q=(SHARPEN * batch.q.float()).to(batch.q.dtype))
 
 
@@ -137,18 +181,18 @@ def selection_failure(
     engine: SelectEngine, method: Method, batch: Batch, index: SparseIndex, heads: torch.Tensor,
     expected: SparseIndex | None,
 ) -> str | None:  # fmt: skip
-    """Run a selection engine once, and judge what it keeps.
+    """Run a selection engine once and check its lists.
 
     Args:
         engine: The engine.
-        method: Of the heads, merged of theirs.
+        method: The merged method of the heads.
         batch: Queries, cache and rows.
-        index: Room for these rows; the engine fills the lists of ``heads``.
-        heads: [num_selected] int32 query heads on the device.
-        expected: The portable engine's selection of the same heads; None judges the form of the lists alone.
+        index: An index for these rows; the engine fills the lists of ``heads``.
+        heads: [n] int32 on the device, numbers of query heads.
+        expected: The portable engine's selection of the same heads; None to check only the invariants of the lists.
 
     Returns:
-        What is wrong with the selection, or why there is none; None where it is right.
+        What is wrong, as the end of a sentence; None if the selection is right.
     """
     index.block_counts.zero_()
     numbers = heads.tolist()

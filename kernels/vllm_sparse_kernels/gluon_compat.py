@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gluon as the kernels for Hopper import it, and the types that these kernels share.
+"""Gluon for the Hopper kernels, and the types that these kernels share.
 
 Gluon is Triton's language for code that controls layouts, shared memory and asynchronous copies itself. Its names
 differ between releases; this module bridges Triton 3.6 to 3.9. Importing it raises ImportError or AttributeError where
@@ -45,7 +45,7 @@ def aggregate(cls: type[T]) -> type[T]:
     fields in order; this function adds both.
 
     Args:
-        cls: a class whose fields are annotated with types of Gluon values (``gl.tensor``, ``gl.constexpr``,
+        cls: A class whose fields are annotated with types of Gluon values (``gl.tensor``, ``gl.constexpr``,
             ``gl.shared_memory_descriptor``, another aggregate) and whose methods are jitted.
 
     Returns:
@@ -62,7 +62,7 @@ def aggregate(cls: type[T]) -> type[T]:
 
 
 def _constructor(type_name: str, fields: tuple[str, ...]) -> Any:
-    """``__init__`` of an aggregate: assigns the fields, and wraps Python values as compile-time constants."""
+    """Return ``__init__`` of an aggregate: it assigns the fields and wraps Python values as constants."""
 
     def init(self: Any, *values: Any) -> None:
         if len(values) != len(fields):
@@ -82,33 +82,48 @@ class Tile:
 
     @gluon.jit
     def row(self):
-        """Row of the batch."""
+        """Load the number of the row."""
         return gl.load(self.fields)
 
     @gluon.jit
     def token(self):
-        """First query, in q."""
+        """Load the index of the first query in q."""
         return gl.load(self.fields + 1)
 
     @gluon.jit
     def length(self):
-        """Number of queries."""
+        """Load the number of queries."""
         return gl.load(self.fields + 2)
 
     @gluon.jit
     def position(self):
-        """Position of the first query in its sequence."""
+        """Load the position of the first query in its sequence."""
         return gl.load(self.fields + 3)
 
     @gluon.jit
     def plus(self, num):
-        """The tile ``num`` places further."""
+        """Return the tile ``num`` places further.
+
+        Args:
+            num: Number of tiles to advance.
+
+        Returns:
+            A ``Tile``.
+        """
         return Tile(self.fields + num * FIELDS)
 
 
 @gluon.jit
 def tile_of(tiles, i_tile):
-    """The ``i_tile``-th tile of ``Rows.tiles``."""
+    """Return a tile of ``Rows.tiles``.
+
+    Args:
+        tiles: [num_tiles, FIELDS] int32 by pointer.
+        i_tile: Number of the tile.
+
+    Returns:
+        A ``Tile``.
+    """
     return Tile(tiles + i_tile * FIELDS)
 
 
@@ -121,33 +136,47 @@ class Counter:
 
     @gluon.jit
     def slot(self):
-        """Index of the slot whose turn it is."""
+        """Return the index of the current slot."""
         return self.count % self.NUM
 
     @gluon.jit
     def parity(self):
-        """0 in the ring's first round, then 1, 0, 1 …: the phase of a barrier that completes once a round."""
+        """Return the phase of a barrier that completes once per round: 0 in the first, then 1, 0, 1, and so on."""
         return self.count // self.NUM & 1
 
     @gluon.jit
     def next(self):
-        """The counter after one more use."""
+        """Return the counter after one more use."""
         return Counter(self.count + 1, self.NUM)
 
     @gluon.jit
     def previous(self):
-        """The counter before the last use."""
+        """Return the counter before the last use."""
         return Counter(self.count - 1, self.NUM)
 
     @gluon.jit
     def plus(self, num):
-        """The counter after ``num`` more uses."""
+        """Return the counter after ``num`` more uses.
+
+        Args:
+            num: Number of uses.
+
+        Returns:
+            A ``Counter``.
+        """
         return Counter(self.count + num, self.NUM)
 
 
 @gluon.jit
 def new_counter(NUM: gl.constexpr):
-    """A counter that has counted nothing."""
+    """Return a counter of zero uses.
+
+    Args:
+        NUM: Slots of the ring.
+
+    Returns:
+        A ``Counter``.
+    """
     return Counter(gl.to_tensor(0), NUM)
 
 
@@ -165,35 +194,65 @@ class Channel:
 
     @gluon.jit
     def buffer(self, counter):
-        """The slot's memory."""
+        """Return the slot's memory.
+
+        Args:
+            counter: The ``Counter`` of the ring's uses.
+
+        Returns:
+            A descriptor of shared memory.
+        """
         return self.buffers.index(counter.slot())
 
     @gluon.jit
     def full_barrier(self, counter):
-        """The barrier that the slot's producer completes."""
+        """Return the barrier that the slot's producer completes.
+
+        Args:
+            counter: The ``Counter`` of the ring's uses.
+
+        Returns:
+            A descriptor of the barrier.
+        """
         return self.full.index(counter.slot())
 
     @gluon.jit
     def acquire_empty(self, counter):
-        """Wait, as the producer, until the slot may be written."""
+        """Wait, as the producer, until the slot may be written.
+
+        Args:
+            counter: The ``Counter`` of the ring's uses.
+        """
         mbarrier.wait(self.empty.index(counter.slot()), counter.parity() ^ 1)
 
     @gluon.jit
     def acquire_full(self, counter, pred=True):
-        """Wait, as a consumer, until the slot's data is there. Where ``pred`` is false it does not wait."""
+        """Wait, as a consumer, until the slot's data has arrived.
+
+        Args:
+            counter: The ``Counter`` of the ring's uses.
+            pred: Whether to wait at all.
+        """
         mbarrier.wait(self.full.index(counter.slot()), counter.parity(), pred=pred)
 
     @gluon.jit
     def mark_full(self, counter):
-        """Announce, as the producer, data that no asynchronous copy announces by itself."""
+        """Signal, as the producer, data that no asynchronous copy signals by itself.
+
+        Args:
+            counter: The ``Counter`` of the ring's uses.
+        """
         mbarrier.arrive(self.full.index(counter.slot()), count=1)
 
     @gluon.jit
     def release(self, counter):
         """Hand the slot back, as a consumer.
 
-        One thread arrives for all four warps of the group. Triton makes them meet between the wait for the product
-        that reads the slot and this arrival; tests check that in the machine code.
+        One thread arrives for all four warps of the group. Triton synchronises them between the wait for the product
+        that reads the slot and this arrival; tests check this in the machine code.
+
+        Args:
+            counter: The ``Counter`` of the ring's uses.
         """
         mbarrier.arrive(self.empty.index(counter.slot()), count=1)
 
@@ -218,13 +277,29 @@ def _layout_of_steps(num_channels: int) -> Any:
 
 @gluon.jit
 def larger_pairs(b_a, b_b):
-    """Elementwise maximum in half precision, two elements an instruction."""
+    """Compute the elementwise maximum in half precision, two elements per instruction.
+
+    Args:
+        b_a: float16 elements.
+        b_b: float16 elements of the same shape and layout.
+
+    Returns:
+        float16 elements.
+    """
     return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """NUM barriers in shared memory, each completed by COUNT arrivals."""
+    """Allocate barriers in shared memory.
+
+    Args:
+        NUM: Number of barriers.
+        COUNT: Arrivals that complete a barrier.
+
+    Returns:
+        A descriptor of NUM barriers.
+    """
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's prefill, from its plan to its output: the one way there, for serving, guard, profiling and lab.
+"""Prefill of one layer, for serving, the guard, calibration and evaluation alike.
 
-    plan (which head has which method) → ``Layer.of``, once
-    each step: ``run`` = ``Layer.index`` (room) → ``Layer.select`` (which keys) → ``Layer.attend`` (the output)
+    at start-up: plan (method of each head) → ``Layer.of``
+    each step:   ``run`` = ``Layer.index`` (allocate) → ``Layer.select`` (keys) → ``Layer.attend`` (output)
 
-On a GPU methods select by their kernels and an engine attends; on a CPU the references do both, in plain torch.
+On a GPU, kernels select and an engine attends. On a CPU, the references do both in plain torch.
 """
 
 from collections import Counter
@@ -31,27 +31,52 @@ from vllm_sparse_kernels.workspace import Workspace
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads of one layer, numbered on this rank, whose methods are alike, and what selects them together."""
+    """Query heads of a layer that are selected together.
+
+    Attributes:
+        heads: Numbers of the query heads on this rank.
+        method: The merged method of these heads.
+    """
 
     heads: tuple[int, ...]
     method: Method
 
     def methods(self) -> list[Method]:
-        """Each head's own method."""
+        """Return the method of each head.
+
+        Returns:
+            Methods in the order of ``heads``.
+        """
         return list(self.method.of_heads(len(self.heads)))
 
 
 LayerPlan = tuple[HeadGroup, ...]
-"""One layer's part of a plan: its groups cover each query head of this rank once."""
+"""The plan of one layer: its groups contain each query head of this rank once."""
 
 
 def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
-    """The groups of a layer whose heads have these methods; ``others`` are those of heads of other layers."""
+    """Group the heads of a layer by method.
+
+    Args:
+        methods: The method of each head.
+        others: Methods of heads of other layers, with which heads of this layer may share results.
+
+    Returns:
+        The groups.
+    """
     return group_heads(methods, Counter(method.sharing for method in (*methods, *others)))
 
 
 def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
-    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads may share."""
+    """Group heads whose methods have the same ``group_key``.
+
+    Args:
+        methods: The method of each head.
+        counts: By ``Method.sharing``, the number of heads in all layers that may share results.
+
+    Returns:
+        The groups, in the order of their first heads.
+    """
     heads: dict[Method, list[int]] = {}
     selections = [method if counts[method.sharing] > 1 else method.unshared for method in methods]
     for head, selection in enumerate(selections):
@@ -60,7 +85,14 @@ def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> Laye
 
 
 def methods_by_head(groups: LayerPlan) -> list[Method]:
-    """Each head's own method, as it was before methods were merged."""
+    """Return the method of each head of a layer.
+
+    Args:
+        groups: The plan of the layer.
+
+    Returns:
+        Methods, not merged, in the order of the heads.
+    """
     methods: dict[int, Method] = {}
     for group in groups:
         methods.update(zip(group.heads, group.methods(), strict=True))
@@ -68,44 +100,66 @@ def methods_by_head(groups: LayerPlan) -> list[Method]:
 
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
-    """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
+    """Collect the approximations that the heads of a layer request from ``attend``.
+
+    Args:
+        methods: The method of each head.
+        device: Device of the options' tensors.
+
+    Returns:
+        The options; None if no head has any.
+    """
     return AttendOptions.from_heads([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
 
 
 def stripes_of(method: Method, rows: Rows) -> StripeLayout:
-    """Room for the stripes of one head, or of the head of a merged method that needs most."""
+    """Return the room that a head's stripes need, computed once for all layers of the pass.
+
+    Args:
+        method: The method of a head, or a merged method.
+        rows: The rows of a step.
+
+    Returns:
+        The layout; of a merged method, sufficient for each of its heads.
+    """
     return rows.once(method, lambda: method.stripe_layout(rows))
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What one layer does in every step, made once before the first: layers of one plan may be one object."""
+    """The prefill of a layer, prepared before the first step. Layers with equal plans may share one object.
+
+    Attributes:
+        groups: The plan of the layer.
+        head_ids: Per group, the numbers of its heads: int32 on the device.
+        options: Approximations that heads request from ``attend``; None for none.
+        block_tokens: Keys of an index block.
+        by_kernels: Whether kernels select and attend, as on a GPU; otherwise the references do.
+        select_engines: Per group, the engine that selects if ``by_kernels``.
+        engine: The engine that attends if ``by_kernels``.
+    """
 
     groups: LayerPlan
-    head_ids: tuple[torch.Tensor, ...]  # of each group, int32, on the device
+    head_ids: tuple[torch.Tensor, ...]
     options: AttendOptions | None
-    block_tokens: int  # of the index
+    block_tokens: int
     by_kernels: bool
-    """On a GPU; else the references select and attend."""
     select_engines: tuple[SelectEngine, ...]
-    """What selects each group where kernels do."""
-
     engine: Engine = PORTABLE
-    """What attends where kernels do."""
 
     @staticmethod
     def of(groups: LayerPlan, head_dim: int, device: torch.device, engine: str = "auto") -> "Layer":
-        """The layer as it runs before any trial. Waits for the device: not for a step.
+        """Build the layer as it runs before any trial. Synchronises with the device: call it outside of steps.
 
         Args:
-            groups: Its heads and their methods.
-            head_dim: Of its heads.
-            device: Where it runs.
-            engine: Name of the attention engine that the operator asked for; it decides how wide blocks are. The layer
+            groups: The plan of the layer.
+            head_dim: Elements of a head's query or key.
+            device: Device of the layer.
+            engine: Name of the configured attention engine, on which the width of index blocks depends. The layer
                 attends on ``portable`` until another engine is chosen (``dataclasses.replace``).
 
         Returns:
-            The layer; each group selects on the first engine that does not refuse it.
+            The layer. Each group selects on the first engine that accepts it.
         """
         methods = methods_by_head(groups)
         specs = [SelectSpec(group.method, device, head_dim) for group in groups]
@@ -120,15 +174,24 @@ class Layer:
 
     @property
     def num_heads(self) -> int:
+        """Query heads of this rank."""
         return sum(len(group.heads) for group in self.groups)
 
     @property
     def attention_name(self) -> str:
-        """What computes its attention."""
+        """Name of the engine that computes attention."""
         return self.engine.name if self.by_kernels else "torch"
 
     def index(self, rows: Rows, workspace: Workspace | None = None) -> SparseIndex:
-        """Room for what the layer selects of these rows. Where lists lie is worked out once for the rows."""
+        """Allocate the layer's index for some rows. Equal layers share the layout of their indices.
+
+        Args:
+            rows: The rows of a step.
+            workspace: Memory of the index; None for a workspace without a buffer.
+
+        Returns:
+            An index whose lists are undefined until ``select``.
+        """
         return rows.once(self, lambda: self._layout(rows)).allocate(workspace or Workspace(rows.device))
 
     def _layout(self, rows: Rows) -> IndexLayout:
@@ -136,9 +199,16 @@ class Layer:
         return IndexLayout.build(rows, self.num_heads, self.block_tokens, stripes)
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:
-        """Fill ``index`` for all heads. On a GPU nothing here waits for it.
+        """Fill the index of all heads, without synchronising with a GPU.
 
-        Raises ValueError where the index has room for other heads than the query's.
+        Args:
+            query: [num_tokens, num_heads, head_dim] queries of the step.
+            cache: Keys and values of the layer.
+            index: The index from ``index``; its lists are overwritten.
+            scale: Factor from q·k to scores.
+
+        Raises:
+            ValueError: The index and the queries have different numbers of heads.
         """
         if index.num_heads != query.shape[1]:
             raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {query.shape[1]}")
@@ -156,15 +226,32 @@ class Layer:
         scale: float,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attention over ``index`` into ``out``, as ``attend.engine.Attend`` has it."""
+        """Compute attention over the index; see ``attention.engine.Attend``.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim] queries of the step.
+            cache: Keys and values of the layer.
+            index: The index, filled by ``select``.
+            out: Like ``query``; written for the tokens of the index's rows.
+            scale: Factor from q·k to scores.
+            sinks: [num_heads] learnt sinks; None for none.
+        """
         attend = self.engine.attend if self.by_kernels else reference_attend
         with index.workspace.frame():
             attend(query, cache, index, out, scale, options=self.options, sinks=sinks)
 
 
 @lru_cache(maxsize=1024)
-def keeping(layer: Layer, share: float) -> Layer:
-    """The layer with this p in all heads whose method has one: it takes the same room, kernels and engine."""
+def with_kept_mass(layer: Layer, share: float) -> Layer:
+    """Return the layer with another share of kept attention mass in all heads whose method has one.
+
+    Args:
+        layer: The layer.
+        share: p, in (0, 1].
+
+    Returns:
+        A layer that needs the same memory, kernels and engines.
+    """
     return replace(
         layer, groups=tuple(replace(group, method=group.method.with_kept_mass(share)) for group in layer.groups)
     )
@@ -178,20 +265,20 @@ def run(
     sinks: torch.Tensor | None = None,
     check: bool = False,
 ) -> SparseIndex:
-    """Select and attend: write the output of the rows' queries into ``out``, and leave its other tokens untouched.
+    """Select keys and compute attention for the rows' queries. Other tokens of ``out`` stay untouched.
 
     Args:
-        layer: Its heads' methods and its engines.
-        inputs: Queries [num_tokens, num_heads, head_dim], cache, rows and scale.
-        out: Of the queries' shape.
-        workspace: Where the index and temporary tensors lie; None asks torch for each.
-        sinks: [num_heads], a learnt logit for each head (``attend.engine.Attend``). They join the softmax, not the
-            selection: a sink scales a query's output, and the order of its blocks stays. A share or a threshold is of
-            what the sink leaves.
-        check: Wait for the device and check the index, for debugging.
+        layer: The layer.
+        inputs: Queries, cache, rows and scale.
+        out: Like the queries; written.
+        workspace: Memory of the index and of temporary tensors; None to let torch allocate every tensor.
+        sinks: [num_heads] learnt sinks (``attention.engine.Attend``); None for none. Sinks do not affect selection: a
+            sink scales a query's output and leaves the order of its blocks unchanged. Shares and thresholds of methods
+            refer to the attention that remains for keys.
+        check: Whether to synchronise with the device and check the index, for debugging.
 
     Returns:
-        What was selected. It lies in the workspace.
+        The filled index, which lies in the workspace.
     """
     query, cache, rows, scale = inputs
     index = layer.index(rows, workspace)

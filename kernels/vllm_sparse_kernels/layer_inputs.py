@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step gives to one layer."""
+"""``LayerInputs``: the inputs of a layer in a step."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,19 @@ from vllm_sparse_kernels.rows import Rows
 
 
 class LayerInputs(NamedTuple):
-    """Queries, the cache with their keys and values, and the rows that belong to both."""
+    """Inputs of a layer in a step.
 
-    q: torch.Tensor  # [num_tokens, num_heads, head_dim]
+    Attributes:
+        q: [num_tokens, num_heads, head_dim] queries.
+        cache: Keys and values.
+        rows: The rows of the step.
+        scale: Factor from q·k to scores: the softmax's scale times ``cache.score_scale``.
+    """
+
+    q: torch.Tensor
     cache: PagedCache
     rows: Rows
     scale: float
-    """Takes products of queries' and keys' elements to scores: the softmax's times ``cache.score_scale``."""
 
     @property
     def group(self) -> int:

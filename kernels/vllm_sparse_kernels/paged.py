@@ -29,7 +29,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for means and weights of elements.
 
     Args:
-        dtype: dtype of the elements.
+        dtype: Dtype of the elements.
 
     Returns:
         float16 for fp8, otherwise ``dtype``.
@@ -258,13 +258,13 @@ def load_block(
 
     Args:
         keys: KeyArgs.
-        i_row: a row of the step.
-        i_kv: the kv head.
-        start: position of the first, a multiple of BLOCK.
-        end: where the row's keys end.
-        PAGE: tokens of a page.
-        BLOCK: keys.
-        HEAD_DIM: channels of a head.
+        i_row: Number of the row.
+        i_kv: Number of the kv head.
+        start: Position of the first, a multiple of BLOCK.
+        end: End of the row's keys.
+        PAGE: Tokens of a page.
+        BLOCK: Number of keys.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
 
     Returns:

@@ -171,20 +171,20 @@ def in_fp8(batch: Batch, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: fl
 
 def side_by_side(keys: torch.Tensor, values: torch.Tensor, like: PagedCache) -> tuple[torch.Tensor, ...]:
     """Copies as halves of one tensor, as in vLLM, NHD or HND as another cache is."""
-    both = torch.stack((keys, values), 3).flatten(3)
+    halves = torch.stack((keys, values), 3).flatten(3)
     if like.keys.stride(2) > like.keys.stride(1):
-        both = both.transpose(1, 2).contiguous().transpose(1, 2)
-    return both.split(keys.shape[3], -1)
+        halves = halves.transpose(1, 2).contiguous().transpose(1, 2)
+    return halves.split(keys.shape[3], -1)
 
 
 def assert_close(expected: Expected, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
     """Within the budget where a row has tokens, and untouched NaN elsewhere."""
-    for name, given, exact, budget in (
+    for name, result, exact, budget in (
         ("out", out, expected.out, expected.out_budget),
         ("lse", lse, expected.lse, expected.lse_budget),
     ):
-        if given is None:
+        if result is None:
             continue
-        assert torch.equal(given.isnan(), exact.isnan()), f"{name}: NaN where there should be none, or written gaps"
-        error = float((given.double() - exact).nan_to_num().abs().max())
+        assert torch.equal(result.isnan(), exact.isnan()), f"{name}: NaN where there should be none, or written gaps"
+        error = float((result.double() - exact).nan_to_num().abs().max())
         assert error <= budget, f"{name}: error {error:.3e}, budget {budget:.3e}"

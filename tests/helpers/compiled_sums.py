@@ -27,14 +27,14 @@ def main() -> None:
     estimate = last_queries.Estimate(64, band=64)
     with compiling_for():
         last_queries.last_query_sums(batch.q, batch.cache, index, (0, 1), heads, batch.scale, estimate)
-    found = {}
+    figures = {}
     for name in KERNELS:
         (compiled,) = recorders[name].compiled
         code = Code.of(compiled)
         # How many copies may still be under way while a loop goes on; behind loops there are none.
         waits = [int(count) for count in re.findall(r"async_wait [^\n]*num = (\d+)", compiled.asm["ttgir"])]
-        found[name] = {"registers": code.registers, "shared_bytes": code.shared_bytes, "copies_ahead": max(waits)}
-    print(json.dumps(found))
+        figures[name] = {"registers": code.registers, "shared_bytes": code.shared_bytes, "copies_ahead": max(waits)}
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,10 @@ def all_lists(
 
 def row_alone(batch: Batch, row: int) -> Batch:
     """One row of a batch as a batch, and a pass, of its own."""
-    rows, one = batch.rows, slice(row, row + 1)
-    alone = Rows(rows.tokens[one], rows.query_lens[one], rows.context_lens[one], rows.block_table[one])
+    rows, only_row = batch.rows, slice(row, row + 1)
+    alone = Rows(
+        rows.tokens[only_row], rows.query_lens[only_row], rows.context_lens[only_row], rows.block_table[only_row]
+    )
     return replace(batch, rows=alone)
 
 

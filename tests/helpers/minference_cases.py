@@ -109,12 +109,12 @@ def check_between(lower: SparseIndex, index: SparseIndex, upper: SparseIndex) ->
     for head in range(index.num_heads):
         for i_tile in range(index.rows.num_tiles):
             where = f"head {head}, tile {i_tile}"
-            low, given, high = (x.blocks_of(head, i_tile) for x in (lower, index, upper))
-            assert torch.isin(low, given).all(), f"{where}: {low.tolist()} not all in {given.tolist()}"
-            assert torch.isin(given, high).all(), f"{where}: {given.tolist()} beyond {high.tolist()}"
-            low, given, high = (tile_keys(x, head, i_tile) for x in (lower, index, upper))
-            assert not (low & ~given).any(), f"{where}: keys missing"
-            assert not (given & ~high).any(), f"{where}: keys too many"
+            low, middle, high = (x.blocks_of(head, i_tile) for x in (lower, index, upper))
+            assert torch.isin(low, middle).all(), f"{where}: {low.tolist()} not all in {middle.tolist()}"
+            assert torch.isin(middle, high).all(), f"{where}: {middle.tolist()} beyond {high.tolist()}"
+            low, middle, high = (tile_keys(x, head, i_tile) for x in (lower, index, upper))
+            assert not (low & ~middle).any(), f"{where}: keys missing"
+            assert not (middle & ~high).any(), f"{where}: keys too many"
             num_open += int((high & ~low).sum())
             num_possible += int(high.sum())
     assert num_open <= 0.05 * num_possible, f"margins leave {num_open} of {num_possible} keys open"

@@ -39,7 +39,7 @@ class TestRows:
     def test_tiles_count_from_the_rows_first_query(self):
         rows = make_rows([(37, 300), (0, 1), (5, 128)], gap_tokens=2)
         expected = (0, 0, 128, 37), (0, 128, 128, 165), (0, 256, 44, 293), (1, 302, 1, 0), (2, 305, 128, 5)
-        assert rows.tile_list == tuple(Tile(*one) for one in expected)
+        assert rows.tile_list == tuple(Tile(*fields) for fields in expected)
         assert rows.tile_starts == (0, 3, 4, 5)
         assert rows.tile_lengths.tolist() == [tile.length_tokens for tile in rows.tile_list]
         assert rows.tile_lengths.data_ptr() % 16 == 0  # where kernels expect them
@@ -144,8 +144,8 @@ class TestContents:
             assert density_of(index) == kept / (4 * causal_pairs(batch.rows))
 
 
-def count(of: str, head: int, i_tile: int, number: int):
-    return lambda index: getattr(index, of)[head, i_tile].fill_(number)
+def count(lists: str, head: int, i_tile: int, number: int):
+    return lambda index: getattr(index, lists)[head, i_tile].fill_(number)
 
 
 def put(values: torch.Tensor, start: torch.Tensor, others: tuple[int, ...]) -> None:

@@ -62,7 +62,7 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     """And layers of one plan one layout, which is all that a step keeps."""
     rows = batch().rows
     layers = [layer_of(DENSE, LINES), layer_of(DENSE, MORE_LINES), layer_of(MASS), layer_of(DENSE)]
-    capacities = [sum(stripes_of(g.method, rows).capacity * len(g.heads) for g in one.groups) for one in layers]
+    capacities = [sum(stripes_of(g.method, rows).capacity * len(g.heads) for g in layer.groups) for layer in layers]
     needed = [SparseIndex.bytes_for(rows, NUM_HEADS, 64, capacity) for capacity in capacities]
     arena = Workspace(CPU, torch.empty(max(needed), dtype=torch.uint8))
     assert arena.buffer is not None
@@ -85,28 +85,28 @@ def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -
     first = batch(lengths)
     arena = Workspace(CPU, torch.empty(64 << 20, dtype=torch.uint8))
     for i, layer in enumerate([*layers, layers[0]]):
-        given = dataclasses.replace(first, q=first.q.roll(i, 1) * (1 + i % 3))
+        inputs = dataclasses.replace(first, q=first.q.roll(i, 1) * (1 + i % 3))
         arena.used_bytes = 0
         assert arena.buffer is not None
         arena.buffer.fill_(0x7F)  # what the layer before left
-        out, alone = given.empty_out(), given.empty_out()
-        run(layer, inputs_of(given), out, arena).check()
+        out, alone = inputs.empty_out(), inputs.empty_out()
+        run(layer, inputs_of(inputs), out, arena).check()
         for group in layer.groups:
-            layouts = dict.fromkeys(range(NUM_HEADS), group.method.stripe_layout(given.rows))
-            own = SparseIndex.allocate(given.rows, NUM_HEADS, 64, layouts)
+            layouts = dict.fromkeys(range(NUM_HEADS), group.method.stripe_layout(inputs.rows))
+            index = SparseIndex.allocate(inputs.rows, NUM_HEADS, 64, layouts)
             heads = torch.arange(NUM_HEADS, dtype=torch.int32)
-            METHODS[name_of(group.method)].reference(group.method, given.q, given.cache, own, heads, given.scale)
-            every = given.empty_out()
-            attend(given.q, given.cache, own, every, given.scale)
+            METHODS[name_of(group.method)].reference(group.method, inputs.q, inputs.cache, index, heads, inputs.scale)
+            every = inputs.empty_out()
+            attend(inputs.q, inputs.cache, index, every, inputs.scale)
             alone[:, list(group.heads)] = every[:, list(group.heads)]
         assert torch.equal(out.nan_to_num(7), alone.nan_to_num(7))
 
 
 @pytest.mark.parametrize("check", [False, True])
 def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check: bool) -> None:
-    looks, one = Mock(), batch([(0, 100)])
+    looks, sample = Mock(), batch([(0, 100)])
     monkeypatch.setattr(SparseIndex, "check", looks)
-    run(layer_of(SHAPE), inputs_of(one), one.empty_out(), check=check)
+    run(layer_of(SHAPE), inputs_of(sample), sample.empty_out(), check=check)
     assert looks.call_count == check
 
 
@@ -118,28 +118,28 @@ def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check
         *(pytest.param([(20_000, 2049), (0, 700)], head_dim, marks=pytest.mark.gpu) for head_dim in (64, 128, 256)),
     ],
 )
-def test_what_is_kept_is_no_matter_of_the_engine(
+def test_selection_does_not_depend_on_the_engine(
     device: str, lengths: list[tuple[int, int]], head_dim: int, method: Method
 ) -> None:
     """Blocks of one width are the same blocks. ``portable``, asked for by name, has wider ones: all that hold one."""
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("blocks are narrow on GPUs of compute capability 9.0 (H100, H200)")
-    one = without_nan(random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, head_dim, 128, DTYPES[-1], device))
-    one.q.mul_(3)
+    sample = without_nan(random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, head_dim, 128, DTYPES[-1], device))
+    sample.q.mul_(3)
     groups = (HeadGroup(tuple(range(NUM_HEADS)), method),)
     layer, wide = (
-        dataclasses.replace(Layer.of(groups, head_dim, one.q.device, asked), by_kernels=True)
-        for asked in ("auto", PORTABLE.name)
+        dataclasses.replace(Layer.of(groups, head_dim, sample.q.device, wanted), by_kernels=True)
+        for wanted in ("auto", PORTABLE.name)
     )
-    spec, kept = AttendSpec.of(one.cache, layer.index(one.rows), None), {}
-    for engine in (one for one in ENGINES.values() if one.refusal(spec) is None):
-        out = one.empty_out()
-        index = run(dataclasses.replace(layer, engine=engine), inputs_of(one), out)
-        assert_close(expected_attention(one, index), out)
+    spec, kept = AttendSpec.of(sample.cache, layer.index(sample.rows), None), {}
+    for engine in (engine for engine in ENGINES.values() if engine.refusal(spec) is None):
+        out = sample.empty_out()
+        index = run(dataclasses.replace(layer, engine=engine), inputs_of(sample), out)
+        assert_close(expected_attention(sample, index), out)
         kept[engine.name] = all_lists(index)
     assert len(kept) == len(ENGINES) - (device == "cpu")  # which has no Hopper
-    assert all(of == kept[PORTABLE.name] for of in kept.values())
+    assert all(lists_of_engine == kept[PORTABLE.name] for lists_of_engine in kept.values())
     times = wide.block_tokens // layer.block_tokens
     assert times > 1
-    for ours, theirs in zip(kept[PORTABLE.name], all_lists(run(wide, inputs_of(one), out))):
+    for ours, theirs in zip(kept[PORTABLE.name], all_lists(run(wide, inputs_of(sample), out))):
         assert [sorted({block // times for block in blocks}) for blocks, _ in ours] == [blocks for blocks, _ in theirs]

@@ -26,7 +26,7 @@ from vllm_sparse_backend.config.method_parameters import make_method, parameters
 from vllm_sparse_backend.evaluation.attention_prompts import without_nan
 from vllm_sparse_backend.evaluation.report import write_json
 from vllm_sparse_kernels import PagedCache, SparseIndex
-from vllm_sparse_kernels.attention import AttendSpec, Engine, choose
+from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
@@ -86,7 +86,7 @@ class LayerPrompt:
             layer, out = Layer.of(groups, batch.cache.head_dim, batch.q.device), batch.empty_out()
             if engines:  # the one that a server takes
                 spec = AttendSpec.of(batch.cache, layer.index(rows), layer.options)
-                layer = replace(layer, engine=choose(engines, spec).engine)
+                layer = replace(layer, engine=choose_engine(engines, spec).engine)
             yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
 
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> Outcome:

@@ -8,7 +8,7 @@ import torch
 
 from vllm_sparse_backend.evaluation.attention_prompts import Prompt
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
-from vllm_sparse_kernels.attention import AttendSpec, Engine, choose
+from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention, failure
 from vllm_sparse_kernels.layer import LayerPlan
 
@@ -51,7 +51,7 @@ class Layer:
 
     def engine(self, table: Mapping[str, Engine]) -> Engine:
         """The one that a server takes for this layer."""
-        return choose(table, self.spec).engine
+        return choose_engine(table, self.spec).engine
 
     def refusal(self, engine: Engine) -> str | None:
         """Why an engine cannot attend over this layer's index."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a SparseIndex: one contract (``engine.py``), and the engines that fulfil it, each a file."""
+"""Attention over a ``SparseIndex``: the interface (``engine.py``) and one folder for each engine."""
 
 from vllm_sparse_kernels.attention.engine import AttendSpec, Engine
 from vllm_sparse_kernels.attention.flash import engine as flash_module
@@ -8,7 +8,7 @@ from vllm_sparse_kernels.attention.hopper import engine as hopper
 from vllm_sparse_kernels.attention.hopper.engine import HOPPER
 from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.attention.portable.engine import PORTABLE, shared_bytes, supports_bulk, widest_block
-from vllm_sparse_kernels.engine_choice import Choice, choose
+from vllm_sparse_kernels.engine_choice import EngineChoice, choose_engine
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.rows import Rows
 
@@ -16,10 +16,10 @@ __all__ = [
     "HOPPER",
     "PORTABLE",
     "AttendSpec",
-    "Choice",
     "Engine",
+    "EngineChoice",
     "FlashAttention",
-    "choose",
+    "choose_engine",
     "engines",
     "flash_engine",
     "shared_bytes",
@@ -30,10 +30,13 @@ __all__ = [
 
 
 def engines(flash: FlashAttention | None = None) -> dict[str, Engine]:
-    """All engines by name, the fastest first. ``flash`` is the function that the engine of that name calls.
+    """Return all engines by name, fastest first.
 
     Args:
-        flash: FlashAttention's function, or None.
+        flash: FlashAttention's function for this device, which the engine ``flash`` calls; None if there is none.
+
+    Returns:
+        The engines ``hopper``, ``flash`` and ``portable``.
     """
     return {engine.name: engine for engine in (HOPPER, flash_engine(flash), PORTABLE)}
 
@@ -41,17 +44,17 @@ def engines(flash: FlashAttention | None = None) -> dict[str, Engine]:
 def workspace_bytes(
     rows: Rows, shape: LayerShape, stripe_capacity: int, longest_stripes: int, int8_scores: bool
 ) -> int:
-    """At least what attention over these rows takes from the index's workspace, with whichever engine.
-
-    ``stripe_capacity`` and ``longest_stripes``: positions that all lists of the index together, and the longest of
-    them, have room for.
+    """Return an upper bound of the workspace memory that attention over these rows needs, with any engine.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        stripe_capacity: stripes of one head, of all tiles.
-        longest_stripes: stripes that any tile may keep at most.
-        int8_scores: whether any head has 8-bit scores.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        stripe_capacity: Positions of all lists of stripes of all heads.
+        longest_stripes: Capacity of the longest list of stripes, in positions.
+        int8_scores: Whether any head has 8-bit scores.
+
+    Returns:
+        Bytes.
     """
     by_portable = portable.workspace_bytes(rows, shape, int8_scores)
     if int8_scores:

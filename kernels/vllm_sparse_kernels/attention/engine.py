@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract between a layer and what computes its attention: ``SparseIndex → out``, whatever engine fulfils it.
+"""``Engine``: the interface of the kernels that compute attention over a ``SparseIndex``.
 
-An engine says from what is known at start-up whether it can serve a layer; of those that can, the fastest is chosen
-once, before the first step (``engine_choice.py``). Engines differ in speed and in rounding, in nothing else.
+An engine reports at start-up whether it can serve a layer (``refusal``). The fastest one that can is chosen once,
+before the first step (``engine_choice.py``). Engines differ only in speed and in rounding.
 """
 
 from collections.abc import Callable
@@ -19,30 +19,51 @@ from vllm_sparse_kernels.paged import PagedCache
 
 @dataclass(frozen=True)
 class AttendSpec:
-    """What is known of a layer's attention before the first step."""
+    """Properties of a layer's attention that are known before the first step.
+
+    Attributes:
+        device: Device of the tensors.
+        dtype: Type of queries, keys and values. The result has 16 bits if this is fp8.
+        num_heads: Query heads of this rank.
+        num_kv_heads: Key-value heads of this rank.
+        head_dim: Elements of a head's query or key.
+        page_size: Tokens of a page of the cache.
+        strides: (page, token, head) strides of the cache, in elements. The elements of a head are contiguous.
+        block_tokens: Keys of an index block.
+        has_stripes: Whether any head has room for stripes.
+        skips: Whether any head skips products (``AttendOptions``).
+        int8: Whether any head has 8-bit scores.
+        sinks: Whether the layer has learnt sinks.
+    """
 
     device: torch.device
-    dtype: torch.dtype  # of queries, keys and values; the result may be of another where that is fp8
+    dtype: torch.dtype
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    page_size: int  # tokens
-    strides: tuple[int, int, int]  # (page, token, head) of the cache, in elements; a head's own are contiguous
-    block_tokens: int  # of the index
+    page_size: int
+    strides: tuple[int, int, int]
+    block_tokens: int
     has_stripes: bool
     skips: bool = False
-    """Whether any head asks for the skip of products (``AttendOptions``)."""
-
     int8: bool = False
-    """Whether any head asks for 8-bit scores."""
-
     sinks: bool = False
-    """Whether the layer has learnt sinks."""
 
     @staticmethod
     def of(
         cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None, sinks: torch.Tensor | None = None
     ) -> "AttendSpec":
+        """Build the specification from the arguments of ``attend``.
+
+        Args:
+            cache: Keys and values of the layer.
+            index: The layer's index.
+            options: Approximations that heads request; None for none.
+            sinks: [num_heads] learnt sinks; None if the layer has none.
+
+        Returns:
+            The specification.
+        """
         return AttendSpec(
             device=cache.keys.device,
             dtype=cache.keys.dtype,
@@ -60,22 +81,15 @@ class AttendSpec:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The device's compute capability; (0, 0) of what is no CUDA device."""
+        """Compute capability of the device; (0, 0) if it is not a CUDA device."""
         return capability_of(self.device)
 
 
 class Attend(Protocol):
-    """Write softmax(scale · q kᵀ) v over the index's keys into ``out`` for the index's tokens; scale > 0.
+    """A function that computes attention over the keys of an index.
 
-    q and out: [num_tokens, num_heads, head_dim] of the cache's dtype, head_dim contiguous; out in 16 bits where that is
-    fp8. ``scale`` takes products of elements to scores (``PagedCache.score_scale`` is in it), the cache's
-    ``value_scale`` multiplies the result. lse: [num_heads, num_tokens] float32, natural logarithm, or None. Tokens
-    outside the index's rows stay untouched. Temporary tensors come from
-    ``index.workspace``. Nothing waits for the device. Raises ValueError on shapes that do not fit the index.
-
-    sinks: [num_heads] of any float dtype, or None: scores of one more key each, that has no value. The softmax's sum is
-    Σ exp(s) + exp(sink) then, which scales a query's output by exp(lse) / (exp(lse) + exp(sink)). The log-sum-exp
-    remains that of the keys.
+    It writes softmax(scale · q kᵀ) v into ``out`` for the tokens of the index's rows and leaves other tokens untouched.
+    Temporary tensors come from ``index.workspace``. It does not synchronise with the device.
     """
 
     def __call__(
@@ -88,25 +102,60 @@ class Attend(Protocol):
         lse: torch.Tensor | None = None,
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> None: ...
+    ) -> None:
+        """Compute attention.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim] queries of the cache's dtype; head_dim is contiguous.
+            cache: Keys and values of the layer. Its ``value_scale`` multiplies the result.
+            index: The keys that each head and tile attends to.
+            out: Like q, or in 16 bits if q is fp8; written.
+            scale: Factor from q·k to scores, above 0; includes ``PagedCache.score_scale``.
+            lse: [num_heads, num_tokens] float32, filled with the natural logarithm of Σ exp(score) over the keys; None
+                to omit it.
+            options: Approximations that heads request; None for none.
+            sinks: [num_heads] of any float dtype, the score of one more key without a value; None for none. A sink
+                scales a query's output by exp(lse) / (exp(lse) + exp(sink)) and does not change ``lse``.
+
+        Raises:
+            ValueError: Shapes do not fit the index, or the engine cannot serve the layer.
+        """
 
 
 @dataclass(frozen=True)
 class Engine:
+    """One way to compute attention.
+
+    Attributes:
+        name: Name by which an operator selects the engine.
+        refusal: Returns why the engine cannot serve a layer, as the end of a sentence; None if it can.
+        attend: Computes attention.
+    """
+
     name: str
     refusal: Callable[[AttendSpec], str | None]
-    """Why the engine cannot serve a layer, in words that end a sentence; None if it can."""
-
     attend: Attend
 
 
 class AttendArgs(NamedTuple):
-    """q, what is written, and sinks, for kernels: out of q's shape, the log-sum-exp [num_heads, num_tokens] or None."""
+    """Tensors of ``attend`` as arguments of kernels.
+
+    Attributes:
+        q: [num_tokens, num_heads, head_dim] queries.
+        out: Like q, in 16 bits if q is fp8; written.
+        lse: [num_heads, num_tokens] float32, written; or None.
+        sinks: [num_heads]; or None.
+        stride_token: Elements between two tokens of q.
+        stride_head: Elements between two heads of q.
+        stride_out_token: Elements between two tokens of out.
+        stride_out_head: Elements between two heads of out.
+        stride_lse_head: Elements between two heads of lse.
+    """
 
     q: Any
     out: Any
     lse: Any
-    sinks: Any  # [num_heads] or None
+    sinks: Any
     stride_token: int
     stride_head: int
     stride_out_token: int
@@ -117,6 +166,17 @@ class AttendArgs(NamedTuple):
     def of(
         q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
     ) -> "AttendArgs":
+        """Build the arguments with the strides of the tensors.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim] queries.
+            out: Like q; written by the kernel.
+            lse: [num_heads, num_tokens] float32, written by the kernel; or None.
+            sinks: [num_heads]; or None.
+
+        Returns:
+            The arguments.
+        """
         strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1)
         return AttendArgs(q, out, lse, sinks, *strides, 0 if lse is None else lse.stride(0))
 
@@ -124,7 +184,18 @@ class AttendArgs(NamedTuple):
 def check_shapes(
     q: torch.Tensor, out: torch.Tensor, cache: PagedCache, index: SparseIndex, sinks: torch.Tensor | None = None
 ) -> None:
-    """Raise ValueError where tensors do not fit the index or each other."""
+    """Check that the tensors fit the index and each other.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] queries.
+        out: Like q.
+        cache: Keys and values of the layer.
+        index: The layer's index.
+        sinks: [num_heads], contiguous; or None.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
     num_heads = index.num_heads
     if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
         raise ValueError(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax attention under the index's own mask, tile by tile, in float32 (or the dtype asked for), with its options.
+"""Reference attention in plain torch, with all options.
+
+It computes the softmax under the index's mask, tile by tile, in float32 by default.
 
 The skip of P·V is SpargeAttn's (arXiv 2502.18137, section 3.4 and Algorithm 1, lines 13 to 17) for all queries of a
 tile together. The sum l counts a skipped step too: line 13 stands before the test, so that skipping moves outputs
-towards zero. Line 15 as printed asks for the reverse of the text of section 3.4, which holds here; line 13 as printed
+towards zero. Line 15 as printed contradicts the text of section 3.4, which is implemented here; line 13 as printed
 forgets l_{i,j−1}.
 
 8-bit scores are SageAttention's (arXiv 2410.02367, equation 6 and Algorithm 1).
@@ -29,8 +31,8 @@ class ReferenceAttend:
     """``engine.Attend`` in plain torch, on any device.
 
     Attributes:
-        dtype: what is computed in.
-        round_weights: what becomes of weights [queries, keys] before they meet values; None leaves them.
+        dtype: Type of the computation.
+        round_weights: Rounds weights [queries, keys] before they are multiplied with values; None to keep them.
     """
 
     dtype: torch.dtype = torch.float32
@@ -47,20 +49,20 @@ class ReferenceAttend:
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Write softmax(scale · q kᵀ + mask) v of the index's rows into ``out``, and its log-sum-exp into ``lse``.
+        """Compute attention; ``engine.Attend`` describes it.
 
         Args:
             q: [num_tokens, num_heads, head_dim].
-            cache: may be in fp8, its scales as in ``engine.Attend``.
-            index: what each tile keeps.
-            out: as q; tokens outside the index's rows stay untouched.
-            scale: takes products of elements to scores, in natural units.
+            cache: Keys and values of the layer, possibly in fp8.
+            index: The index to read.
+            out: Like q; tokens outside the index's rows stay untouched.
+            scale: Factor from q·k to scores, usually 1/√head_dim.
             lse: [num_heads, num_tokens], or None.
-            options: approximations that heads ask for, or None.
+            options: Approximations that heads request; None for none.
             sinks: [num_heads], or None.
 
         Raises:
-            ValueError: the options are not of the index's heads.
+            ValueError: The options have another number of heads than the index.
         """
         rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
         margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
@@ -101,11 +103,11 @@ attend = ReferenceAttend()
 
 
 def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Return the keys' part of the softmax.
+    """Compute the keys' part of the softmax.
 
     Args:
         scores: [queries, keys], masked.
-        sink: the score of another key without a value, of each query or of all; or None.
+        sink: The score of another key without a value, of each query or of all; or None.
 
     Returns:
         [queries, keys].
@@ -116,7 +118,7 @@ def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
 
 
 def fp8_weights(p: torch.Tensor) -> torch.Tensor:
-    """Return weights as FlashAttention-3 rounds them for values in fp8: each query's largest becomes 256.
+    """Round weights as FlashAttention-3 does for fp8 values: the largest of each query becomes 256.
 
     Args:
         p: [queries, keys].
@@ -129,17 +131,17 @@ def fp8_weights(p: torch.Tensor) -> torch.Tensor:
 
 
 def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a tile keeps and sees, in the order in which ``attend`` takes it.
+    """Return the kept keys in the tile's causal reach, in the order in which ``attend`` processes them.
 
     A step is a block, or the next ``STRIPE_STEP`` stripes.
 
     Args:
-        index: what each tile keeps.
-        head: a query head.
-        i_tile: a tile of the step.
+        index: The index to read.
+        head: Number of the query head.
+        i_tile: Number of the tile.
 
     Returns:
-        (positions, the step of each).
+        (positions, steps to which they belong).
     """
     blocks, stripes = index.blocks_of(head, i_tile), index.stripes_of(head, i_tile)
     places = torch.arange(len(blocks) * index.block_tokens, device=blocks.device)
@@ -150,7 +152,7 @@ def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torc
 
 
 def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return max(m_local − m) of each step, over all queries: under λ, its product is left out.
+    """Compute max(m_local − m) of each step, over all queries. The product of a step with less than λ is skipped.
 
     Of what is not left out, exp(S − m) with the last m summed over all steps is what the online softmax arrives at.
 
@@ -167,7 +169,7 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return SageAttention's keys of one row, heads first.
+    """Round the keys of one row as SageAttention does, heads first.
 
     Args:
         keys: [seq_len, num_kv_heads, head_dim].
@@ -183,7 +185,7 @@ def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return S of one tile, whose queries get one scale, unscaled. The integers' products sum up exactly.
+    """Compute unscaled scores S of one tile, whose queries share a scale. The sums of integer products are exact.
 
     Args:
         b_q: [queries, head_dim].
@@ -198,11 +200,11 @@ def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) 
 
 
 def quantize(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to integers of 8 bits, to the nearest.
+    """Round to 8-bit integers, to nearest.
 
     Args:
-        x: any tensor.
-        dims: that share a scale.
+        x: Any tensor.
+        dims: Dimensions that share a scale.
 
     Returns:
         (x̂, δ) with x ≈ δ x̂, whole −127 ≤ x̂ ≤ 127, δ = max |x| / 127 over ``dims``.

@@ -32,11 +32,11 @@ INT8_MAX = tl.constexpr(127.0)
 TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a block of zeros
 
 VARYING = ("i_row", "seq_len", "start", "num_keys")
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+"""Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
 class SmoothKeys(NamedTuple):
-    """8-bit keys of all rows. What belongs to kv heads that no 8-bit head reads is undefined."""
+    """8-bit keys of all rows. Parts of kv heads that no 8-bit head reads are undefined."""
 
     integers: torch.Tensor  # [num_kv_heads, num_keys, head_dim padded to a power of two] int8; 0 past a row's end
     steps: torch.Tensor  # [num_kv_heads, num_keys / 64] float32
@@ -50,11 +50,11 @@ def smooth_keys(
     """Quantise the keys of all rows to 8 bits.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
         int8_heads: [num_heads] uint8, the query heads that will read the result; None: all.
-        num_heads: query heads.
-        workspace: where temporary tensors come from.
+        num_heads: Number of query heads.
+        workspace: Memory of temporary tensors.
 
     Returns:
         The keys, in the workspace.
@@ -80,12 +80,12 @@ def smooth_keys(
 
 
 def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
-    """Return the bytes that ``smooth_keys`` takes from its workspace.
+    """Return the workspace memory that ``smooth_keys`` needs.
 
     Args:
-        rows: the rows of a step.
-        num_kv_heads: kv heads.
-        head_dim: channels of a head.
+        rows: The rows of a step.
+        num_kv_heads: Number of kv heads.
+        head_dim: Channels of a head.
 
     Returns:
         Bytes.
@@ -107,7 +107,7 @@ def quantize(b_x):
         b_x: [n, BLOCK_D] float32.
 
     Returns:
-        (int8 of the same shape, what an integer counts).
+        (int8 of the same shape, scale).
     """
     step = tl.maximum(tl.max(tl.abs(b_x)), TINY) / INT8_MAX
     return tl.floor(b_x / step + 0.5).to(tl.int8), step
@@ -115,7 +115,7 @@ def quantize(b_x):
 
 @triton.jit
 def _is_read(int8_heads, i_kv, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """Whether any 8-bit head reads this kv head."""
+    """Return whether any 8-bit head reads this kv head."""
     if int8_heads is None:
         return True
     else:
@@ -129,7 +129,7 @@ def _round_keys_kernel(
     keys, int8_heads, means, integers, steps, i_row, seq_len, start, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Up to STEP_TOKENS keys of one kv head in 8 bits, zeros past the row's end.
+    """Round up to STEP_TOKENS keys of one kv head to 8 bits, with zeros past the row's end.
 
     Grid: (blocks of 64 keys of one row, kv heads). Bound by memory: it reads each key once and writes half as much.
 
@@ -139,13 +139,13 @@ def _round_keys_kernel(
         means: [kv heads, BLOCK_D] float32, the row's mean key.
         integers: [kv heads, num_keys, BLOCK_D] int8; written.
         steps: [kv heads, num_keys / 64] float32; written.
-        i_row: a row of the step.
-        seq_len: keys of the row.
-        start: the row's first key in these.
-        num_keys: keys of all rows, padded.
-        HEAD_DIM: channels of a head.
+        i_row: Number of the row.
+        seq_len: Keys of the row.
+        start: Place of the row's first key in ``integers``.
+        num_keys: Keys of all rows, padded.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        GROUP: query heads of a kv head.
+        GROUP: Query heads of a kv head.
         HEADS: GROUP rounded up to a power of two.
     """
     i_n, i_kv = tl.program_id(0), tl.program_id(1)

@@ -37,7 +37,7 @@ class Method(ABC):
 
     @property
     def finest_block_tokens(self) -> int | None:
-        """Narrowest index block, in keys, from which the selection still benefits (``width.py``).
+        """Narrowest index block, in keys, from which the selection still benefits (``block_width.py``).
 
         None if the method does not support blocks narrower than ``block_tokens``.
         """

@@ -61,7 +61,7 @@ class Registry(Mapping[str, MethodSpec]):
             name: Name of the method.
 
         Returns:
-            Its description.
+            The description.
         """
         return self.specs[name]
 

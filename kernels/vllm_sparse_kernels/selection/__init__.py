@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What selection kernels are built of: lists, thresholds, sums over the last queries, pooled blocks, sizes."""
+"""Building blocks of selection kernels: lists, thresholds, sums over the last queries, pooled blocks, memory bounds."""

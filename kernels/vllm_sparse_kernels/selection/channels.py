@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of a kv head's channels: those that weigh most, and vectors cut down to them."""
+"""Selection of a kv head's channels with the largest weight, and vectors reduced to these channels."""
 
 from functools import lru_cache
 
@@ -9,12 +9,12 @@ import triton.language as tl
 
 @lru_cache(maxsize=64)
 def kept_channels(head_dim: int, half: bool, least: int) -> int:
-    """Return KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included.
+    """Return KEPT_D, the number of kept channels, including those that pad head_dim to a power of two.
 
     Args:
-        head_dim: channels of a head.
-        half: whether only the heavier half is.
-        least: fewest channels.
+        head_dim: Channels of a head.
+        half: Whether to keep only the heavier half.
+        least: Minimum number of channels.
 
     Returns:
         A power of two.
@@ -25,16 +25,16 @@ def kept_channels(head_dim: int, half: bool, least: int) -> int:
 
 @triton.jit
 def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constexpr):
-    """Store the KEPT_D channels that weigh most, ascending; of equals the lower ones.
+    """Store the KEPT_D channels of the largest weight, ascending; ties go to lower channels.
 
     Args:
-        channels: pointer to [KEPT_D] int32; written.
+        channels: Pointer to [KEPT_D] int32; written.
         b_weight: [BLOCK_D] float32.
-        HEAD_DIM: channels of a head.
-        KEPT_D: channels that are multiplied.
+        HEAD_DIM: Channels of a head.
+        KEPT_D: Number of channels that the estimate multiplies.
 
     Returns:
-        Their flags [BLOCK_D].
+        [BLOCK_D] flags of the kept channels.
     """
     o_d = tl.arange(0, b_weight.shape[0])
     b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
@@ -52,8 +52,8 @@ def kept_of(b_x, channels, KEPT_D: tl.constexpr):
 
     Args:
         b_x: [n, BLOCK_D].
-        channels: pointer to [KEPT_D] int32, ascending.
-        KEPT_D: channels that are multiplied.
+        channels: Pointer to [KEPT_D] int32, ascending.
+        KEPT_D: Number of channels that the estimate multiplies.
 
     Returns:
         [n, KEPT_D] float32.
@@ -77,10 +77,10 @@ def load_kept(x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
     """Load the kept channels of a vector.
 
     Args:
-        x: pointer to [BLOCK_D].
-        channels: pointer to [KEPT_D] int32, ascending.
+        x: Pointer to [BLOCK_D].
+        channels: Pointer to [KEPT_D] int32, ascending.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
+        KEPT_D: Number of channels that the estimate multiplies.
 
     Returns:
         [KEPT_D].

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract between a layer and what selects for it: ``queries, cache → lists of a SparseIndex``.
+"""``SelectEngine``: the interface of the kernels that select keys: ``queries, cache → lists of a SparseIndex``.
 
-Most methods have one engine, their ``select``. A method with faster kernels for some card lists several
-(``Method.select_engines``). They differ in speed and in rounding, in nothing else. Each says with a reason which layers
-it cannot serve; one is chosen for each layer at start-up, by ``refusal`` and by a trial against the last of the list
-(``trial.selection_failure``). From then on nothing is caught and nothing is exchanged: what an engine raises in a step,
-out-of-memory included, surfaces.
+Most methods have one engine, their ``select``. A method with faster kernels for certain GPUs lists several
+(``Method.select_engines``), which differ only in speed and in rounding. One is chosen for each layer at start-up, by
+``refusal`` and by a trial against the last of the list (``engine_trial.selection_failure``). It is never replaced: an
+exception in a step, out-of-memory included, reaches the caller.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_sparse_kernels.engine_choice import Choice, capability_of, choose
+from vllm_sparse_kernels.engine_choice import EngineChoice, capability_of, choose_engine
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.base import Method
 
 PORTABLE = "portable"
-"""Name of the engine that runs wherever Triton does: the last of every method."""
+"""Name of every method's last engine, which runs on every device that Triton supports."""
 
 HOPPER = (9, 0)
 """Compute capability of H100 and H200."""
@@ -30,7 +29,13 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class SelectSpec:
-    """What is known of a layer's selection before the first step."""
+    """Properties of a layer's selection that are known before the first step.
+
+    Attributes:
+        method: The merged method of the heads.
+        device: Device of the layer.
+        head_dim: Elements of a head's query or key.
+    """
 
     method: "Method"
     device: torch.device
@@ -38,12 +43,12 @@ class SelectSpec:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The device's compute capability; (0, 0) where it is no CUDA device."""
+        """Compute capability of the device; (0, 0) if it is not a CUDA device."""
         return capability_of(self.device)
 
 
 class Select(Protocol):
-    """Fill the lists of ``heads`` as ``Method.select`` describes; the method comes first."""
+    """A function that fills the lists of ``heads`` as ``Method.select`` does, with the method as first argument."""
 
     def __call__(
         self, method: Any, /, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
@@ -52,33 +57,41 @@ class Select(Protocol):
 
 @dataclass(frozen=True)
 class SelectEngine:
-    """One way to run a method's selection."""
+    """One way to run a method's selection.
+
+    Attributes:
+        name: Name of the engine.
+        refusal: Returns why the engine cannot select for a layer, as the end of a sentence; None if it can.
+        select: Fills the lists.
+    """
 
     name: str
     refusal: Callable[[SelectSpec], str | None]
-    """Why the engine cannot select for a layer, in words that end a sentence; None if it can."""
-
     select: Select
 
 
 def never_refuses(spec: SelectSpec) -> None:
-    """The refusal of an engine that runs wherever Triton does."""
+    """Accept every layer: the ``refusal`` of an engine that runs on every device that Triton supports.
+
+    Args:
+        spec: Any layer.
+    """
 
 
 def choose_select_engine(
     spec: SelectSpec, trial: Callable[[SelectEngine], str | None] | None = None
-) -> Choice[SelectEngine]:
-    """The engine that selects for a layer of that spec.
+) -> EngineChoice[SelectEngine]:
+    """Choose the engine that selects for a layer.
 
     Args:
-        spec: The layer's method, device and head dim.
-        trial: What is wrong with an engine's selection, or None; without it only refusals decide.
+        spec: Properties of the layer.
+        trial: Runs an engine and returns why its selection is wrong, or None if it is right; None to run no engine.
 
     Returns:
-        The first of ``spec.method.select_engines`` that passes, and why each one before it does not.
+        The first of ``spec.method.select_engines`` that passes, and why each engine before it was not chosen.
 
     Raises:
-        ValueError: None is left; the message has the reason of each.
+        ValueError: No engine can select for the layer.
     """
     engines = {engine.name: engine for engine in spec.method.select_engines}
-    return choose(engines, spec, trial=trial, work="selection")
+    return choose_engine(engines, spec, trial=trial, work="selection")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upper bounds, on the host, of what selection takes from its workspace. A test holds every method to them.
+"""Upper bounds, on the host, of the workspace memory of selection. A test checks every method against them.
 
-There are three ways of selecting, and each takes what belongs to keys, or to pairs of blocks, for a slab of rows or of
-keys at a time, so that long steps need little more than short ones. Everything here is in bytes.
+Methods allocate tensors by key, or by pair of blocks, for one slab of rows or keys at a time, so that long steps need
+little more memory than short ones. All functions return bytes.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from vllm_sparse_kernels.selection.slabs import padded, rows_of_slabs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 SLAB_BYTES = 128 << 20
-"""What one slab takes, unless a single row or tile takes more."""
+"""Memory of one slab, unless a single row or tile needs more."""
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int, num_columns: int = 0) -> int:
-    """Return enough for any of the methods below that selects ``num_selected`` heads.
+    """Return a bound that is sufficient for any of the methods below.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_selected: query heads that are selected.
-        stripe_capacity: stripes of one head, of all tiles.
-        num_columns: columns that vertical-slash keeps of a row at most.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_selected: Number of query heads to select.
+        stripe_capacity: Positions of all lists of stripes of one head.
+        num_columns: Maximum number of columns that vertical-slash keeps of a row.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     ways = (
         line_bytes(rows, num_selected, num_columns),
@@ -42,15 +42,15 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
 
 
 def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
-    """Return what vertical-slash takes: sums by key and by distance, counts of what is kept, histograms and columns.
+    """Bound the memory of vertical-slash: sums by key and by distance, counts of kept lines, histograms and columns.
 
     Args:
-        rows: the rows of a step.
-        num_selected: query heads that are selected.
-        num_columns: columns that vertical-slash keeps of a row at most.
+        rows: The rows of a step.
+        num_selected: Number of query heads to select.
+        num_columns: Maximum number of columns that vertical-slash keeps of a row.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
 
     def of_slab(seq_lens: Sequence[int]) -> int:
@@ -62,15 +62,15 @@ def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
 
 
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Return what SALE takes: queries and a slab of keys in 8 bits with their scales, flags, float32 sums of queries.
+    """Bound the memory of SALE: 8-bit queries and a slab of keys with their scales, flags, and float32 sums of queries.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_selected: query heads that are selected.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_selected: Number of query heads to select.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     dim = next_power_of_2(shape.head_dim)
     num_keys = max(sum(map(padded, rows.seq_lens[first:end])) for first, end in rows_of_slabs(rows))
@@ -83,15 +83,15 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Return what SpargeAttn and block-sparse take: mean queries, a slab's mean keys and products, flags.
+    """Bound the memory of SpargeAttn and block-sparse: mean queries, mean keys and products of a slab, flags.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_selected: query heads that are selected.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_selected: Number of query heads to select.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     of_tile = 8 * num_selected * 64 * ceil_div(max(rows.seq_lens), 64 * 64)  # as wide as the longest row's
     products = min(rows.num_tiles * of_tile, max(SLAB_BYTES, of_tile))
@@ -101,17 +101,17 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Return what SharePrefill takes: mean keys, last queries and their scores, histograms of pivots' maps.
+    """Bound the memory of SharePrefill: mean keys, last queries and their scores, histograms of the pivots' maps.
 
     (Maps are the step's own: ``Pivots``.)
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_selected: query heads that are selected.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_selected: Number of query heads to select.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     blocks = sum(ceil_div(n, shape.block_tokens) for n in rows.seq_lens)
     means = 4 * shape.head_dim * (shape.num_kv_heads * blocks + shape.num_heads * rows.num_rows)
@@ -122,29 +122,29 @@ def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
-    """Return what one row takes: float32 means of 64 keys, how alike these are, and sums of splits.
+    """Bound the memory of one row's mean keys: float32 means of 64 keys, their similarity, and sums of splits.
 
     Args:
-        seq_len: the row's keys.
-        shape: the layer's heads and blocks.
+        seq_len: The row's keys.
+        shape: Sizes of the layer.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     return 6 * shape.num_kv_heads * (ceil_div(seq_len, 64) + 1) * (next_power_of_2(shape.head_dim) + 1)
 
 
 def voted_bytes(rows: Rows, shape: LayerShape, num_candidates: int, tile_voters: int = 1) -> int:
-    """Return what AnchorAttention takes: queries that vote, their thresholds, and a bit for each key that is voted on.
+    """Bound the memory of AnchorAttention: voting queries, their thresholds, and a bit for each candidate key.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        num_candidates: keys that all groups vote on.
-        tile_voters: voters of a tile.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        num_candidates: Number of keys that all groups vote on.
+        tile_voters: Voters of a tile.
 
     Returns:
-        Bytes; a test holds every method to them.
+        Bytes.
     """
     voter = next_power_of_2(shape.head_dim) * shape.element_bytes + 8
     voters = shape.num_heads * rows.num_tiles * tile_voters * voter

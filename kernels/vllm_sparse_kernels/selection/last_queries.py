@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimate of MInference (arXiv:2407.02490, Algorithm 2): Â = softmax of a few of a row's queries, its last ones
-or some spread over its chunk, against all keys.
+"""The estimate of MInference (arXiv:2407.02490, Algorithm 2).
+
+Â is the softmax of a few of a row's queries over all keys: its last queries, or queries that are spread over its chunk.
 
 What is kept of Â are its column sums, and its sums over diagonals: of keys, one by one, or of blocks of 64. K is read
 twice, the first time for the log-sum-exp of each query, the second for the sums, so that Â itself is never stored.
@@ -47,7 +48,7 @@ JOINED = 64
 
 
 class Sums(NamedTuple):
-    """Sums of Â over the rows [first_row, end_row) of a step, for n heads; kernels find them by ``sums_of``.
+    """Sums of Â over the rows [first_row, end_row) of a step, for n heads. Kernels locate them by ``sums_of``.
 
     ``values`` [n · (capacity + capacity / band)] float32: column sums [n, capacity], row i's from
     ``key_starts[i] - key_starts[first_row]`` on; then the sums of diagonals by their offset, in the same places, or
@@ -66,20 +67,26 @@ class Sums(NamedTuple):
     by_block: torch.Tensor | None = None
 
     def args(self, rows: Rows) -> tuple[Any, ...]:
-        """Return what kernels find sums by (``sums_of``): SumArgs, entries, first row, rows and capacity.
+        """Return the arguments by which kernels locate sums (``sums_of``).
 
-        The numbers change from step to step, and in a tuple Triton would compile a kernel anew for them.
+        The numbers are separate arguments because they change from step to step: Triton would compile a kernel anew for
+        each value in a tuple.
 
         Args:
-            rows: the step's rows.
+            rows: The rows of the step.
+
+        Returns:
+            (``SumArgs``, number of heads, first row, number of rows, capacity).
         """
         places = self.num_entries, self.first_row, rows.num_rows, self.capacity
         return SumArgs(self.values, rows.row_table, self.patterns), *places
 
 
 class Estimate(NamedTuple):
-    """How many queries Â is of, and which; whether diagonals are those of keys (``band`` 1, of at most 64 queries) or
-    of blocks of 64 (64, of at most 256).
+    """The queries from which Â is computed, and the kind of its diagonals.
+
+    Diagonals are those of keys (``band`` 1, at most 64 queries) or of blocks of 64 keys (``band`` 64, at most 256
+    queries).
 
     ``spread``, for the latter alone: not the last queries but as many, evenly spread over the chunk.
     """
@@ -103,13 +110,13 @@ def last_query_sums(
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: whose rows and workspace are used.
-        rows: first row and behind the last one.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
-        estimate: how many queries Â is of, and which.
-        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose rows and workspace are used.
+        rows: First row, and the row after the last one.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
+        estimate: The queries from which Â is computed.
+        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
 
     Returns:
         The sums, in the index's workspace.
@@ -174,7 +181,10 @@ def last_query_sums(
 def _sum_block_diagonals(
     sums: Sums, by_block: torch.Tensor, index: SparseIndex, most_tiles: int, last_queries: int, spread: bool
 ) -> None:
-    """From what each query gives to each block; ``most_tiles``: blocks of the longest row."""
+    """Sum diagonals of blocks from the weight that each query gives to each block.
+
+    ``most_tiles``: blocks of the longest row.
+    """
     num_queries = by_block.shape[2]
     block = 4096 // num_queries
     block_diagonals_kernel[(ceil_div(most_tiles, block), sums.num_entries, sums.end_row - sums.first_row)](

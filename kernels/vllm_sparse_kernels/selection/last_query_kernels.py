@@ -26,11 +26,11 @@ LAST = tl.constexpr(64)
 """Keys of a tile of Â, and the most queries where diagonals are summed one by one."""
 
 UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+"""Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
 class LastArgs(NamedTuple):
-    """What both passes over the keys read, less what differs from step to step.
+    """Arguments of both passes over the keys, except those that change from step to step.
 
     ``patterns`` [n, num_rows] int32 or None: no sums where it is not 0.
     """
@@ -56,7 +56,7 @@ class LastArgs(NamedTuple):
 
 
 class StackShape(NamedTuple):
-    """What both passes over the keys are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of both passes over the keys; every field is a ``tl.constexpr``."""
 
     GROUP: Any  # query heads of a kv head
     MEMBERS: Any  # query heads that one program stacks, a power of two
@@ -72,7 +72,7 @@ class StackShape(NamedTuple):
 
 
 class SumArgs(NamedTuple):
-    """Sums of Â, for kernels; see ``last_queries.Sums``."""
+    """Sums of Â as arguments of kernels; see ``last_queries.Sums``."""
 
     totals: Any  # float32, ``Sums.values``; tuples of Triton have a ``values`` of their own
     rows: Any  # [num_rows + 1, FIELDS] int32: ``Rows.row_table``
@@ -81,7 +81,9 @@ class SumArgs(NamedTuple):
 
 @triton.jit
 def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
-    """Places in the chunk of the queries that the estimate is made from, the last QUERIES of these; < 0: there is none.
+    """Return the places in the chunk of the estimating queries.
+
+    They fill the last of QUERIES entries; negative entries are empty.
 
     The last is the chunk's last.
     """
@@ -95,7 +97,7 @@ def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREA
 
 @triton.jit
 def _stack(args, i_kv, i_part, i_row, num_rows, SHAPE):
-    """Places in ``heads`` of the query heads of this program [MEMBERS], -1 where there is nothing to do."""
+    """Return the places in ``heads`` of this program's query heads [MEMBERS], -1 for heads without work."""
     b_member = i_part * SHAPE.MEMBERS + tl.arange(0, SHAPE.MEMBERS)
     o_entry = tl.arange(0, SHAPE.ENTRIES)
     listed = o_entry < args.num_entries
@@ -108,28 +110,28 @@ def _stack(args, i_kv, i_part, i_row, num_rows, SHAPE):
 
 @triton.jit
 def _of_rows(b_member, SHAPE):
-    """A value of each stacked head for each stacked row: [MEMBERS] → [MEMBERS · QUERIES]."""
+    """Repeat a value of each stacked head for each stacked row: [MEMBERS] → [MEMBERS · QUERIES]."""
     b_value = tl.broadcast_to(b_member[None, :, None], [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16])
     return tl.reshape(b_value, [SHAPE.MEMBERS * SHAPE.QUERIES])
 
 
 @triton.jit
 def _row_queries(SHAPE):
-    """Which of the last queries each stacked row is: 16 of each head in turn."""
+    """Return the number of the estimating query of each stacked row: 16 of each head in turn."""
     o = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
     return o // (SHAPE.MEMBERS * 16) * 16 + o % 16
 
 
 @triton.jit
 def _lengths(args, i_row, FIELDS: tl.constexpr):
-    """The first three fields of a row: see ``rows.py``."""
+    """Load the first three fields of a row: see ``rows.ROW_FIELDS``."""
     row = args.rows + i_row * FIELDS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2)
 
 
 @triton.jit
 def _split_tiles(args, seq_len, i_split):
-    """(first tile, end, number of tiles of the row, number of splits) of a split of a row's keys."""
+    """Return (first tile, end, number of tiles of the row, number of splits) of a split of a row's keys."""
     num_tiles = (seq_len + LAST - 1) // LAST
     tiles = tl.maximum(args.least_tiles, (num_tiles + args.most_splits - 1) // args.most_splits)
     return (
@@ -139,8 +141,10 @@ def _split_tiles(args, seq_len, i_split):
 
 @triton.jit
 def _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE):
-    """Stacked queries, 0 in rows that are none or of no listed head; their places in the chunk and in the row, < 0 of
-    what is none; and the number of keys that all of them see.
+    """Load stacked queries, 0 in empty rows.
+
+    Also returns their places in the chunk and in the row, negative if empty, and the number of keys to which all of
+    them attend.
     """
     b_query = _query_places(_row_queries(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
     o_r = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
@@ -157,7 +161,7 @@ def _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE)
 
 @triton.jit
 def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
-    """Where tiles [first, end) begin whose keys all queries see, and where these end: most of them, with no mask."""
+    """Return the range of the tiles within [first, end) that need no mask: most of them."""
     begin = tl.minimum(tl.maximum((tiles_end - all_see + LAST - 1) // LAST, first), end)
     if BAND > 1:
         return begin, end
@@ -167,7 +171,7 @@ def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
 
 @triton.jit
 def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
-    """The page of the key tile from ``start`` on, where tiles lie within one; of the first tile before position 0.
+    """Load the page of the key tile from ``start`` on, if tiles lie within a page; the first page before position 0.
 
     Loops look it up a tile ahead, in a register: were it part of what a tile's copy waits for, the copy could not
     start until the tile before was done with.
@@ -180,7 +184,7 @@ def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
-    """The key tile from ``start`` on; 0 where the row has no key, as it may unless the tile is WHOLE.
+    """Load the key tile from ``start`` on, 0 past the row's keys, which a WHOLE tile does not exceed.
 
     Tiles that are counted from position 0 may lie within a page each, then ``page``.
     """
@@ -203,7 +207,9 @@ def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHA
 
 @triton.jit
 def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
-    """Unscaled scores of queries at ``b_position`` on the key tile from ``start`` on, -inf where they may not look.
+    """Compute unscaled scores of queries at ``b_position`` on the key tile from ``start`` on.
+
+    Scores that the causal mask excludes are -inf.
 
     All queries see a tile that is WHOLE.
     """
@@ -218,7 +224,7 @@ def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.constexpr):
-    """partial[row, entry, split, query]: log-sum-exp in base 2 of one query over one split of the keys.
+    """Write partial[row, entry, split, query], the log-sum-exp in base 2 of one query over one split of the keys.
 
     A row's scores lie in LANES threads, pairs of keys in turn. Each of these keeps the largest and the sum of its own,
     which are joined at the end: until then nothing goes from thread to thread.
@@ -228,11 +234,11 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
 
     Args:
         args: LastArgs; ``partial`` is written.
-        stride_table: of the block table, elements.
-        num_rows: rows of the step.
-        first_row: the first row of the slab.
+        stride_table: Elements between two rows of the block table.
+        num_rows: Rows of the step.
+        first_row: First row of the slab.
         SHAPE: StackShape.
-        LANES: threads that a row of scores lies in.
+        LANES: Threads that a row of scores lies in.
     """
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -272,7 +278,7 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
 
 @triton.jit
 def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE):
-    """Splits joined, in order, for each stacked row; +inf, of which no weight is left, where it is no query."""
+    """Join the splits, in order, for each stacked row; +inf, which makes all weights 0, in empty rows."""
     b_place, o_r = _of_rows(b_place, SHAPE), _row_queries(SHAPE)
     valid = (b_place >= 0) & (b_query >= 0)
     o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
@@ -293,7 +299,7 @@ def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE)
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE, JOINED: tl.constexpr):
-    """Column sums of the program's key tiles; and what each query gives to them, or the sums of diagonals.
+    """Write column sums of the program's key tiles, and the weight of each query in them or the sums of diagonals.
 
     Tile j holds a part of the diagonals ``[64 j, 64 j + 64)`` and the rest of the 64 before: one tile more than the
     program's own is read for these.
@@ -302,13 +308,13 @@ def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE
 
     Args:
         args: LastArgs; ``by_block`` is written.
-        stride_table: of the block table, elements.
-        num_rows: rows of the step.
-        first_row: the first row of the slab.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        stride_table: Elements between two rows of the block table.
+        num_rows: Rows of the step.
+        first_row: First row of the slab.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         values: [n · (capacity + capacity / BAND)] float32; written.
         SHAPE: StackShape.
-        JOINED: splits whose log-sum-exps are joined at a time.
+        JOINED: Splits whose log-sum-exps are joined at a time.
     """
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -363,8 +369,10 @@ def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE
 
 @triton.jit
 def _diagonals(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
-    """Entries on the diagonals [8 FIRST, 8 FIRST + 64), summed over A - J: [MEMBERS, g, c, 2, 2, 2], the last the
-    digits of which eight diagonals."""
+    """Sum the diagonals [8 FIRST, 8 FIRST + 64) over A - J: [MEMBERS, g, c, 2, 2, 2].
+
+    The last three axes are the binary digits of the number of a group of eight diagonals.
+    """
     b_x = tl.reshape(b_p, [4, MEMBERS, 2, 8, 8, 8])
     b_x = tl.reshape(tl.permute(b_x, (1, 3, 5, 0, 2, 4)), [MEMBERS, 8, 8, 64])
     return tl.join(
@@ -381,21 +389,21 @@ def _diagonals(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def _eight(b_x, i: tl.constexpr):
-    """Entries (8 A + g, 8 J + c) of [.., g, c, 8 A + J] on the diagonals [8 i, 8 i + 8), summed over A - J."""
+    """Sum entries (8 A + g, 8 J + c) of [.., g, c, 8 A + J] on the diagonals [8 i, 8 i + 8) over A - J."""
     o_g, o_c = tl.arange(0, 8)[None, :, None], tl.arange(0, 8)[None, None, :]
     return tl.where(o_g >= o_c, _apart(b_x, i), _apart(b_x, i + 1))
 
 
 @triton.jit
 def _apart(b_x, i: tl.constexpr):
-    """The sum of the entries of [.., 8 A + J] with A - J = i."""
+    """Sum the entries of [.., 8 A + J] with A - J = i."""
     o = tl.arange(0, 64)
     return tl.sum(tl.where((o // 8 - o % 8 == i)[None, None, None, :], b_x, -0.0), 3)
 
 
 @triton.jit
 def _turned(b_x, MEMBERS: tl.constexpr):
-    """[MEMBERS, g, c, 2, 2, 2] → [MEMBERS, g - c mod 8, 8]: summed over equal g - c mod 8."""
+    """Sum over equal g - c mod 8: [MEMBERS, g, c, 2, 2, 2] → [MEMBERS, g - c mod 8, 8]."""
     b_x = tl.reshape(b_x, [MEMBERS, 8, 8, 8])
     b_source = (tl.arange(0, 8)[:, None] - tl.arange(0, 8)[None, :]) & 7
     b_source = tl.broadcast_to(b_source[None, :, :, None], [MEMBERS, 8, 8, 8])
@@ -407,23 +415,23 @@ def block_diagonals_kernel(
     by_block, sums, num_entries, first_row, num_rows, capacity, last_queries,
     QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK diagonals of blocks: on diagonal d lies the block d before that of a query's own position.
+    """Sum BLOCK diagonals of blocks. On diagonal d lies the block d before that of a query's position.
 
     Grid: (diagonals / BLOCK, n, rows). Bound by memory: it reads ``by_block`` once.
 
     Args:
         by_block: [n, capacity / 64, QUERIES] float32, what each query gives to each block.
         sums: SumArgs; totals of diagonals are written.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
-        last_queries: queries that Â is of.
-        QUERIES: rows of ``by_block``.
-        SPREAD: whether queries are spread over the chunk.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
+        last_queries: Number of queries from which Â is computed.
+        QUERIES: Rows of ``by_block``.
+        SPREAD: Whether queries are spread over the chunk.
         BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: columns of the rows' table.
-        BLOCK: diagonals of a program.
+        FIELDS: Columns of the rows' table.
+        BLOCK: Diagonals of a program.
     """
     i_entry, i_row = tl.program_id(1), first_row + tl.program_id(2)
     place, length = sums_of(sums, 1, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS)
@@ -444,19 +452,19 @@ def sums_of(
     sums, i_kind, i_entry, num_entries, i_row, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Return where the sums of one entry and row lie.
+    """Return the place of the sums of one entry and row.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
         i_kind: 0: columns; 1: diagonals, or bands of them.
-        i_entry: a selected head.
-        num_entries: heads that are selected, n.
-        i_row: a row of the step.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        i_entry: Place of the head in ``heads``.
+        num_entries: Number n of heads to select.
+        i_row: Number of the row.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: columns of the rows' table.
+        FIELDS: Columns of the rows' table.
 
     Returns:
         (place of the first in ``totals``, their number); 0 of them where ``patterns`` is not 0.

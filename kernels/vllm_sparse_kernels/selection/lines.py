@@ -19,14 +19,14 @@ from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, l
 from vllm_sparse_kernels.selection.slabs import rows_within
 
 SLAB_BYTES = 128 << 20
-"""Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
+"""Workspace for sums and kept lines. A step with more rows than fit is selected one slab of rows at a time."""
 
 KEY_BYTES = 24
-"""What one key of one head takes of it at most, rows counted in multiples of 4,096 keys."""
+"""Maximum workspace per key and head, with rows counted in multiples of 4,096 keys."""
 
 
 class Lines(NamedTuple):
-    """What each of n heads keeps of each row; diagonals of keys (bands of 1) or of blocks of 64 (bands of 64).
+    """The kept lines of n heads in each row; diagonals are of keys (bands of 1) or of blocks of 64 (bands of 64).
 
     Rows are those of a slab [first_row, end_row). What has a place for each key has row i's from
     ``key_starts[i] - key_starts[first_row]`` on, blocks and bands each place divided by their size.
@@ -39,14 +39,14 @@ class Lines(NamedTuple):
 
 
 def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Return the rows that are selected together: as many as SLAB_BYTES hold, at least 1.
+    """Return the rows to select together: as many as SLAB_BYTES hold, at least 1.
 
     Args:
-        rows: the rows of a step.
-        num_heads: query heads.
+        rows: The rows of a step.
+        num_heads: Number of query heads.
 
     Returns:
-        First row and behind the last one, of each slab.
+        First row of each slab, and the row after its last one.
     """
     return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
 
@@ -61,17 +61,17 @@ def select_lines(
     keep: Callable[[Sums, SparseIndex], Lines],
     patterns: torch.Tensor | None = None,
 ) -> None:
-    """Sum Â (``last_query_sums``), have ``keep`` choose among its lines, and write the lists of ``heads``.
+    """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of ``heads``.
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
-        estimate: how many queries Â is of, and which.
-        keep: chooses lines by their sums.
-        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
+        estimate: The queries from which Â is computed.
+        keep: Chooses lines by their sums.
+        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
     """
     for rows in slabs_of_rows(index.rows, len(heads)):
         with index.workspace.frame():
@@ -90,12 +90,12 @@ def write_lines(
     """Write the lists of ``heads`` for all tiles of some rows.
 
     Args:
-        index: the SparseIndex that is filled.
-        rows: first row and behind the last one.
-        heads: [n] int32 on the device, the query heads that are selected.
+        index: The index, whose lists of ``heads`` are overwritten.
+        rows: First row, and the row after the last one.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         lines: Lines, what each head keeps of each row.
         band: 1: diagonals of keys; 64: of blocks.
-        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
     """
     step, (first_row, end_row) = index.rows, rows
     first_tile, end_tile = step.tile_starts[first_row], step.tile_starts[end_row]
@@ -109,7 +109,7 @@ def write_lines(
 
 @triton.jit
 def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.constexpr, mask):
-    """Whether a kept diagonal crosses each block within the tile at positions [first, last]."""
+    """Return whether a kept diagonal crosses each block within the tile at positions [first, last]."""
     b_near = tl.maximum(first // BAND - (b_block * BLOCK_N + BLOCK_N - 1) // BAND, 0)
     b_upto = tl.load(upto + last // BAND - b_block * BLOCK_N // BAND, mask=mask, other=0)
     return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
@@ -120,7 +120,9 @@ def _write_lines_kernel(
     heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
     BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One (tile, head)'s list: blocks that a kept diagonal crosses, blocks kept whole, and the diagonal ones.
+    """Write the lists of one (tile, head).
+
+    Blocks are those crossed by a kept diagonal, whole blocks and diagonal blocks.
 
     Of the columns kept one by one those before the tile's diagonal blocks and in no kept block become stripes.
     Heads whose ``patterns`` [heads, rows] is not 0 are written elsewhere.
@@ -128,21 +130,21 @@ def _write_lines_kernel(
     Grid: (tiles of the slab, n). Bound by the latency of dependent loads; it reads counts of bands and columns once.
 
     Args:
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         lines: Lines, what each head keeps of each row.
-        max_columns: places for columns that one list has.
+        max_columns: Capacity of a list of columns.
         rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
-        patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
-        first_tile: the first tile of the run.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
+        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
+        first_tile: First tile of the run.
         index: IndexArgs; lists and counts are written.
-        num_tiles: tiles of the step.
+        num_tiles: Tiles of the step.
         BAND: 1: diagonals of keys; 64: of blocks.
-        BLOCK_N: keys of a block of the index.
-        CHUNK: blocks or columns of a step.
-        ROW_FIELDS: columns of the rows' table.
+        BLOCK_N: Keys of an index block.
+        CHUNK: Blocks or columns of a step.
+        ROW_FIELDS: Columns of the rows' table.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)

@@ -18,8 +18,8 @@ def append(target, count, b_values, b_kept):
     """Store the kept values behind the first ``count`` of ``target``, in order.
 
     Args:
-        target: pointer to the list.
-        count: values that it has.
+        target: Pointer to the list.
+        count: Length of the list.
         b_values: [n].
         b_kept: [n], which of them are kept.
 
@@ -34,11 +34,11 @@ def append(target, count, b_values, b_kept):
 
 @triton.jit
 def load_tile(tiles, i_tile):
-    """Load a tile.
+    """Load the fields of a tile.
 
     Args:
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        i_tile: a tile, or a block of tiles.
+        i_tile: Number of a tile, or a block of numbers.
 
     Returns:
         (row, first token in q, number of queries, position of the first query).
@@ -49,12 +49,12 @@ def load_tile(tiles, i_tile):
 
 @triton.jit
 def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
-    """Return which blocks a tile may see.
+    """Return the range of diagonal blocks of a tile.
 
     Args:
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        i_tile: a tile, or a block of tiles.
-        BLOCK_N: keys of a block.
+        i_tile: Number of a tile, or a block of numbers.
+        BLOCK_N: Keys of a block.
 
     Returns:
         (first diagonal block, number of causal blocks).
@@ -65,12 +65,12 @@ def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def list_of(index, i_head, i_tile):
-    """Return where the list of blocks of a head and a tile begins.
+    """Return a pointer to the list of blocks of a head and a tile.
 
     Args:
         index: IndexArgs.
-        i_head: int64.
-        i_tile: a tile of the step.
+        i_head: Number of the query head, int64.
+        i_tile: Number of the tile.
 
     Returns:
         A pointer into ``block_ids``.
@@ -85,8 +85,8 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
 
     Args:
         kept: uint8 or bool [n, block_capacity], laid out as ``block_ids``; None keeps every causal block.
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
     """
     _compact_blocks_kernel[(index.rows.num_tiles, len(heads))](
         kept, 0 if kept is None else kept.stride(0), heads, index.args,
@@ -96,17 +96,17 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
 
 @triton.jit(do_not_specialize=["stride_kept"])
 def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """One (tile, head)'s list of block ids, in order, from its flags uint8; see ``compact_blocks``.
+    """Write the list of block ids of one (tile, head), in order, from its uint8 flags; see ``compact_blocks``.
 
     Grid: (tiles, n). Bound by memory: it reads a byte and writes at most 4 for each causal block.
 
     Args:
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        stride_kept: of ``kept``, elements.
-        heads: [n] int32 on the device, the query heads that are selected.
+        stride_kept: Elements between two heads of ``kept``.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         index: IndexArgs; lists and counts are written.
-        BLOCK_N: keys of a block of the index.
-        CHUNK: blocks of a step.
+        BLOCK_N: Keys of an index block.
+        CHUNK: Blocks of a step.
     """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_group).to(tl.int64)

@@ -8,20 +8,20 @@ import torch
 from vllm_sparse_kernels.rows import to_device
 
 MOST = 1 << 24
-"""Tokens, blocks or lines that are told apart: parameters travel as float32, which has every whole number up to it."""
+"""Maximum of parameters in tokens, blocks or lines: float32, in which they are copied, has all integers up to it."""
 
 
 def require(condition: bool, field: str, value: object, expected: str) -> None:
     """Check one parameter of a method.
 
     Args:
-        condition: what must hold.
-        field: the parameter's name.
-        value: what was given.
-        expected: what would be right, in words.
+        condition: Whether the value is valid.
+        field: Name of the parameter.
+        value: The value.
+        expected: Description of valid values, for the error message.
 
     Raises:
-        ValueError: the condition does not hold; it names the field, what was given and what was expected.
+        ValueError: ``condition`` is false. The message names the field, the value and the expected values.
     """
     if not condition:
         raise ValueError(f"{field}: given {value!r}, expected {expected}")
@@ -29,12 +29,12 @@ def require(condition: bool, field: str, value: object, expected: str) -> None:
 
 @lru_cache(maxsize=4096)
 def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return parameters of heads on the device, copied once in a process.
+    """Copy parameters of heads to the device, once in a process.
 
     Args:
-        values: each head's.
-        device: where tensors lie.
-        dtype: of the result.
+        values: One value for each head.
+        device: Device of the tensors.
+        dtype: Type of the result.
 
     Returns:
         [len(values)].

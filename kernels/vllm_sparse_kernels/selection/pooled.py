@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of queries and of keys as single tokens, and the products of the ones with the others.
+"""Pooled queries and keys: means of blocks, and the products of mean queries with mean keys.
 
-A pooled query is the mean of a tile of 128 queries or of half of one, a pooled key that of a block of 64 keys. All rows
-of a step are pooled by the same launches, whose programs take some blocks of one head each. Where means or products of
-a large batch would take more than ``SLAB_BYTES``, tiles are selected slab by slab; what a tile selects does not depend
-on its slab.
+A pooled query is the mean of a tile of 128 queries or of half a tile, and a pooled key the mean of a block of 64 keys.
+The same launches pool all rows of a step; each program handles some blocks of one head. If means or products of a large
+batch would need more than ``SLAB_BYTES``, tiles are selected slab by slab. The selection of a tile does not depend on
+its slab.
 """
 
 from collections.abc import Iterator
@@ -44,11 +44,11 @@ HEADS_AT_ONCE = tl.constexpr(128)
 UNSPECIALIZED = (
     "num_heads", "num_tiles", "first_tile", "end_tile", "first_row", "num_blocks", "num_splits", "width",
 )  # fmt: skip
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+"""Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
-class Slab(NamedTuple):
-    """Rows whose keys are pooled together, and runs of their tiles whose products are made together."""
+class PooledSlab(NamedTuple):
+    """Rows whose keys are pooled together, and runs of their tiles whose products are computed together."""
 
     first_row: int
     end_row: int
@@ -63,7 +63,7 @@ class Slab(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """Means [heads, blocks, head_dim] float32, and each block's mean cosine over all pairs of its tokens, if asked for.
+    """Means [heads, blocks, head_dim] float32 and, on request, each block's mean cosine over all pairs of its tokens.
 
     Heads are entries of a list of query heads, or kv heads; blocks are those of all rows or of a slab.
     """
@@ -72,15 +72,15 @@ class Pooled(NamedTuple):
     similarity: torch.Tensor | None  # [heads, blocks] float32
 
 
-def slabs_of(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[Slab]:
-    """Return the slabs of a step, made by the first layer of a pass that asks for them.
+def pooled_slabs(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
+    """Return the slabs of a step, computed by the first layer of a pass that needs them.
 
     Args:
-        rows: the rows of a step.
-        num_entries: heads that are selected.
-        num_kv_heads: kv heads.
-        head_dim: channels of a head.
-        per_tile: pooled queries of a tile.
+        rows: The rows of a step.
+        num_entries: Number of heads to select.
+        num_kv_heads: Number of kv heads.
+        head_dim: Channels of a head.
+        per_tile: Pooled queries of a tile.
 
     Returns:
         Slabs in the order of their rows.
@@ -91,10 +91,10 @@ def slabs_of(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per
     return rows.once(key, lambda: _make_slabs(rows, most_products, most_blocks))
 
 
-def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Slab]:
+def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[PooledSlab]:
     blocks, slabs = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens], []
     for first, end in rows_within(blocks, most_blocks):
-        slab = Slab(first, end, sum(blocks[first:end]), max(blocks[first:end]), [])
+        slab = PooledSlab(first, end, sum(blocks[first:end]), max(blocks[first:end]), [])
         num_tiles, end_tile = max(most_products // slab.width, 1), rows.tile_starts[end]
         for tile in range(rows.tile_starts[first], end_tile, num_tiles):
             slab.runs.append((tile, min(tile + num_tiles, end_tile)))
@@ -103,10 +103,10 @@ def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Slab]:
 
 
 def row_table(rows: Rows) -> torch.Tensor:
-    """Return the rows' table.
+    """Return the lengths of rows as a table on the device.
 
     Args:
-        rows: the rows of a step.
+        rows: The rows of a step.
 
     Returns:
         [num_rows, 3] int32 on the device: keys, first block and first split of each row.
@@ -122,7 +122,7 @@ def row_table(rows: Rows) -> torch.Tensor:
 
 
 def _warps(head_dim: int) -> int:
-    """As few as hold 64 tokens in registers: the fewer there are to sum over, the less they wait for each other."""
+    """Return the fewest warps that hold 64 tokens in registers, because sums over fewer warps wait less."""
     return max(2, triton.next_power_of_2(head_dim) // 64)
 
 
@@ -133,11 +133,11 @@ def pool_queries(
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        rows: the rows of a step.
-        heads: [n] int32 on the device, the query heads that are selected.
-        per_tile: pooled queries of a tile.
-        workspace: where temporary tensors come from.
-        similar: whether to measure how alike a block's tokens are.
+        rows: The rows of a step.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        per_tile: Pooled queries of a tile.
+        workspace: Memory of temporary tensors.
+        similar: Whether to measure the similarity of a block's tokens.
 
     Returns:
         [n, num_tiles · per_tile, ...]; tile t's begin at t · per_tile. Undefined where a short tile has no queries.
@@ -154,20 +154,21 @@ def pool_queries(
 
 
 def pool_keys(
-    cache: PagedCache, rows: Rows, slab: Slab, heads: torch.Tensor, num_heads: int, workspace: Workspace, similar: bool,
+    cache: PagedCache, rows: Rows, slab: PooledSlab, heads: torch.Tensor, num_heads: int, workspace: Workspace, similar:
+        bool,
     centered: bool,
 ) -> Pooled:  # fmt: skip
     """Average the keys of the slab's blocks.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
-        slab: the rows.
-        heads: [n] int32 on the device, the query heads that are selected.
-        num_heads: query heads of the layer.
-        workspace: where temporary tensors come from.
-        similar: whether to measure how alike a block's tokens are.
-        centered: whether about the row's mean key.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
+        slab: The slab, whose rows are pooled.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        num_heads: Query heads of the layer.
+        workspace: Memory of temporary tensors.
+        similar: Whether to measure the similarity of a block's tokens.
+        centered: Whether to subtract the row's mean key first.
 
     Returns:
         [num_kv_heads, slab.num_blocks, ...]; kv heads that no selected head reads stay undefined.
@@ -212,13 +213,13 @@ def pooled_products(
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: whose rows and workspace are used.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
-        per_tile: pooled queries of a tile.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose rows and workspace are used.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
+        per_tile: Pooled queries of a tile.
         min_similarity: [n] float32, below which a block's score is −∞; None: none.
-        centered: whether about the row's mean key.
+        centered: Whether to subtract the row's mean key first.
 
     Returns:
         For each run its first tile; scale · q̂ k̂ᵀ [n, tiles · per_tile, a multiple of 64] float32, undefined where
@@ -236,7 +237,7 @@ def pooled_products(
         BLOCK_D=32,
         BLOCK=KEY_BLOCK_TOKENS,
     )
-    for slab in slabs_of(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile):
+    for slab in pooled_slabs(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile):
         with index.workspace.frame():
             keys = pool_keys(cache, rows, slab, heads, q.shape[1], index.workspace, similar, centered)
             operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
@@ -253,7 +254,7 @@ def pooled_products(
 
 
 class PoolShape(NamedTuple):
-    """What the kernels that pool keys are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the kernels that pool keys; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -263,7 +264,7 @@ class PoolShape(NamedTuple):
 
 
 class ProductShape(NamedTuple):
-    """What ``_products_kernel`` is compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of ``_products_kernel``; every field is a ``tl.constexpr``."""
 
     GROUP: Any  # query heads of a kv head
     HEAD_DIM: Any
@@ -275,7 +276,7 @@ class ProductShape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What is multiplied, for kernels."""
+    """Operands of the products as arguments of kernels."""
 
     query_means: Any  # [selected heads, num_tiles · PER_TILE, HEAD_DIM] float32
     key_means: Any  # [kv heads, blocks of the slab, HEAD_DIM] float32
@@ -288,14 +289,14 @@ def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
     """Return whether any of the query heads reads this kv head.
 
     Args:
-        i_kv: the kv head.
-        heads: pointer to [num_heads] int32, or None: all are selected.
-        num_heads: how many there are.
-        GROUP: query heads of a kv head.
-        HEADS: heads of a step.
+        i_kv: Number of the kv head.
+        heads: Pointer to [num_heads] int32, or None: all are selected.
+        num_heads: Length of ``heads``.
+        GROUP: Query heads of a kv head.
+        HEADS: Heads of a step.
 
     Returns:
-        True where ``heads`` is None.
+        Whether it is read; True if ``heads`` is None.
     """
     if heads is None:
         return True
@@ -310,7 +311,7 @@ def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def _units(b_x):
-    """The sum [D] of tokens [N, D], each scaled to unit length; those of length zero stay zero."""
+    """Sum tokens [N, D], each scaled to unit length: [D]. Tokens of length zero stay zero."""
     b_squares = tl.sum(b_x * b_x, 1)
     b_inverse = tl.rsqrt(tl.where(b_squares > 0, b_squares, 1.0))
     return tl.sum(b_x * b_inverse[:, None], 0)
@@ -318,7 +319,7 @@ def _units(b_x):
 
 @triton.jit
 def _similarity(b_units, count):
-    """Mean cosine over all pairs of ``count`` tokens, those with themselves too."""
+    """Return the mean cosine over all pairs of ``count`` tokens, including those with themselves."""
     return tl.sum(b_units * b_units, 0) / (count * count)
 
 
@@ -327,7 +328,7 @@ def _pool_queries_kernel(
     queries, tiles, heads, means, similarity,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean query of POOL tokens of one tile and head, and, where asked for, the mean cosine of all their pairs.
+    """Average POOL queries of one tile and head and, on request, compute the mean cosine of all their pairs.
 
     means [heads, pooled, HEAD_DIM] and similarity [heads, pooled] float32; PER_TILE pooled queries a tile, the
     last ones of a short tile untouched.
@@ -337,14 +338,14 @@ def _pool_queries_kernel(
     Args:
         queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         means: [heads, blocks, HEAD_DIM] float32; written.
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        PER_TILE: pooled queries of a tile.
-        POOL: tokens of a pooled query.
-        BLOCK: queries of a step.
+        PER_TILE: Pooled queries of a tile.
+        POOL: Tokens of a pooled query.
+        BLOCK: Queries of a step.
     """
     i_entry, i_pooled = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
@@ -372,7 +373,7 @@ def _pool_keys_kernel(
     keys, row_table, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers, SHAPE,
     GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT blocks of one kv head of one row: whichever of means, their sum and similarity there is room for.
+    """Pool SPLIT blocks of one kv head of one row: means, their sum and similarity, each unless its tensor is None.
 
     With ``centers`` similarity is that of the keys less their row's center.
 
@@ -381,18 +382,18 @@ def _pool_keys_kernel(
     Args:
         keys: KeyArgs.
         row_table: [num_rows, 3] int32: keys, first block and first split of each row.
-        first_row: the first row of the slab.
-        num_blocks: blocks of 64 keys in the slab.
-        num_splits: splits of all rows of the slab.
-        heads: [num_heads] int32, heads that are selected; None: all.
-        num_heads: how many there are.
+        first_row: First row of the slab.
+        num_blocks: Blocks of 64 keys in the slab.
+        num_splits: Splits of all rows of the slab.
+        heads: [num_heads] int32, numbers of the selected heads; None for all.
+        num_heads: Length of ``heads``.
         means: [kv heads, num_blocks, HEAD_DIM] float32, written; or None.
         sums: [kv heads, num_splits, HEAD_DIM] float32, or None.
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
         centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
         SHAPE: PoolShape.
-        GROUP: query heads of a kv head.
-        STAGES: steps that are loaded ahead.
+        GROUP: Query heads of a kv head.
+        STAGES: Steps that are loaded ahead.
     """
     # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
     i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -439,7 +440,7 @@ def _pool_keys_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUNK: tl.constexpr):
-    """A row's mean key of one kv head.
+    """Compute the mean key of one row and kv head.
 
     Grid: (kv heads, rows). Bound by latency: it reads 4 bytes a channel for each 512 keys.
 
@@ -447,10 +448,10 @@ def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUN
         sums: [kv heads, num_splits, HEAD_DIM] float32.
         centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
         row_table: [num_rows, 3] int32: keys, first block and first split of each row.
-        first_row: the first row of the slab.
-        num_splits: splits of all rows of the slab.
+        first_row: First row of the slab.
+        num_splits: Splits of all rows of the slab.
         SHAPE: PoolShape.
-        CHUNK: splits of a step.
+        CHUNK: Splits of a step.
     """
     i_kv, i_row = tl.program_id(0), tl.program_id(1)
     row = row_table + (first_row + i_row) * ROW_FIELDS
@@ -473,7 +474,7 @@ def _products_kernel(
     operands, row_table, tiles, heads, products, width, first_tile,
     end_tile, num_tiles, first_row, num_blocks, scale, SHAPE,
 ):  # fmt: skip
-    """BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row that the queries belong to.
+    """Multiply BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row to which the queries belong.
 
     Grid: (key blocks / BLOCK_N, pooled queries / BLOCK_M, n). Bound by the matrix units: three TF32 products of each
     pair.
@@ -482,15 +483,15 @@ def _products_kernel(
         operands: Operands.
         row_table: [num_rows, 3] int32: keys, first block and first split of each row.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         products: [n, pooled queries of the run, width · 64] float32; written.
-        width: columns of a row of products, in units of 64.
-        first_tile: the first tile of the run.
-        end_tile: behind the last tile of the run.
-        num_tiles: tiles of the step.
-        first_row: the first row of the slab.
-        num_blocks: blocks of 64 keys in the slab.
-        scale: of the products.
+        width: Columns of ``products``, in units of 64.
+        first_tile: First tile of the run.
+        end_tile: The tile after the last one of the run.
+        num_tiles: Tiles of the step.
+        first_row: First row of the slab.
+        num_blocks: Blocks of 64 keys in the slab.
+        scale: Factor of the products.
         SHAPE: ProductShape.
     """
     i_n, i_m, i_entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

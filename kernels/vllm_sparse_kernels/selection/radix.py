@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds of long arrays by parallel passes: the k-th largest, and the largest that values with γ of a sum reach.
+"""Thresholds of long arrays by parallel passes.
 
-Values are sums of weights, never negative, and count as equal if ten bits of the mantissa are: rounding of scores to
-bf16, which has seven, moves them by more. That leaves keys of 16 bits, looked at a digit of 8 at a time. A pass sums,
-chunk by chunk in as many programs, what the values that agree with the threshold in its higher digit weigh, for each
-next digit: 1 each for the k-th largest, the value itself for γ of a sum, to the bits that count. The next pass adds up
-the chunks, in order, and so knows one digit more. Nothing goes back to the host, and results are the same however often
-they are computed.
+A threshold is the k-th largest value, or the largest value such that the values that reach it hold γ of the sum.
+
+Values are sums of weights and never negative. They count as equal if their mantissas agree in ten bits, because
+rounding of scores to bf16, which has seven, changes them by more. This leaves keys of 16 bits, processed in two digits
+of 8 bits. A pass considers the values that agree with the threshold in its higher digit, and sums their weights by next
+digit, one program per chunk: 1 for the k-th largest, the value itself for γ of a sum. The next pass adds up the chunks,
+in order, and then knows one more digit. Nothing is copied to the host, and results are deterministic.
 
 Arrays are those of ``Sums``: column sums (kind 0) and sums of diagonals or bands (kind 1) of n heads and several rows;
 job i is kind i // n of head i % n.
@@ -40,14 +41,14 @@ HALF_EQUAL = tl.constexpr(1 << 12)
 """Half of what those bits hold."""
 
 LEAST_KEY = tl.constexpr((127 - 57) << 10)
-"""What is below 2⁻⁵⁷ is equal too: 16 bits are left for keys of masses up to 2⁷."""
+"""Values below 2⁻⁵⁷ also count as equal, which leaves 16 bits for keys of masses up to 2⁷."""
 
 UNSPECIALIZED = ("num_entries", "first_row", "num_rows", "capacity", "chunks", "max_columns")
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+"""Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
 class Digits(NamedTuple):
-    """What the passes found; the last one's sums have not been joined yet.
+    """Results of the passes; the sums of the last one are not joined yet.
 
     ``weights`` [passes, num_rows, 2 n, chunks, 256] by digit, int32 counts or float32 masses; ``above`` [num_rows, 2 n,
     chunks] int32 values of each chunk whose higher digits exceed the threshold's; ``prefixes`` and ``left`` [passes,
@@ -61,10 +62,10 @@ class Digits(NamedTuple):
 
 
 def num_chunks(length: int) -> int:
-    """Return the chunks of an array: 4,096 values each, more in arrays of more than 16 of these.
+    """Return the number of chunks of an array: 4,096 values each, more in arrays of more than 16 of these.
 
     Args:
-        length: values.
+        length: Number of values.
 
     Returns:
         1 to 16.
@@ -74,11 +75,11 @@ def num_chunks(length: int) -> int:
 
 
 def most_chunks(index: SparseIndex, sums: Sums) -> int:
-    """Return the chunks of the longest row's arrays.
+    """Return the number of chunks of the longest row's arrays.
 
     Args:
-        index: whose rows are meant.
-        sums: the slab's sums.
+        index: The index, whose rows are used.
+        sums: Sums of the slab.
 
     Returns:
         1 to 16.
@@ -98,13 +99,13 @@ def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
 
 
 def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch.Tensor | None = None) -> Digits:
-    """Look for each job's largest values, two digits deep.
+    """Run the passes over all jobs: find the digits of each job's threshold.
 
     Without ``forced``, for the largest values that hold that share of the job's sum; all values for an infinite share.
 
     Args:
-        index: whose rows and workspace are used.
-        sums: the arrays.
+        index: The index, whose rows and workspace are used.
+        sums: The arrays, sums of Â.
         goals: [2 n] float32, how many of the largest, or which share.
         forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
 
@@ -126,17 +127,17 @@ def job_of(
     sums, num_entries, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return this program's job: its number on axis 1, of the row on axis 2, the chunk on axis 0.
+    """Return this program's job: its number is on axis 1, its row on axis 2, its chunk on axis 0.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: columns of the rows' table.
-        CHUNK: values of a chunk that is not longer.
+        FIELDS: Columns of the rows' table.
+        CHUNK: Values of a chunk that is not longer.
 
     Returns:
         (place of its first value, number of values, the chunk's first value, its end, chunks that are used, the job's
@@ -156,7 +157,7 @@ def job_of(
 
 @triton.jit
 def _load_weights(digits, i_state, chunks, used):
-    """Weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]."""
+    """Load weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]."""
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     source = digits.weights + i_state.to(tl.int64) * chunks * DIGITS
     return tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
@@ -168,7 +169,7 @@ def next_digit(b_weight, left):
 
     Args:
         b_weight: [256].
-        left: weight to be reached.
+        left: Weight to reach.
 
     Returns:
         (digit, what the digits above it leave of ``left``).
@@ -181,16 +182,16 @@ def next_digit(b_weight, left):
 
 @triton.jit
 def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constexpr):
-    """Join a pass's sums.
+    """Join the sums of a pass.
 
     Args:
         digits: Digits.
-        i_pass: the pass.
-        i_job: the job's number among all rows'.
-        chunks: chunks of the longest array.
-        used: chunks that the job has.
-        goal: the weight that the first pass starts from.
-        RELATIVE: whether that is a share of the whole.
+        i_pass: The pass.
+        i_job: The job's number among all rows'.
+        chunks: Chunks of the longest array.
+        used: Chunks of the job.
+        goal: Weight to reach, at the first pass.
+        RELATIVE: Whether ``goal`` is a share of the sum.
 
     Returns:
         (digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights
@@ -214,24 +215,24 @@ def _digits_kernel(
     sums, num_entries, first_row, num_rows, capacity, goals, forced, digits, chunks,
     PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One pass over one chunk: of counts, or of masses where nothing is ``forced``.
+    """Run one pass over one chunk, of counts, or of masses if ``forced`` is None.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each value once a pass.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         goals: [2 n] float32, how many, or which share, of each job's values.
         forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
         digits: Digits, what the passes find; this one's part is written.
-        chunks: chunks of the longest array.
-        PASS: which of the two passes.
+        chunks: Chunks of the longest array.
+        PASS: Number of the pass, 0 or 1.
         BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: columns of the rows' table.
-        CHUNK: values of a step.
+        FIELDS: Columns of the rows' table.
+        CHUNK: Values of a step.
     """
     place, length, first, end, used, i_all = job_of(
         sums, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
@@ -261,7 +262,7 @@ def _digits_kernel(
 
 @triton.jit
 def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many values of row[first : end] have each next digit, of those that agree with ``prefix``; and are above."""
+    """Count the values of row[first : end] that agree with ``prefix`` by next digit, and the values above it."""
     b_count = tl.zeros([DIGITS], tl.int32)
     above = 0
     for start in range(first, end, CHUNK):
@@ -295,11 +296,11 @@ def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
     """Load ``mass_keys`` + 1 of a chunk: the most for the row's first ``forced``, 0 from ``end`` on.
 
     Args:
-        row: pointer to float32, readable up to ``end`` rounded up to 64.
-        start: the first value.
-        end: where values end.
-        forced: so many of the row's first count as infinite.
-        CHUNK: values.
+        row: Pointer to float32, readable up to ``end`` rounded up to 64.
+        start: The first value.
+        end: End of the values.
+        forced: Number of the row's first values that count as infinite.
+        CHUNK: Number of values.
 
     Returns:
         [CHUNK] uint32.
@@ -315,13 +316,13 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.const
     """Sum masses row[first : end] by the next digit of their keys, those that agree with ``prefix``.
 
     Args:
-        row: pointer to float32.
-        first: the first value.
-        end: where values end.
-        prefix: the digit before, in the second pass.
-        PASS: which of the two passes.
-        CHUNK: values of a step of the second pass.
-        WIDTH: values that a warp takes at a time in the first.
+        row: Pointer to float32.
+        first: The first value.
+        end: End of the values.
+        prefix: The digit before, in the second pass.
+        PASS: Number of the pass, 0 or 1.
+        CHUNK: Values of a step of the second pass.
+        WIDTH: Values that a warp takes at a time in the first.
 
     Returns:
         [256] float32.
@@ -337,11 +338,11 @@ def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constex
     """Sum masses row[first : end] by the upper digit of their keys.
 
     Args:
-        row: pointer to float32.
-        first: the first value.
-        end: where values end.
-        WARPS: of the program.
-        WIDTH: values that a warp takes at a time, more for long rows.
+        row: Pointer to float32.
+        first: The first value.
+        end: End of the values.
+        WARPS: Warps of the program.
+        WIDTH: Values that a warp takes at a time, more for long rows.
 
     Returns:
         [256] float32.
@@ -378,7 +379,10 @@ def add_by_high_digit(b_sum, b_x):
 
 @triton.jit
 def _masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
-    """Masses of one key are alike in ten bits of the mantissa: their number times the middle of these."""
+    """Sum masses by low digit.
+
+    Masses of one key agree in ten bits of the mantissa, and count as the middle of their range.
+    """
     b_count = tl.zeros([DIGITS], tl.int32)
     for start in range(first, end, CHUNK):
         o_n = start + tl.arange(0, CHUNK)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is rounded, measured and chosen from together: rows whose keys fit a buffer, and of these tiles whose scores do.
+"""Slabs, rows whose keys fit a buffer and are rounded together, and runs, tiles of a slab whose scores fit another one.
 
-The keys of a row are never cut, and tiles never looked at in part. A row's tiles are dealt out to runs by that row
-alone. So what a tile keeps does not depend on what runs beside it.
+Keys of a row are never split between slabs, nor the scores of a tile between runs. The division of a row's tiles into
+runs depends on that row only. Therefore the selection of a tile does not depend on the other rows of the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ SLAB_TOKENS = 1 << 17
 of 128 channels for SALE with 32 heads."""
 
 RUN_BYTES = 272 << 20
-"""What one launch's tiles take, unless a single tile takes more. For top_p with 32 heads that is 64 tiles after 32,768
+"""Memory of one launch's tiles, unless a single tile needs more. For top_p with 32 heads that is 64 tiles after 32,768
 tokens on Hopper, or 16 after 131,072. Smaller launches leave a card waiting at their end."""
 
 PAIR_FIELDS = 3
@@ -32,7 +32,7 @@ TileBytes = Callable[[int, int], int]
 
 
 class Run(NamedTuple):
-    """Tiles [first_tile, end_tile) of a slab, which are measured by one launch."""
+    """Tiles [first_tile, end_tile) of a slab, measured by one launch."""
 
     first_tile: int
     end_tile: int
@@ -45,7 +45,7 @@ class Run(NamedTuple):
         return self.end_tile - self.first_tile
 
 
-class Slab(NamedTuple):
+class KeySlab(NamedTuple):
     """Rows whose keys are rounded together."""
 
     first_row: int
@@ -56,7 +56,7 @@ class Slab(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """Tiles [first_tile, end_tile), the furthest of which may see ``reach`` keys."""
+    """Tiles [first_tile, end_tile), with ``reach`` keys in their longest causal reach."""
 
     first_tile: int
     end_tile: int
@@ -68,13 +68,13 @@ class TileRange(NamedTuple):
         return self.end_tile - self.first_tile
 
 
-def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[Slab]:
-    """Return the slabs of a step, computed once for all layers of a pass that select as many heads alike.
+def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[KeySlab]:
+    """Return the slabs of a step, computed once for all layers of a pass with equal arguments.
 
     Args:
-        rows: the rows of a step.
-        num_selected: query heads that are selected.
-        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+        rows: The rows of a step.
+        num_selected: Number of query heads to select.
+        tile_bytes: Returns the bytes of one tile.
 
     Returns:
         Slabs in the order of their rows.
@@ -86,26 +86,26 @@ def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[Slab]
 
 
 def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Return the rows of each slab of rounded keys.
+    """Return the rows of each slab.
 
     Args:
-        rows: the rows of a step.
+        rows: The rows of a step.
 
     Returns:
-        First row and behind the last one.
+        First row, and the row after the last one.
     """
     return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
 
 
 def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Return rows that are taken together: as many as ``most`` holds, at least 1.
+    """Divide rows into slabs of at most ``most``, with at least one row each.
 
     Args:
-        sizes: what each row takes.
-        most: what all of a slab may take.
+        sizes: Size of each row.
+        most: Maximum size of a slab.
 
     Returns:
-        First row and behind the last one.
+        First row, and the row after the last one.
     """
     first = taken = 0
     for row, size in enumerate(sizes):
@@ -117,10 +117,10 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def padded(seq_len: int) -> int:
-    """Return keys of a row in whole steps of 128.
+    """Return the number of keys of a row, in whole steps of 128.
 
     Args:
-        seq_len: the row's keys.
+        seq_len: The row's keys.
 
     Returns:
         A multiple of 128.
@@ -138,11 +138,11 @@ def ranges_of_runs(
     moves its cuts.
 
     Args:
-        rows: the rows of a step.
-        first_row: the first row.
-        end_row: behind the last one.
-        num_selected: query heads that are selected.
-        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+        rows: The rows of a step.
+        first_row: The first row.
+        end_row: The row after the last one.
+        num_selected: Number of query heads to select.
+        tile_bytes: Returns the bytes of one tile.
 
     Returns:
         Ranges in the order of their tiles.
@@ -165,15 +165,15 @@ def ranges_of_runs(
 
 
 def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[TileRange]:
-    """Return a row's tiles in as few pieces as ``RUN_BYTES`` allows, of about equal size, at least a tile each.
+    """Divide a row's tiles into as few pieces as ``RUN_BYTES`` allows, of about equal size and at least one tile.
 
     A piece has an even number of tiles, except for a row's last piece and where only a single tile fits.
 
     Args:
-        rows: the rows of a step.
-        row: the row.
-        num_selected: query heads that are selected.
-        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+        rows: The rows of a step.
+        row: Number of the row.
+        num_selected: Number of query heads to select.
+        tile_bytes: Returns the bytes of one tile.
 
     Returns:
         Pieces in the order of their tiles.
@@ -188,15 +188,15 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
 
 
 def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: TileBytes) -> int:
-    """Return an upper bound of what a run of a slab takes.
+    """Return an upper bound of the memory of a slab's runs.
 
     The bound never falls as tiles or keys are added. The exact need does: it depends on how evenly tiles fill runs.
 
     Args:
-        num_tiles: of the slab.
-        num_selected: query heads that are selected.
-        reach: keys that the furthest tile may see.
-        tile_bytes: what a tile takes, by the heads and by the keys that it may see.
+        num_tiles: Tiles of the slab.
+        num_selected: Number of query heads to select.
+        reach: Keys in the longest causal reach of the tiles.
+        tile_bytes: Returns the bytes of one tile.
 
     Returns:
         Bytes.
@@ -209,10 +209,10 @@ def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int
     """Pair the tiles of each row.
 
     Args:
-        rows: the rows of a step.
-        first_tile: the first tile of the run.
-        end_tile: behind the last tile of the run.
-        key_starts: where each row's keys begin in the slab.
+        rows: The rows of a step.
+        first_tile: First tile of the run.
+        end_tile: The tile after the last one of the run.
+        key_starts: Offset of each row's keys in the slab.
 
     Returns:
         For each two tiles: first tile, tiles, and where the row's keys begin in the slab; flat.
@@ -225,7 +225,7 @@ def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int
     return flat
 
 
-def _slab(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes) -> Slab:
+def _slab(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes) -> KeySlab:
     seq_lens = rows.seq_lens[first_row:end_row]
     *starts, num_keys = accumulate(map(padded, seq_lens), initial=0)
     runs = []
@@ -233,4 +233,4 @@ def _slab(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_byte
         flat = pairs_of(rows, first_tile, end_tile, dict(enumerate(starts, first_row)))
         pairs = to_device(flat, torch.int32, rows.device).view(-1, PAIR_FIELDS)
         runs.append(Run(first_tile, end_tile, reach, pairs))
-    return Slab(first_row, to_device(starts, torch.int32, rows.device), num_keys, max(seq_lens), runs)
+    return KeySlab(first_row, to_device(starts, torch.int32, rows.device), num_keys, max(seq_lens), runs)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exact top-k of long rows needs on the device: floats as integers of the same order, so that the k-th largest is
-found by its bits, and which values of a chunk this threshold keeps, equal ones by lowest index first.
+"""Device functions for exact top-k of long rows.
+
+Floats become integers of the same order, whose bits yield the k-th largest. This threshold then determines the values
+to keep in each chunk, with ties in order of index.
 
 Nothing is sorted, nothing goes back to the host, and the result is the same however often it is computed.
 """
@@ -14,13 +16,13 @@ ALIGNED = tl.constexpr(64)
 
 @triton.jit
 def ordered_bits(b_values):
-    """Return float32 as uint32 of the same order.
+    """Convert float32 to uint32 of the same order.
 
     Args:
-        b_values: of either sign or infinite, not NaN.
+        b_values: float32, finite or infinite, not NaN.
 
     Returns:
-        At least 1.
+        uint32, at least 1.
     """
     b_bits = (b_values + 0.0).to(tl.uint32, bitcast=True)  # adding 0 turns -0 into 0
     return tl.where((b_bits >> 31) != 0, ~b_bits, b_bits | 0x80000000)
@@ -31,11 +33,11 @@ def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
     """Load ``ordered_bits`` of row[start : start + CHUNK]: the first ``forced`` as if infinite, 0 from ``length`` on.
 
     Args:
-        row: pointer to float32, readable up to ``length`` rounded up to 64.
-        start: the first value.
-        length: values of the row.
-        forced: so many of the row's first count as infinite.
-        CHUNK: values.
+        row: Pointer to float32, readable up to ``length`` rounded up to 64.
+        start: The first value.
+        length: Values of the row.
+        forced: Number of the row's first values that count as infinite.
+        CHUNK: Number of values.
 
     Returns:
         [CHUNK] uint32.
@@ -48,14 +50,14 @@ def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
 
 @triton.jit
 def kept_in_chunk(b_bits, threshold, num_ties, above_seen, ties_seen):
-    """Return which values of a chunk a threshold keeps, equal ones by lowest index first.
+    """Flag the values of a chunk that a threshold keeps, with ties in order of index.
 
     Args:
         b_bits: [n] uint32, n below 2¹⁵; 0: no value.
-        threshold: values above it are kept.
-        num_ties: so many of those at it are kept.
-        above_seen: values above it in the chunks before, 0 at first.
-        ties_seen: values at it in the chunks before, 0 at first.
+        threshold: Values above this threshold are kept.
+        num_ties: Number of values equal to the threshold that are kept.
+        above_seen: Values above the threshold in earlier chunks.
+        ties_seen: Values equal to the threshold in earlier chunks.
 
     Returns:
         (flags, how many are kept up to and with each, values above the threshold so far, values at it so far).

@@ -47,12 +47,12 @@ def flash_attention() -> FlashAttention | None:
     if not torch.cuda.is_available():
         return STAND_IN
     try:
-        from vllm.vllm_flash_attn import flash_attn_interface as found
+        from vllm.vllm_flash_attn import flash_attn_interface as interface
     except ImportError:
         return None
-    if found.FA3_AVAILABLE and torch.cuda.get_device_capability()[0] == 9:
-        return FlashAttention.of_version(3, found.flash_attn_varlen_func)
-    return FlashAttention.of_version(2, found.flash_attn_varlen_func) if found.FA2_AVAILABLE else None
+    if interface.FA3_AVAILABLE and torch.cuda.get_device_capability()[0] == 9:
+        return FlashAttention.of_version(3, interface.flash_attn_varlen_func)
+    return FlashAttention.of_version(2, interface.flash_attn_varlen_func) if interface.FA2_AVAILABLE else None
 
 
 ENGINES = engines(flash_attention())
@@ -87,8 +87,8 @@ def check(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptio
     assert_close(expected_attention(batch, index, options), *run(engine, batch, index, options))
 
 
-def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(one, other, strict=True))
+def same(result: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(result, other, strict=True))
 
 
 def any_shape(draw: random.Random) -> dict[str, Any]:
@@ -269,8 +269,8 @@ def test_temporary_tensors_come_from_the_workspace(engine, device):
 
 def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
     """One row of a batch alone, and what the index keeps of it."""
-    alone, own = row_alone(batch, row), batch.rows.tiles_of(row)
-    tiles = slice(own.start, own.stop)
+    alone, row_tiles = row_alone(batch, row), batch.rows.tiles_of(row)
+    tiles = slice(row_tiles.start, row_tiles.stop)
     names = ("block_counts", "stripe_counts", "stripe_offsets")
     lists = {name: getattr(index, name)[:, tiles].contiguous() for name in names}
     return alone, dataclasses.replace(index, rows=alone.rows, block_offsets=index.block_offsets[tiles], **lists)
@@ -308,8 +308,8 @@ def test_a_row_does_not_depend_on_its_neighbours(engine, device, lengths, chosen
 @pytest.mark.parametrize(
     ("page_size", "layout"),
     [
-        (48, "HND"), (128, "BHLNC"), *(pytest.param(*one, marks=FULL) for one in ((16, "NHD"), (128, "HND"))),
-        *(pytest.param(128, one, marks=FULL) for one in ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "LHBNC")),
+        (48, "HND"), (128, "BHLNC"), *(pytest.param(*case, marks=FULL) for case in ((16, "NHD"), (128, "HND"))),
+        *(pytest.param(128, layout, marks=FULL) for layout in ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "LHBNC")),
     ],
 )  # fmt: skip
 def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):

@@ -40,8 +40,8 @@ def apart(method: Method, batch: Batch, other: Batch, by_reference: bool = False
     """Share of pairs that one of two selections keeps and the other does not. Each is found alone: nothing of an
     earlier one is at hand."""
     method = method.merged([method] * batch.num_heads)
-    asked = ((batch, False), (other, by_reference))
-    kept = [select(method, b, method.block_tokens, None, way, replace(b.rows)) for b, way in asked]
+    runs = ((batch, False), (other, by_reference))
+    kept = [select(method, b, method.block_tokens, None, way, replace(b.rows)) for b, way in runs]
     assert 0.05 < float(density_of(kept[0])) < 0.98 or len(batch.q) > 1000
     return float((mask_of(kept[0], 0) != mask_of(kept[1], 0)).float().mean())
 
@@ -90,11 +90,11 @@ def test_eight_bit_scores_and_skips(device):
     batch = in_fp8(random_batch([(300, 100)], 2, 1, 64, 16, device=device), *SCALES)
     index = random_index(batch, 64, 0.6, 20)
     options = AttendOptions.from_heads([-3.0, None], [True, False], torch.device(device))
-    found, truth = [], batch.empty_out().float()
+    outputs, truth = [], batch.empty_out().float()
     reference(batch.q, batch.cache, index, truth, batch.scale, options=options)
-    for given in (batch, widened(batch)):
-        found.append(run(ENGINES["portable"], given, index, options)[0].float())
-    assert float((found[0] - truth).abs().max()) <= 1.5 * float((found[1] - truth).abs().max()) + 1e-3
+    for variant in (batch, widened(batch)):
+        outputs.append(run(ENGINES["portable"], variant, index, options)[0].float())
+    assert float((outputs[0] - truth).abs().max()) <= 1.5 * float((outputs[1] - truth).abs().max()) + 1e-3
 
 
 def test_scales_are_what_elements_count(device):
@@ -102,13 +102,13 @@ def test_scales_are_what_elements_count(device):
     exact = random_batch([(100, 130)], 2, 1, 64, 16, device=device)
     for x in (exact.q, exact.cache.keys, exact.cache.values):
         x.mul_(4).round_().div_(4)
-    one = in_fp8(exact, 1.0, 1.0, 1.0)
+    first = in_fp8(exact, 1.0, 1.0, 1.0)
     other = in_fp8(exact, 0.5, 2.0, 0.25)
     assert other.cache.score_scale == 1.0
     assert other.cache.value_scale == 0.25
-    index = random_index(one, 64, 0.5, 20)
-    assert same(*(run(ENGINES["portable"], batch, index) for batch in (one, other)))
-    untold = PagedCache(one.cache.keys, one.cache.values)
+    index = random_index(first, 64, 0.5, 20)
+    assert same(*(run(ENGINES["portable"], batch, index) for batch in (first, other)))
+    untold = PagedCache(first.cache.keys, first.cache.values)
     assert (untold.score_scale, untold.value_scale) == (1.0, 1.0)
 
 

@@ -30,7 +30,7 @@ def is_numeric_index(node: ast.AST) -> bool:
 
 
 def test_there_are_gluon_kernels() -> None:
-    assert {"gluon_names.py", "hopper_kernel.py", "hopper_consumer.py", "hopper.py"} <= {p.name for p in GLUON_FILES}
+    assert {"gluon_compat.py", "kernel.py", "consumer.py", "hopper.py"} <= {p.name for p in GLUON_FILES}
 
 
 @pytest.mark.parametrize("path", GLUON_FILES, ids=lambda path: str(path.relative_to(KERNELS)))

@@ -47,8 +47,8 @@ def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype,
         paired = seq_len // (2 * RUN) * (2 * RUN)
         runs = keys[:paired].unflatten(0, (-1, 2, RUN))
         runs[:, 1] = -runs[:, 0]
-        rest = keys[paired : paired + (seq_len - paired) // 2 * 2].unflatten(0, (-1, 2))
-        rest[:, 1] = -rest[:, 0]
+        tail = keys[paired : paired + (seq_len - paired) // 2 * 2].unflatten(0, (-1, 2))
+        tail[:, 1] = -tail[:, 0]
         keys[seq_len - seq_len % 2 :] = 0
         assert not keys.sum(0).any()
         positions = torch.arange(seq_len, device=device)
@@ -63,15 +63,15 @@ def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype,
 
 def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
     """Of each step of each tile, in float64."""
-    found = []
+    margins = []
     for i_tile, tile in enumerate(batch.rows.tile_list):
         k, _ = batch.cache.gather(batch.rows.block_table[tile.row], batch.rows.seq_lens[tile.row])
         kept, steps = reference.walk(index, head, i_tile)
         q = batch.q[tile.token : tile.token + tile.length_tokens, head].double()
         scores = q @ k[kept, head * k.shape[1] // batch.num_heads].double().T * batch.scale
         positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
-        found.append(reference.step_margins(scores.masked_fill(kept > positions[:, None], -torch.inf), steps))
-    return torch.cat(found)
+        margins.append(reference.step_margins(scores.masked_fill(kept > positions[:, None], -torch.inf), steps))
+    return torch.cat(margins)
 
 
 def clear_margin(margins: torch.Tensor) -> float:
@@ -134,22 +134,22 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "asked"),
+    ("case", "dtype", "kinds"),
     [
         ("mixed", torch.float16, {}),
         *(pytest.param(case, dtype, {}, marks=FULL) for case in CASES for dtype in DTYPES),
         *(
-            pytest.param(case, torch.float16, asked, marks=FULL)
+            pytest.param(case, torch.float16, kinds, marks=FULL)
             for case in ("short", "long")
-            for asked in ({"int8": False}, {"skips": False})
+            for kinds in ({"int8": False}, {"skips": False})
         ),
     ],
 )
-def test_heads_of_all_kinds_in_one_launch(device, case, dtype, asked):
+def test_heads_of_all_kinds_in_one_launch(device, case, dtype, kinds):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES[case]
     batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout)
     index = random_index(batch, block_tokens, 0.7, stripes)
-    check(batch, index, mixed_options(batch, index, **asked))
+    check(batch, index, mixed_options(batch, index, **kinds))
 
 
 def test_a_sink_is_told_what_smoothing_took_off_the_scores(device):
@@ -169,12 +169,12 @@ def test_what_asks_for_nothing_changes_nothing(device):
     plain = run(batch, index, None)
     for margin in (-math.inf, -1e30):
         skip_margins = torch.full((2,), margin, device=device)
-        given = run(batch, index, AttendOptions(skip_margins, None))
-        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, given))
+        result = run(batch, index, AttendOptions(skip_margins, None))
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, result))
     flags = torch.ones(2, dtype=torch.uint8, device=device)
-    given, other = (run(batch, index, AttendOptions(None, flags, all_int8=known)) for known in (False, True))
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(given, other))
-    assert not torch.equal(given[0].nan_to_num(), plain[0].nan_to_num())
+    result, other = (run(batch, index, AttendOptions(None, flags, all_int8=known)) for known in (False, True))
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(result, other))
+    assert not torch.equal(result[0].nan_to_num(), plain[0].nan_to_num())
 
 
 @pytest.mark.full
@@ -199,8 +199,8 @@ def test_keys_in_8_bits(device, head_dim, page_size):
         assert float((got - exact).abs().max()) <= 0.5 + 1e-4
         assert int((got != integers).sum()) <= 1e-3 * got.numel()
         first, num_blocks = start // INT8_STEP, -(-seq_len // INT8_STEP)
-        given = smooth.steps[:, first : first + num_blocks].double()
-        torch.testing.assert_close(given, steps[:, ::INT8_STEP], rtol=1e-5, atol=1e-9)
+        key_steps = smooth.steps[:, first : first + num_blocks].double()
+        torch.testing.assert_close(key_steps, steps[:, ::INT8_STEP], rtol=1e-5, atol=1e-9)
         end = start + -(-seq_len // 128) * 128
         assert not smooth.integers[:, start + seq_len : end].any()
         assert not smooth.integers[:, start:end, head_dim:].any()
@@ -221,8 +221,8 @@ def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
     exact = expected_attention(batch, index)
     wanted, wanted_lse = by_reference(batch, index, options)
     out, lse = run(batch, index, options)
-    for given in (out, wanted):
-        cosine, relative = accuracy(given, exact.out)
+    for result in (out, wanted):
+        cosine, relative = accuracy(result, exact.out)
         assert cosine > 0.9995
         assert 0.001 < relative < 0.021
     # Few roundings fall the other way than in float64, and few show.

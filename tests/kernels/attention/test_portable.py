@@ -11,7 +11,7 @@ from vllm_sparse_kernels.attention import supports_bulk, widest_block
 from vllm_sparse_kernels.engine_trial import expected_attention
 
 
-@pytest.mark.parametrize("asked", [False, pytest.param(True, marks=FULL)], ids=["plain", "with options"])
+@pytest.mark.parametrize("with_options", [False, pytest.param(True, marks=FULL)], ids=["plain", "with options"])
 @pytest.mark.parametrize(
     ("page_size", "block_tokens", "layout"),
     [
@@ -19,14 +19,14 @@ from vllm_sparse_kernels.engine_trial import expected_attention
         *(pytest.param(*c, marks=FULL) for c in ((64, 64, "HND"), (128, 128, "NHD"), (128, 128, "HND"))),
     ],
 )
-def test_bulk_copies(device, page_size, block_tokens, layout, asked):
+def test_bulk_copies(device, page_size, block_tokens, layout, with_options):
     """Blocks fetched as matrices give what blocks fetched by pointers give."""
-    lengths = [(641, 40), (500, 70)] if asked else [(170, 40), (0, 50)]
+    lengths = [(641, 40), (500, 70)] if with_options else [(170, 40), (0, 50)]
     batch = lossless_batch(lengths, 2, 2, 64, page_size, torch.float16, device, layout)
     if device == "cuda" and not supports_bulk(batch.cache):
         pytest.skip("bulk tensor copies need Hopper or later")
-    index = random_index(batch, block_tokens, 0.7 if asked else 0.5, stripes=30)
-    options = mixed_options(batch, index) if asked else None
+    index = random_index(batch, block_tokens, 0.7 if with_options else 0.5, stripes=30)
+    options = mixed_options(batch, index) if with_options else None
     by_copies = run(batch, index, options, bulk=True)
     if options is None:
         assert_close(expected_attention(batch, index), *by_copies)

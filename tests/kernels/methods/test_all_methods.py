@@ -100,34 +100,35 @@ def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict
     spec = METHODS[name]
     if not issubclass(spec.parameters, PerHead) or spec.full.unshared != spec.full:
         pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
-    own = spec.parameters(**params)
-    other = replace(own, **{field: getattr(spec.full, field) for field in own.differing})
-    settings, heads = [own, other, spec.parameters(**params), own], [2, 0, 3, 1]
+    first = spec.parameters(**params)
+    other = replace(first, **{field: getattr(spec.full, field) for field in first.differing})
+    settings, heads = [first, other, spec.parameters(**params), first], [2, 0, 3, 1]
     method = spec.parameters.merged(settings)
     assert list(method.of_heads(4)) == settings
-    assert method.group_key == own.group_key
+    assert method.group_key == first.group_key
     assert name_of(method) == name
-    assert spec.parameters.merged([own, own]) == own
+    assert spec.parameters.merged([first, first]) == first
     batch = lined_batch([(240, 65), (0, 5)], 4, 2, 64, 16, F32, gap_tokens=3)
     together = select(method, batch, 64, heads, by_reference)
-    for head, one in ((2, own), (0, other)):
-        alone = select(one, batch, 64, [head], by_reference)
+    for head, setting in ((2, first), (0, other)):
+        alone = select(setting, batch, 64, [head], by_reference)
         assert all_lists(alone, heads=[head]) == all_lists(together, heads=[head])
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
-    own, full = METHODS[name].parameters(), METHODS[name].full
-    if not isinstance(own, PerHead) or full.unshared != full:
+    default, full = METHODS[name].parameters(), METHODS[name].full
+    if not isinstance(default, PerHead) or full.unshared != full:
         pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
-    shared = {one.name for one in fields(own) if one.init} - {*own.differing}
-    assert own.merged([own, own]).summary([own]) == own.shown_fields
-    assert {one for one in own.merged([own, METHODS[name].full]).summary([own]) if one in shared} == shared
+    shared = {item.name for item in fields(default) if item.init} - {*default.differing}
+    assert default.merged([default, default]).summary([default]) == default.shown_fields
+    summary = default.merged([default, full]).summary([default])
+    assert {name for name in summary if name in shared} == shared
     with pytest.raises(ValueError, match="one for each of the 3 heads"):
-        own.merged([own, METHODS[name].full]).of_heads(3)
+        default.merged([default, METHODS[name].full]).of_heads(3)
     for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor"}:
         with pytest.raises(ValueError, match="methods that differ from"):
-            own.merged([own, replace(own, **{field: not getattr(own, field)})])
+            default.merged([default, replace(default, **{field: not getattr(default, field)})])
 
 
 NAN = math.nan

@@ -110,8 +110,8 @@ def test_processes_that_share_a_card_do_not_change_each_others_results() -> None
     command = [sys.executable, "-m", "tests.kernels.methods.test_beside_others", str(SECONDS)]
     root = Path(__file__).parents[3]
     processes = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
-    told = [process.communicate(timeout=SECONDS + 240)[0].strip() for process in processes]
-    assert told == [str([0] * (len(CASES) + 1))] * PROCESSES
+    reports = [process.communicate(timeout=SECONDS + 240)[0].strip() for process in processes]
+    assert reports == [str([0] * (len(CASES) + 1))] * PROCESSES
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def printed_by(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, dict[str, int]]:
-    found = json.loads(printed_by("-m", "tests.helpers.compiled_sums"))
-    assert isinstance(found, dict)
-    return found
+    report = json.loads(printed_by("-m", "tests.helpers.compiled_sums"))
+    assert isinstance(report, dict)
+    return report
 
 
 @pytest.mark.parametrize("kernel", THREADS)
@@ -47,10 +47,10 @@ def test_passes_over_the_last_queries(figures: dict[str, dict[str, int]], kernel
 
 def test_every_kernel_that_selects_compiles() -> None:
     """The interpreter, in which they are tested, takes what the compiler refuses."""
-    found = json.loads(printed_by("-m", "tests.helpers.compiled_methods", "90", "128"))
-    assert found.keys() == METHODS.keys()
-    assert all("attend_kernel" in kernels for kernels in found.values())
-    assert len(found["share_prefill"]) > len(found["flex_vertical_slash"])  # heads that share
+    report = json.loads(printed_by("-m", "tests.helpers.compiled_methods", "90", "128"))
+    assert report.keys() == METHODS.keys()
+    assert all("attend_kernel" in kernels for kernels in report.values())
+    assert len(report["share_prefill"]) > len(report["flex_vertical_slash"])  # heads that share
 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -149,8 +149,9 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module", params=[64, 128])
 def of_top_p(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
-    """What each kernel comes to."""
-    return {name: dict(one) for name, one in json.loads(printed_by("-c", COMPILE_TOP_P, str(request.param))).items()}
+    """Figures of each compiled kernel, by name."""
+    by_kernel = json.loads(printed_by("-c", COMPILE_TOP_P, str(request.param)))
+    return {name: dict(figures) for name, figures in by_kernel.items()}
 
 
 def test_top_ps_gluon_kernel_compiles_as_meant(of_top_p: dict[str, dict[str, int]]) -> None:
@@ -165,5 +166,5 @@ def test_top_ps_gluon_kernel_compiles_as_meant(of_top_p: dict[str, dict[str, int
 
 
 def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top_p: dict[str, dict[str, int]]) -> None:
-    assert {name: one["variants"] for name, one in of_top_p.items()} == dict.fromkeys(of_top_p, 1)
-    assert all(one["spills"] == one["barriers_in_data"] == 0 for one in of_top_p.values())
+    assert {name: figures["variants"] for name, figures in of_top_p.items()} == dict.fromkeys(of_top_p, 1)
+    assert all(figures["spills"] == figures["barriers_in_data"] == 0 for figures in of_top_p.values())

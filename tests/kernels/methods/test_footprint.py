@@ -20,9 +20,9 @@ from vllm_sparse_kernels.methods import METHODS
 WIDTHS = {"sale": (32, 64), "top_p": (32, 64)}
 CASES = [
     (name, values, width)
-    for name, found in METHODS.items()
+    for name, spec in METHODS.items()
     for values in VARIANTS.get(name, [{}])
-    for width in WIDTHS.get(name, (found.parameters.block_tokens,))
+    for width in WIDTHS.get(name, (spec.parameters.block_tokens,))
 ]
 HEADS, KV_HEADS, DIM = 8, 2, 64
 LENGTHS = st.lists(st.tuples(st.integers(0, 150_000), st.integers(1, 1500)), min_size=1, max_size=24)
@@ -44,7 +44,8 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
     index = SparseIndex.allocate(rows, num_heads, block_tokens, dict.fromkeys(range(num_heads), layout), workspace)
     shape = LayerShape(num_heads, num_kv_heads, batch.cache.head_dim, block_tokens, batch.q.element_size())
-    found = [(workspace.peak_bytes, SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity))]
+    index_bytes = SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity)
+    peaks_and_bounds = [(workspace.peak_bytes, index_bytes)]
 
     def taken() -> int:
         return workspace.peak_bytes - workspace.used_bytes
@@ -53,20 +54,20 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
         workspace.peak_bytes = workspace.used_bytes
         with workspace.frame():
             engine.select(merged, batch.q, batch.cache, index, heads, batch.scale)
-        found.append((taken(), merged.workspace_bytes(rows, shape, num_heads, layout.capacity)))
+        peaks_and_bounds.append((taken(), merged.workspace_bytes(rows, shape, num_heads, layout.capacity)))
     workspace.peak_bytes = workspace.used_bytes
     options = attend_options(methods, rows.device)
     with workspace.frame():
         PORTABLE.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
     int8_scores = options is not None and options.int8_heads is not None
     announced = workspace_bytes(rows, shape, layout.capacity * num_heads, layout.longest, int8_scores)
-    found.append((taken(), announced))
+    peaks_and_bounds.append((taken(), announced))
     if options is None and batch.q.dtype != torch.float32:
         workspace.peak_bytes = workspace.used_bytes
         with workspace.frame():
             FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
-        found.append((taken(), announced))
-    return found
+        peaks_and_bounds.append((taken(), announced))
+    return peaks_and_bounds
 
 
 FLASH = flash_engine(FlashAttention.of_version(3, uncomputed))

@@ -41,12 +41,12 @@ def test_kernels_are_the_reference(case):
     methods = [AShape(100, 150), AShape(0, 1), AShape(65, 64), BlockSparse(2), vertical_slash_of(case)]
     methods += [replace(methods[-1], last_queries=count) for count in (1, 17) if case == CASES[1]]
     for method in methods:
-        both = [select(method, batch, case.block_tokens, by_reference=way) for way in (False, True)]
+        selections = [select(method, batch, case.block_tokens, by_reference=way) for way in (False, True)]
         if isinstance(method, AShape):
-            assert all_lists(both[0]) == all_lists(both[1])
+            assert all_lists(selections[0]) == all_lists(selections[1])
         else:
             between = block_sparse_between if isinstance(method, BlockSparse) else vertical_slash_between
-            between(method, batch, *both)
+            between(method, batch, *selections)
 
 
 def test_reference_block_scores_by_their_definition():
@@ -194,8 +194,8 @@ def test_lists_beyond_one_chunk(block_tokens):
     slashes[200_070:] = False
     layouts = {0: VerticalSlash(2500).stripe_layout(rows)}
     index, expected = (SparseIndex.allocate(rows, 1, block_tokens, layouts) for _ in range(2))
-    found = Lines(verticals.int().view(1, 1, -1), int32([[2500]]), None, slashes.cumsum(0)[None].int())
-    write_lines(index, (0, 1), heads, found, 1)
+    lines = Lines(verticals.int().view(1, 1, -1), int32([[2500]]), None, slashes.cumsum(0)[None].int())
+    write_lines(index, (0, 1), heads, lines, 1)
     index.check()
     every = torch.zeros(200_070, dtype=torch.bool, device=DEVICE)
     every[verticals] = True

@@ -112,13 +112,13 @@ def test_the_document_shows_the_packages_files() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
-    """A registry of ``dense`` alone, beside an entry point that gives whatever is told."""
+    """A registry of ``dense`` alone, and an entry point that loads the value it is given."""
 
-    def registry_of(given: Any) -> Registry:
+    def registry_of(loaded: Any) -> Registry:
         def load(self: EntryPoint) -> Any:
-            if isinstance(given, Exception):
-                raise given
-            return given
+            if isinstance(loaded, Exception):
+                raise loaded
+            return loaded
 
         monkeypatch.setattr(EntryPoint, "load", load)
         point = EntryPoint("theirs", "their.module:SPEC", GROUP)
@@ -128,13 +128,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
     return registry_of
 
 
-@pytest.mark.parametrize(("given", "names"), [(TWO[0], ["dense", "one"]), (TWO, ["dense", "one", "two"])])
-def test_an_entry_point_gives_one_method_or_several(installed: Callable[..., Registry], given: Any, names: list[str]):
-    assert list(installed(given)) == names
+@pytest.mark.parametrize(("loaded", "names"), [(TWO[0], ["dense", "one"]), (TWO, ["dense", "one", "two"])])
+def test_an_entry_point_gives_one_method_or_several(installed: Callable[..., Registry], loaded: Any, names: list[str]):
+    assert list(installed(loaded)) == names
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("loaded", "reason"),
     [
         (SPEC, "the method's name 'dense' is taken; expected a name other than dense"),
         ((TWO[0], TWO[0]), "the method's name 'one' is taken; expected a name other than dense, one"),
@@ -143,7 +143,7 @@ def test_an_entry_point_gives_one_method_or_several(installed: Callable[..., Reg
         ((), "given (), expected a MethodSpec or a tuple of them"),
     ],
 )
-def test_a_package_that_gives_no_method_is_named(installed: Callable[..., Registry], given: Any, reason: str) -> None:
+def test_a_package_that_gives_no_method_is_named(installed: Callable[..., Registry], loaded: Any, reason: str) -> None:
     with pytest.raises(PluginError, match=re.escape(reason)) as error:
-        list(installed(given))
+        list(installed(loaded))
     assert "entry point theirs = their.module:SPEC of the group vllm_sparse_backend.methods" in str(error.value)

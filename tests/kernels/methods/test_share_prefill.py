@@ -62,7 +62,7 @@ def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens
 
 def shifted(method: SharePrefill, by: float) -> SharePrefill:
     """With another γ, of each head where they differ."""
-    return method.merged([dataclasses.replace(one, gamma=one.gamma + by) for one in method.settings])
+    return method.merged([dataclasses.replace(setting, gamma=setting.gamma + by) for setting in method.settings])
 
 
 def is_dense(index: SparseIndex, head: int, row: int) -> bool:
@@ -89,7 +89,7 @@ GAMMAS = {"alike": (0.8,), "differing": (0.6, 0.69, 0.78, 0.87)}
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "dtype", "gammas"),
-    [*((*one, "alike") for one in by_turns(CASES, DTYPES)), (CASES[1], torch.float32, "differing")],
+    [*((*case, "alike") for case in by_turns(CASES, DTYPES)), (CASES[1], torch.float32, "differing")],
     ids=str,
 )
 def test_kernels_keep_what_the_reference_keeps(case, dtype, gammas):
@@ -116,8 +116,8 @@ def test_averages_are_those_of_all_pairs(block_tokens):
     torch.testing.assert_close(estimates, torch.stack(expected), rtol=1e-5, atol=1e-9)
     for place, head in enumerate((1, 0)):
         for row in (0, 1):
-            one = estimate(batch, row, head, block_tokens)
-            distance = js_distance(one, torch.full_like(one, 1 / len(one)))
+            estimated = estimate(batch, row, head, block_tokens)
+            distance = js_distance(estimated, torch.full_like(estimated, 1 / len(estimated)))
             assert float(sparsity[place, row]) == pytest.approx(distance, abs=1e-4)
 
 
@@ -198,9 +198,9 @@ def test_rows_never_see_each_other():
     assert [is_dense(together[0], *head_and_row) for head_and_row in ((0, 0), (0, 1), (1, 1))] == [True, False, True]
     for row in (0, 1):
         rows = row_alone(batch, row).rows
-        for b, both in zip(batches, together, strict=True):
+        for b, joint in zip(batches, together, strict=True):
             alone = select(method, dataclasses.replace(b, rows=rows))
-            assert all_lists(alone) == all_lists(both, batch.rows.tiles_of(row))
+            assert all_lists(alone) == all_lists(joint, batch.rows.tiles_of(row))
 
 
 @pytest.mark.full

@@ -211,6 +211,6 @@ def test_what_heads_ask_of_attention():
     skipping = SpargeAttn(skip_margin=-5.0)
     methods = [METHOD, skipping, SpargeAttn(int8_scores=True)]
     assert list(SpargeAttn.merged(methods).of_heads(3)) == methods
-    asked = attend_options(methods, torch.device(DEVICE))
-    assert asked.skip_margins.tolist() == [-math.inf, -5.0, -math.inf]
-    assert asked.int8_heads.tolist() == [0, 0, 1]
+    options = attend_options(methods, torch.device(DEVICE))
+    assert options.skip_margins.tolist() == [-math.inf, -5.0, -math.inf]
+    assert options.int8_heads.tolist() == [0, 0, 1]

@@ -39,21 +39,21 @@ def make_batch(
 
 
 def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """What the kernels choose from: [heads, tiles, blocks], 0 past a tile's causal blocks."""
+    """Return the masses from which the kernels choose: [heads, tiles, blocks], 0 past a tile's causal blocks."""
     rows = batch.rows
-    found = torch.zeros(batch.num_heads, rows.num_tiles, max(rows.block_capacities(32)), device=DEVICE)
+    measured = torch.zeros(batch.num_heads, rows.num_tiles, max(rows.block_capacities(32)), device=DEVICE)
 
     def keep(masses: torch.Tensor, index: Any, first_tile: int, *others: Any) -> None:
         for i in range(masses.shape[1]):
             count = rows.block_capacities(32)[first_tile + i]
-            found[:, first_tile + i, :count] = masses[:, i, :count]
+            measured[:, first_tile + i, :count] = masses[:, i, :count]
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "choose", keep)
+        patch.setattr(module, "write_block_lists", keep)
         index = module.SparseIndex.allocate(rows, batch.num_heads, 32)
         every = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
         method.select(batch.q, batch.cache, index, every, batch.scale)
-    return found
+    return measured
 
 
 def exact_masses(batch: Batch, head: int, i_tile: int) -> torch.Tensor:
@@ -305,10 +305,10 @@ def test_hopper_and_portable_masses_agree(method, head_dim, dtype, monkeypatch) 
     peaks = masses_of(replace(method, peak_share=0.2), batch, monkeypatch) < 0
     assert bool(peaks.any())
     for i_tile, tile in enumerate(batch.rows.tile_list):
-        own = tile.position // 128 * 4  # of the tile's own keys only the sum is told
+        diagonal = tile.position // 128 * 4  # only the sum of the diagonal blocks is comparable
         for x in (ours, theirs):
-            x[:, i_tile, own] = x[:, i_tile, own:].sum(1)
-        a, b = ours[:, i_tile, : own + 1], theirs[:, i_tile, : own + 1]
+            x[:, i_tile, diagonal] = x[:, i_tile, diagonal:].sum(1)
+        a, b = ours[:, i_tile, : diagonal + 1], theirs[:, i_tile, : diagonal + 1]
         assert bool(((a - b).abs() <= 0.02 * b + 0.13 * b.sqrt() / tile.length_tokens**0.5).all())
-        assert bool((few <= peaks)[:, i_tile, :own].all())
-        assert bool((peaks <= many)[:, i_tile, :own].all())
+        assert bool((few <= peaks)[:, i_tile, :diagonal].all())
+        assert bool((peaks <= many)[:, i_tile, :diagonal].all())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strided attention: the pattern of Sparse Transformers (arXiv:1904.10509, section 4.2), over blocks of keys.
 
-A query keeps the first tokens, a local window, and of all other keys every ``stride_tokens``-th. A tile of 128 queries
-keeps the blocks that hold such a key. Nothing of the queries or keys is looked at.
+A query keeps the first tokens, a local window, and every ``stride_tokens``-th key between them. A tile of 128 queries
+keeps the blocks that hold such a key. Neither queries nor keys are read.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class Strided(PerHead):
             require(getattr(self, name) >= least, name, getattr(self, name), f">= {least}")
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        settings = self.of_heads(len(heads))
-        numbers = tuple(min(getattr(one, name), MOST) for name in self.differing for one in settings)
+        methods = self.of_heads(len(heads))
+        numbers = tuple(min(getattr(method, name), MOST) for name in self.differing for method in methods)
         _strided_kernel[(index.rows.num_tiles, len(heads))](
             heads, on_device(numbers, heads.device), index.rows.tiles, index.rows.num_tiles,
             index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0),
@@ -48,14 +48,14 @@ def _strided_kernel(
     heads, numbers, tiles, num_tiles, block_offsets, block_counts, block_ids, stride_ids,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list of one head; ``numbers`` [3, n]: what heads differ in."""
+    """Write the list of one tile and head. ``numbers`` [3, n]: sink, window and stride of each head."""
     i_tile, i_entry, num_entries = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     sink_tokens = tl.load(numbers + i_entry).to(tl.int32)
     local_tokens = tl.load(numbers + num_entries + i_entry).to(tl.int32)
     stride_tokens = tl.load(numbers + 2 * num_entries + i_entry).to(tl.int32)
-    position = load_tile(tiles, i_tile)[3]  # of the tile's first query
-    num_causal = tile_blocks(tiles, i_tile, BLOCK_N)[1]
+    _, _, _, position = load_tile(tiles, i_tile)  # of the tile's first query
+    _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N)
     target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
     count = 0
     for start in range(0, num_causal, CHUNK):

@@ -18,8 +18,10 @@ def select_strided(
     for i_tile, tile in enumerate(index.rows.tile_list):
         num_blocks = index.num_causal_blocks(tile)
         keys = torch.arange(num_blocks * index.block_tokens, device=q.device)
-        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
+        for head, settings in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
             kept = (
-                (keys < own.sink_tokens) | (keys > tile.position - own.local_tokens) | (keys % own.stride_tokens == 0)
+                (keys < settings.sink_tokens)
+                | (keys > tile.position - settings.local_tokens)
+                | (keys % settings.stride_tokens == 0)
             )
             index.set_blocks(head, i_tile, kept.view(num_blocks, -1).any(1))

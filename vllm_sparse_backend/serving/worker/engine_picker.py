@@ -20,7 +20,7 @@ from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
-from vllm_sparse_kernels.attention import PORTABLE, AttendSpec, Choice, Engine, choose, engines
+from vllm_sparse_kernels.attention import PORTABLE, AttendSpec, Engine, EngineChoice, choose_engine, engines
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention, failure, selection_failure, sharpened
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods import name_of
@@ -47,8 +47,8 @@ class EnginePicker:
     def __init__(self, wanted: str = AUTO, table: Mapping[str, Engine] | None = None) -> None:
         self.wanted = wanted
         self.table = engines(compat.flash_attention()) if table is None else table
-        self._attention: dict[AttendSpec, Choice[Engine]] = {}
-        self._selection: dict[SelectSpec, Choice[SelectEngine]] = {}
+        self._attention: dict[AttendSpec, EngineChoice[Engine]] = {}
+        self._selection: dict[SelectSpec, EngineChoice[SelectEngine]] = {}
         self._excluded: Report = {}
 
     def pick(self, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> Engine:
@@ -67,7 +67,9 @@ class EnginePicker:
                 return excluded.get(engine.name) or failure(engine, batch, index, options, exact)
 
             try:
-                self._attention[spec] = choose(self.table, spec, None if self.wanted == AUTO else self.wanted, trial)
+                self._attention[spec] = choose_engine(
+                    self.table, spec, None if self.wanted == AUTO else self.wanted, trial
+                )
             except ValueError as error:
                 raise ConfigurationError(f"{FIELD}: given {self.wanted!r}, but {error}") from None
         return self._attention[spec].engine
@@ -147,7 +149,9 @@ class EnginePicker:
         self._selection = {k: v for k, v in self._selection.items() if not self._changes(k, v)}
         return False
 
-    def _changes(self, spec: AttendSpec | SelectSpec, choice: Choice[Engine] | Choice[SelectEngine]) -> bool:
+    def _changes(
+        self, spec: AttendSpec | SelectSpec, choice: EngineChoice[Engine] | EngineChoice[SelectEngine]
+    ) -> bool:
         """Whether the choice would be another one with what is excluded by now."""
         return not self._excluded.get(_subject(spec), {}).keys() <= choice.passed_over.keys()
 
@@ -176,7 +180,7 @@ class EnginePicker:
             logger.info("sparse-prefill: selection by %s: %s", method, _by_engine(engines_of_layers, names))
 
     @staticmethod
-    def _report_passed_over(choices: Iterable[Choice[Any]], what: str) -> None:
+    def _report_passed_over(choices: Iterable[EngineChoice[Any]], what: str) -> None:
         reasons = (item for choice in choices for item in choice.passed_over.items())
         for name, reason in dict.fromkeys(reasons):
             logger.info("sparse-prefill: %s %s not taken: %s", what, name, reason)
@@ -214,7 +218,7 @@ def forecast(spec: AttendSpec) -> tuple[str | None, dict[str, str]]:
     return taken, {name: why for name, why in refusals.items() if why is not None}
 
 
-def forecast_selection(method: Method, head_dim: int) -> Choice[SelectEngine]:
+def forecast_selection(method: Method, head_dim: int) -> EngineChoice[SelectEngine]:
     """The engine that would select for layers of that method, as far as can be told without a trial."""
     return choose_select_engine(SelectSpec(method, torch.device(compat.DEVICE_TYPE), head_dim))
 

@@ -22,7 +22,7 @@ from vllm_sparse_backend.serving.worker.request_tallies import Spans, add_pairs
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step import DenseRun, Slab, SparseStep
 from vllm_sparse_kernels import shared_bytes, widest_block
-from vllm_sparse_kernels.layer import Layer, LayerPlan, keeping, run
+from vllm_sparse_kernels.layer import Layer, LayerPlan, run, with_kept_mass
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import PagedCache
 
@@ -171,7 +171,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
             kept_mass = slab.request.kept_mass
-            layer = self.layer if kept_mass is None else keeping(self.layer, kept_mass)
+            layer = self.layer if kept_mass is None else with_kept_mass(self.layer, kept_mass)
             check = self.worker.resolved.config.check_index
             index = run(layer, LayerInputs(query, cache, slab.rows, scale), output, arena, self.sinks, check)
             recorder.count_pairs(self.number, index, slab.level)

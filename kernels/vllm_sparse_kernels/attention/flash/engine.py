@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a SparseIndex by FlashAttention's own kernel, over block tables made from the index.
+"""Attention over a ``SparseIndex`` by FlashAttention's kernel, through block tables that are built from the index.
 
-FlashAttention reads a paged cache through a block table, one row of it for each sequence, and does not ask what the
-pages have to do with each other. So every (query head, tile) becomes a sequence of its own, with one head, whose block
-table lists what the tile keeps:
+FlashAttention reads a paged cache through a block table with one row for each sequence; the pages of a sequence may lie
+anywhere. Every (query head, tile) therefore becomes a sequence with one head, whose block table lists the kept blocks:
 
-* The diagonal's blocks are the last ones and are all there, so that the last keys of the list are the tile's own
-  positions. FlashAttention aligns its causal mask to the end: it is right wherever the tile begins, as long as the
-  list ends exactly at the tile's last position.
-* Keys and values are seen as *units* of consecutive tokens of one kv head: [num_units, unit, 1, head_dim] views whose
-  first stride is what the cache's strides have in common. The number of a unit is its offset in the cache over that,
-  so that page, place in the page and kv head are all in it. Units overlap, and are only read.
-* A unit is as wide as blocks and pages allow; units of one token are single keys. Stripes lie before the tile's first
-  query, need no mask, and run as a second call, whose result is merged with the blocks' by log-sum-exp.
+* All diagonal blocks are in the list and come last, so that the last keys of the sequence are the tile's own positions.
+  FlashAttention aligns its causal mask to the end of the keys. The mask is correct because the list ends exactly at the
+  tile's last position.
+* Keys and values are viewed as *units* of consecutive tokens of one kv head, [num_units, unit, 1, head_dim], whose
+  first stride is the greatest common divisor of the cache's strides (the *granule*). The number of a unit is its offset
+  in granules, and thus encodes page, place in the page and kv head. Units overlap, and are only read.
+* A unit is as wide as blocks and pages allow. Stripes are units of one token. They lie before the tile's first query,
+  need no mask, and run as a second call, whose result is merged with that of the blocks by log-sum-exp.
 
-Two kernels of ours stand around the calls: one copies the queries so that a sequence's lie together and writes the
-tables, the other merges, scales by what sinks leave, and copies back.
+Two kernels surround the calls: one copies the queries of each sequence together and writes the tables, the other merges
+the results, applies sinks, and copies the output back.
 
-A cache in fp8 is read with queries in fp8, by version 3 on Hopper. It rounds weights to fp8 too and writes bf16. The
-scales of queries and keys are in the softmax's scale, that of values is applied by the last kernel: FlashAttention is
-told of none.
+An fp8 cache is read with fp8 queries by version 3 on Hopper, which rounds weights to fp8 and writes bf16. The scales of
+queries and keys are part of the softmax scale, and the last kernel applies the scale of values. FlashAttention itself
+gets no scales.
 
-What lies past a row's end on its last page must be finite, NaN and infinities show: FlashAttention-3 multiplies values
-there by zero (Dao-AILab/flash-attention, issue 2374). vLLM's own prefill asks as much of its cache.
+Values past a row's end on its last page must be finite: FlashAttention-3 multiplies them by zero, so that NaN and
+infinities reach the output (Dao-AILab/flash-attention, issue 2374). vLLM's own prefill has the same requirement.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,49 +44,54 @@ from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 PART_BYTES = 512 << 20
-"""Workspace that sequences which run at once may take; what needs more runs in parts. 8,192 queries of 32 heads of 128
-take 0.2 GB with blocks alone, 0.3 GB with room for 8,192 stripes a tile.
+"""Workspace limit of the sequences that run at a time. Larger steps run in parts. 8,192 queries of 32 heads of 128
+need 0.2 GB with blocks only, and 0.3 GB with room for 8,192 stripes per tile.
 """
 
 SMALLEST_UNIT = 16
-"""Tokens of a page of FlashAttention 2, at least; units are not smaller."""
+"""Minimum page size of FlashAttention 2, in tokens; units are not smaller."""
 
 PART_SEQUENCES = 32768
-"""Sequences that run at once: FlashAttention-2 launches them along an axis that ends at 65,535."""
+"""Maximum number of sequences of a call: FlashAttention-2 launches them along a grid axis of at most 65,535."""
 
 SLICE_TOKENS = 32
-"""Queries that one program of the kernels before and after copies."""
+"""Queries that one program of the surrounding kernels copies."""
 
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """FlashAttention's function for paged caches, and what it can read.
+    """FlashAttention's function for paged caches, and its limits.
 
-    ``varlen`` is called as vLLM's ``flash_attn_varlen_func``, by keyword, with seqused_k and block_table, and returns
-    (out, log-sum-exp [num_heads, num_tokens]). If it reads pages of one token, it has to give −∞ for a sequence that
-    has no keys.
+    Attributes:
+        varlen: A function that is called like vLLM's ``flash_attn_varlen_func``, by keyword, with seqused_k and
+            block_table, and returns (out, log-sum-exp [num_heads, num_tokens]). If it reads pages of one token, its
+            log-sum-exp of a sequence without keys must be −∞.
+        page_multiple: Number of which the tokens of a page must be a multiple.
+        max_seqlen_q: Value of the argument of that name.
+        dtypes: Types of queries, keys and values that it reads.
     """
 
     varlen: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     page_multiple: int = 1
-    """Tokens of a page must be a multiple of this."""
-
     max_seqlen_q: int = TILE_TOKENS
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
     @staticmethod
     def of_version(version: int, varlen: Callable[..., Any]) -> "FlashAttention":
-        """Return what vLLM's function of this version can read.
+        """Describe vLLM's function of a FlashAttention version.
 
-        Version 3 reads pages of any size, and fp8; 2 pages of 16 tokens and multiples. Version 3 reads pages by bulk
-        copies only where it is told of sequences longer than its tile of 128 queries.
+        Version 3 reads fp8 and pages of any size, version 2 pages of multiples of 16 tokens. Version 3 reads pages by
+        bulk copies only if ``max_seqlen_q`` exceeds its tile of 128 queries.
 
         Args:
-            version: of FlashAttention.
+            version: Version of FlashAttention: 2 or 3.
             varlen: vLLM's ``flash_attn_varlen_func``.
 
+        Returns:
+            The function with its limits.
+
         Raises:
-            ValueError: another version than 2 or 3.
+            ValueError: The version is neither 2 nor 3.
         """
         half = (torch.float16, torch.bfloat16)
         known = {2: (16, TILE_TOKENS, half), 3: (1, 2 * TILE_TOKENS, (*half, FP8))}
@@ -98,10 +102,10 @@ class FlashAttention:
 
 @dataclass(frozen=True)
 class FlashAttend:
-    """``engine.Attend`` by a FlashAttention.
+    """``engine.Attend`` by FlashAttention.
 
     Attributes:
-        flash: the function that is called; None: every call raises.
+        flash: The function to call; None if every call is to raise.
     """
 
     flash: FlashAttention | None
@@ -117,10 +121,10 @@ class FlashAttend:
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attend as ``engine.Attend`` has it, whose arguments these are.
+        """Compute attention; ``engine.Attend`` describes the arguments.
 
         Raises:
-            ValueError: shapes do not fit the index, or ``refusal`` would have given a reason.
+            ValueError: Shapes do not fit the index, or ``refusal`` has a reason.
         """
         check_shapes(q, out, cache, index, sinks)
         reason = refusal(self.flash, AttendSpec.of(cache, index, options))
@@ -133,20 +137,26 @@ class FlashAttend:
 
 
 def flash_engine(flash: FlashAttention | None) -> Engine:
-    """Return the engine around a FlashAttention.
+    """Return the engine ``flash``.
 
     Args:
-        flash: the function that the caller hands in; None makes an engine that always refuses.
+        flash: FlashAttention's function for this device; None for an engine that always refuses.
+
+    Returns:
+        The engine.
     """
     return Engine("flash", partial(refusal, flash), FlashAttend(flash))
 
 
 def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
-    """Return why FlashAttention cannot run such a layer, in words that end a sentence; None if it can.
+    """Check whether FlashAttention can run a layer.
 
     Args:
-        flash: the function that would be called; None: there is none for this device.
-        spec: the layer.
+        flash: FlashAttention's function for this device; None if there is none.
+        spec: Properties of the layer.
+
+    Returns:
+        Why it cannot, as the end of a sentence; None if it can.
     """
     if flash is None:
         return "there is no FlashAttention for this device"
@@ -168,7 +178,7 @@ def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
 
 
 class Places(NamedTuple):
-    """The cache's strides in granules: what makes a page and a place in it the number of a unit."""
+    """Strides of the cache in granules, from which the number of a unit follows."""
 
     page_size: int
     page_granules: int
@@ -177,24 +187,21 @@ class Places(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Some sequences, one after the other: their queries, and what FlashAttention is told of them.
-
-    ``keys`` and ``table`` are of the blocks, ``stripe_keys`` and ``stripe_table`` of the single keys, or None.
-    """
+    """FlashAttention's inputs for the sequences of a part. The fields of stripes are None if there are none."""
 
     q: Any  # [num_tokens, 1, head_dim]
     ends: Any  # [num_sequences + 1] int32, from 0
-    keys: Any  # [num_sequences] int32, keys that a sequence has
+    keys: Any  # [num_sequences] int32, number of keys in blocks
     table: Any  # [num_sequences, width] int32, numbers of units
-    stripe_keys: Any
-    stripe_table: Any
+    stripe_keys: Any  # [num_sequences] int32, number of stripes
+    stripe_table: Any  # [num_sequences, width] int32, numbers of units of one token
 
 
 class Part(NamedTuple):
     """Sequences [first, first + num_sequences) and their queries.
 
-    They are numbered kv head by kv head, heaviest tile first, the heads of a group side by side: one kv head's keys
-    stay in the L2 cache while all of its readers run.
+    They are numbered by kv head, then by tile with the longest first, then by query head of the group, so that the keys
+    of one kv head stay in the L2 cache while all of its readers run.
     """
 
     first: int
@@ -204,12 +211,15 @@ class Part(NamedTuple):
 
 
 def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
-    """Return the bytes that attention of these rows takes from the index's workspace, or a few more.
+    """Return an upper bound of the workspace memory that attention over these rows needs.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer.
-        longest_stripes: stripes that any tile may keep at most.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        longest_stripes: Capacity of the longest list of stripes, in positions.
+
+    Returns:
+        Bytes.
     """
     num_sequences = rows.num_tiles * shape.num_heads
     width = ceil_div(max(rows.seq_lens, default=0), SMALLEST_UNIT) + longest_stripes
@@ -220,7 +230,7 @@ def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
 def _attend_part(
     flash: FlashAttention, queries: AttendArgs, cache: PagedCache, index: SparseIndex, scale: float, part: Part
 ) -> None:
-    """Queries and tables in, one call for blocks, one for stripes if there are any, the merged result out."""
+    """Prepare a part, call FlashAttention for its blocks and, if there are any, its stripes, and merge the results."""
     rows, group = index.rows, index.num_heads // cache.num_kv_heads
     unit = gcd(index.block_tokens, cache.page_size)
     sequences = _room(index, cache, part)
@@ -261,7 +271,7 @@ def _attend_part(
 
 
 def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
-    """All sequences of the index, as few at a time as the workspace asks for."""
+    """Yield all sequences of the index, in parts that fit the workspace."""
     rows, heads = index.rows, index.num_heads
     group = heads // cache.num_kv_heads
     starts, _ = rows.once(_starts, lambda: _starts(rows))
@@ -286,7 +296,7 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
 
 
 def _room(index: SparseIndex, cache: PagedCache, part: Part) -> Sequences:
-    """Tensors for one part. Its queries have the cache's dtype."""
+    """Allocate the tensors of a part."""
     room = partial(index.workspace.empty, dtype=torch.int32)
     width, stripe_width = _widths(index, cache)
     return Sequences(
@@ -300,25 +310,25 @@ def _room(index: SparseIndex, cache: PagedCache, part: Part) -> Sequences:
 
 
 def _result_dtype(cache: PagedCache) -> torch.dtype:
-    """What FlashAttention writes; none of its elements are shorter than the queries'."""
+    """Return the dtype that FlashAttention writes."""
     return torch.bfloat16 if cache.keys.dtype == FP8 else cache.keys.dtype
 
 
 def _widths(index: SparseIndex, cache: PagedCache) -> tuple[int, int]:
-    """Columns of the table of blocks, and of stripes: the most that any tile may keep, as the host knows it."""
+    """Return the columns of the tables of blocks and of stripes: upper bounds over all tiles."""
     unit = gcd(index.block_tokens, cache.page_size)
     return ceil_div(max(index.rows.seq_lens), unit), index.longest_stripes
 
 
 def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:
-    """Queries of the tiles that come before each one in ``rows.heaviest_order``, on the host and on the device."""
+    """Count the queries of the tiles before each tile of ``rows.heaviest_order``, on the host and on the device."""
     lengths = (rows.tile_list[i_tile].length_tokens for i_tile in rows.heaviest_order)
     starts = [*accumulate(lengths, initial=0)][:-1]
     return starts, to_device(starts, torch.int32, rows.device)
 
 
 def _granule(cache: PagedCache) -> int:
-    """Elements that all strides of the cache are multiples of."""
+    """Return the greatest common divisor of the cache's strides, in elements."""
     return gcd(*cache.strides)
 
 
@@ -331,7 +341,7 @@ def _places(cache: PagedCache) -> Places:
 
 
 def _units(x: torch.Tensor, unit: int, granule: int) -> torch.Tensor:
-    """Keys or values [num_pages, page_size, num_kv_heads, head_dim] as overlapping units [num, unit, 1, head_dim]."""
+    """View keys or values [num_pages, page_size, kv heads, head_dim] as overlapping units [n, unit, 1, head_dim]."""
     head_dim, stride_token = x.shape[3], x.stride(1)
     reach = sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()))
     return x.as_strided(

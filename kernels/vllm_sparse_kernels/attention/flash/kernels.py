@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels around FlashAttention's calls: queries and tables before them, the merge after. See ``flash.py``.
+"""The kernels that surround FlashAttention's calls (``flash/engine.py``).
 
-A program is a slice of a sequence's queries, ``ROWS`` of the tile's 128.
+A program handles a slice of a sequence's queries, ``ROWS`` of the tile's 128.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from vllm_sparse_kernels.selection.lists import load_tile
 
 VARYING = ("first", "first_token", "num_tiles", "num_tokens")
 TABLES = ("block_table", "stride_block_table", "stride_table", "stride_stripe_table")
-"""Arguments that change from step to step, in value or in alignment: they shall not call for new variants of a kernel.
+"""Arguments whose value or alignment changes from step to step. Triton must not compile new variants for them.
 """
 
 
 class SliceShape(NamedTuple):
-    """What both kernels are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of both kernels; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -27,7 +27,7 @@ class SliceShape(NamedTuple):
 
 
 class UnitShape(NamedTuple):
-    """How ``prepare_kernel`` lists keys; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the lists of ``prepare_kernel``; every field is a ``tl.constexpr``."""
 
     BLOCK_TOKENS: Any  # keys of a block of the index
     UNIT: Any  # keys of a unit
@@ -35,7 +35,7 @@ class UnitShape(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """What one program works on."""
+    """The queries of one program."""
 
     i_head: Any
     i_kv: Any
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
 
 @triton.jit
 def _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE):
-    """The ``Slice`` of this program."""
+    """Return the ``Slice`` of this program."""
     i_sequence = first + tl.program_id(0)
     i_kv = i_sequence // (num_tiles * SHAPE.GROUP)
     i_rank = i_sequence % (num_tiles * SHAPE.GROUP) // SHAPE.GROUP
@@ -72,23 +72,27 @@ def prepare_kernel(
     queries, lists, starts, places, sequences, first, first_token, num_tiles, num_tokens,
     block_table, stride_block_table, stride_table, stride_stripe_table, UNITS, SHAPE,
 ):  # fmt: skip
-    """Copy a slice of one sequence's queries, and list a share of its units and single keys.
+    """Copy a slice of a sequence's queries, and list a share of its units and stripes.
 
-    Grid: (sequences of the part, tile's queries / ROWS). Bound by memory: it reads and writes each query once, and 4
-    bytes for each unit and single key.
+    Grid: (sequences of the part, 128 / ROWS). Bound by memory bandwidth: each query is read and written once, and 4
+    bytes are written for each unit and stripe.
 
     Args:
-        queries: AttendArgs; reads q [tokens, query heads, HEAD_DIM].
-        lists: IndexArgs.
-        starts: [num_tiles] int32, queries of the tiles before each, in the order of ``lists.order``.
-        places: Places, the cache's strides in granules.
-        sequences: Sequences; written: q, ends, keys, table, and of single keys where there are any.
-        first, first_token: the part's first sequence, and its first query among all.
-        num_tiles, num_tokens: of the step.
-        block_table: [num_rows, max_pages] int32 of stride ``stride_block_table``.
-        stride_table, stride_stripe_table: of ``sequences.table`` and ``stripe_table``.
-        UNITS: UnitShape.
-        SHAPE: SliceShape.
+        queries: ``AttendArgs``; reads q [tokens, query heads, HEAD_DIM].
+        lists: ``IndexArgs``.
+        starts: [num_tiles] int32, number of queries before each tile, in the order of ``lists.order``.
+        places: ``Places``.
+        sequences: ``Sequences``; written.
+        first: Number of the part's first sequence.
+        first_token: Queries of the sequences before the part.
+        num_tiles: Tiles of the step.
+        num_tokens: Queries of the step.
+        block_table: [num_rows, max_pages] int32.
+        stride_block_table: Elements between two rows of ``block_table``.
+        stride_table: Elements between two rows of ``sequences.table``.
+        stride_stripe_table: Elements between two rows of ``sequences.stripe_table``.
+        UNITS: ``UnitShape``.
+        SHAPE: ``SliceShape``.
     """
     part = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
     i_part, i_slice = tl.program_id(0), tl.program_id(1)
@@ -130,7 +134,7 @@ def prepare_kernel(
 
 @triton.jit
 def _unit_number(places, pages, i_kv, b_position, mask):
-    """Numbers of the units that begin at these positions of a row, in one kv head's keys."""
+    """Return the numbers of the units of a kv head that begin at some positions of a row."""
     b_page = tl.load(pages + b_position // places.page_size, mask=mask, other=0)
     b_in_page = b_position % places.page_size
     return b_page * places.page_granules + b_in_page * places.token_granules + i_kv * places.head_granules
@@ -141,18 +145,25 @@ def finish_kernel(
     queries, lists, starts, block_out, block_lse, stripe_out, stripe_lse, value_scale,
     first, first_token, num_tiles, num_tokens, SHAPE,
 ):  # fmt: skip
-    """Write a slice of one sequence's result where it belongs, merged with that of its single keys.
+    """Merge a slice of a sequence's results over blocks and over stripes, and write it to the output.
 
-    A sink leaves exp(lse) / (exp(lse) + exp(sink)) of it. Grid: as ``prepare_kernel``. Bound by memory: it reads each
-    call's output and writes the result once.
+    A sink scales the result by exp(lse) / (exp(lse) + exp(sink)). Grid: as ``prepare_kernel``. Bound by memory
+    bandwidth: each call's output is read once, and the result is written once.
 
     Args:
-        queries: AttendArgs; out [tokens, query heads, HEAD_DIM] and lse [query heads, tokens] are written.
-        lists, starts, first, first_token, num_tiles, num_tokens: as of ``prepare_kernel``.
-        block_out, block_lse: FlashAttention's [queries of the part, 1, HEAD_DIM] and [1, queries] float32, of blocks.
-        stripe_out, stripe_lse: the same of single keys, or None.
-        value_scale: what an element of a value counts.
-        SHAPE: SliceShape.
+        queries: ``AttendArgs``; out [tokens, query heads, HEAD_DIM] and lse [query heads, tokens] are written.
+        lists: ``IndexArgs``.
+        starts: [num_tiles] int32, number of queries before each tile, in the order of ``lists.order``.
+        block_out: [queries of the part, 1, HEAD_DIM], FlashAttention's output over blocks.
+        block_lse: [1, queries of the part] float32, its log-sum-exp.
+        stripe_out: Like ``block_out``, over stripes; None without stripes.
+        stripe_lse: Like ``block_lse``, over stripes; None without stripes.
+        value_scale: Factor of the values.
+        first: Number of the part's first sequence.
+        first_token: Queries of the sequences before the part.
+        num_tiles: Tiles of the step.
+        num_tokens: Queries of the step.
+        SHAPE: ``SliceShape``.
     """
     part = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
     o_d = tl.arange(0, SHAPE.BLOCK_D)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 of its tile's queries."""
+"""A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 queries of its tile."""
 
 from vllm_sparse_kernels.attention.hopper.item import HALF, Channels, Config, Turns
 from vllm_sparse_kernels.gluon_compat import (
@@ -19,36 +19,57 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Whole:
-    """The mask of a step all of whose keys all queries see."""
+    """The mask of a step in which all queries attend to all keys."""
 
     @gluon.jit
     def apply(self, b_s):
-        """Scores as they are."""
+        """Return the scores unchanged.
+
+        Args:
+            b_s: [64, STEP] float32 scores.
+
+        Returns:
+            ``b_s``.
+        """
         return b_s
 
     @gluon.jit
     def shift(self, b_max):
-        """What is subtracted from scores before they are exponents: their maximum, which is a number by now."""
+        """Return the maxima, which are finite.
+
+        Args:
+            b_max: [64] float32 running maxima.
+
+        Returns:
+            [64] float32, subtracted from scores before exponentiation.
+        """
         return b_max
 
 
 @aggregate
 class Diagonal:
-    """The mask of a step that begins ``to_end`` blocks before the list's end: no query sees a later key.
+    """The causal mask of a step that begins ``to_end`` blocks before the list's end.
 
-    The list ends with the diagonal's blocks, one after the other; what is before them is seen whole. Columns past the
-    list's end come out as keys past the last block.
+    The list ends with consecutive diagonal blocks; all queries attend to all keys before these. Columns past the list's
+    end count as keys after the last block.
     """
 
     to_end: gl.tensor
-    last_block: gl.tensor  # of the sequence, of those that the tile's queries see
-    num_diagonal: gl.tensor  # blocks in which some query does not see all keys
+    last_block: gl.tensor  # last block of the sequence in the tile's causal reach
+    num_diagonal: gl.tensor  # blocks with a key after some query
     position: gl.tensor  # of the group's first query
     BLOCK_N: gl.constexpr
 
     @gluon.jit
     def apply(self, b_s):
-        """Scores [64, STEP], −∞ where a key is later than the query."""
+        """Replace scores of keys after the query by −∞.
+
+        Args:
+            b_s: [64, STEP] float32 scores.
+
+        Returns:
+            The masked scores.
+        """
         o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_s.type.layout))
         o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
         # Key of the first column, were all of the step's blocks the diagonal's.
@@ -60,31 +81,52 @@ class Diagonal:
 
     @gluon.jit
     def shift(self, b_max):
-        """The maximum, or 0 of a query that has seen no key yet: −∞ − (−∞) would be NaN."""
+        """Return the maxima, or 0 for a query without a key so far, because −∞ − (−∞) would be NaN.
+
+        Args:
+            b_max: [64] float32 running maxima.
+
+        Returns:
+            [64] float32, subtracted from scores before exponentiation.
+        """
         return gl.where(b_max == MINUS_INFINITY, 0.0, b_max)
 
 
 @aggregate
 class FirstColumns:
-    """The mask of a step that has only ``num`` keys."""
+    """The mask of a step with only ``num`` keys."""
 
     num: gl.tensor
 
     @gluon.jit
     def apply(self, b_s):
-        """Scores [64, STEP], −∞ from column ``num`` on."""
+        """Replace scores from column ``num`` on by −∞.
+
+        Args:
+            b_s: [64, STEP] float32 scores.
+
+        Returns:
+            The masked scores.
+        """
         o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
         return gl.where((o_n < self.num)[None, :], b_s, MINUS_INFINITY)
 
     @gluon.jit
     def shift(self, b_max):
-        """The maximum, a number by now, as of ``Whole``."""
+        """Return the maxima, which are finite.
+
+        Args:
+            b_max: [64] float32 running maxima.
+
+        Returns:
+            [64] float32, subtracted from scores before exponentiation.
+        """
         return b_max
 
 
 @aggregate
 class Walk:
-    """The steps over an item's keys, as one consumer group takes them."""
+    """The steps of a consumer group over an item's keys."""
 
     first_blocks: gl.tensor  # blocks of step 0
     num_steps: gl.tensor  # over blocks
@@ -97,13 +139,21 @@ class Walk:
 
     @gluon.jit
     def diagonal(self, to_end, config):
-        """The mask of the step that begins ``to_end`` blocks before the list's end."""
+        """Return the mask of the step that begins ``to_end`` blocks before the list's end.
+
+        Args:
+            to_end: Blocks from the step's first one to the list's end.
+            config: ``Config``.
+
+        Returns:
+            A ``Diagonal``.
+        """
         return Diagonal(to_end, self.last_block, self.num_diagonal, self.position, config.BLOCK_N)
 
 
 @aggregate
 class Softmax:
-    """The online softmax of 64 queries, after a step whose product with values is still to come.
+    """The online softmax of 64 queries after a step whose product with values is still outstanding.
 
     All are float32, but for exponents of the variant with stripes, which are 16-bit operands (see ``Group.step``).
     """
@@ -116,17 +166,26 @@ class Softmax:
 
 @aggregate
 class Group:
-    """A consumer group."""
+    """A consumer group, which computes half of the queries of every tile."""
 
     config: Config
     channels: Channels
     turns: Turns
     scale: gl.tensor | gl.constexpr  # from products to scores, in powers of two
-    W: gl.constexpr  # which of the tile's halves are the group's queries
+    W: gl.constexpr  # half of the tile's queries that the group computes
 
     @gluon.jit
     def walk(self, slot, length, step):
-        """The steps of the item in a slot, of ``length`` queries, whose first one is ``step``."""
+        """Compute the steps over an item.
+
+        Args:
+            slot: Slot of the item.
+            length: Queries of the tile.
+            step: Counter at the item's first step.
+
+        Returns:
+            A ``Walk``.
+        """
         config, items = self.config, self.channels.items
         position, num_blocks = items.position(slot), items.num_blocks(slot)
         first_blocks = config.first_blocks(num_blocks)
@@ -144,7 +203,16 @@ class Group:
 
     @gluon.jit
     def first_step(self, b_q, step, walk):
-        """Step 0: (counter of the next step, Softmax with an empty sum of products)."""
+        """Compute the scores of step 0.
+
+        Args:
+            b_q: Shared memory of the queries.
+            step: Counter at the step.
+            walk: The ``Walk`` of the item.
+
+        Returns:
+            (counter at the next step, ``Softmax`` without products).
+        """
         config = self.config
         keys = self.channels.keys()
         keys.acquire_full(step)
@@ -168,7 +236,17 @@ class Group:
 
     @gluon.jit
     def block_steps(self, b_q, walk, step, state):
-        """The other steps over blocks, masked ones first."""
+        """Process the other steps over blocks, masked ones first.
+
+        Args:
+            b_q: Shared memory of the queries.
+            walk: The ``Walk`` of the item.
+            step: Counter at the first of these steps.
+            state: ``Softmax`` of the step before.
+
+        Returns:
+            (counter after these steps, ``Softmax`` of the last one).
+        """
         for i in range(1, walk.num_masked):
             mask = walk.diagonal(walk.first_blocks + i * self.config.BLOCKS, self.config)
             state = self.step(b_q, step, walk.end, mask, state, False)
@@ -180,7 +258,17 @@ class Group:
 
     @gluon.jit
     def stripe_steps(self, b_q, walk, step, state):
-        """Steps over stripes; the last one, where it is not full, is masked."""
+        """Process the steps over stripes; the last one is masked if it is not full.
+
+        Args:
+            b_q: Shared memory of the queries.
+            walk: The ``Walk`` of the item.
+            step: Counter at the first of these steps.
+            state: ``Softmax`` of the step before.
+
+        Returns:
+            (counter after these steps, ``Softmax`` of the last one).
+        """
         STEP: gl.constexpr = self.config.STEP
         for _ in range(walk.num_stripes // STEP):
             state = self.step(b_q, step, walk.end, Whole(), state, True)
@@ -192,15 +280,25 @@ class Group:
 
     @gluon.jit
     def step(self, b_q, step, end, mask, state, GATHERED: gl.constexpr):
-        """Scores of this step beside the product of the step before; this step's keys have arrived.
+        """Compute the scores of this step while the product of the step before runs. This step's keys have arrived.
 
-        Exponents go from step to step in float32, in the registers that their scores had, and become an operand only
-        here: rounded at once, they would take 32 registers beside those that the product before still reads, and 32
-        moves a step. (That made 3 % of the time.) The variant for stripes has too few registers for it, and rounds at
-        once.
+        Exponents stay in float32 until the next step, in the registers of their scores, and are converted to an operand
+        here. Converting them at once would take 32 more registers and 32 moves per step, which cost 3 % of the time.
+        The variant for stripes has too few registers for this, and converts at once.
 
-        Waiting for the next step's keys between the exponents and the wait for the product keeps ptxas from hoisting
-        the latter above the former, see ``hopper_kernel``.
+        The wait for the next step's keys stands between the exponents and the wait for the product, so that ptxas does
+        not hoist the latter above the former; see ``hopper_kernel``.
+
+        Args:
+            b_q: Shared memory of the queries.
+            step: Counter at this step.
+            end: Count of steps after the item's last one.
+            mask: ``Whole``, ``Diagonal`` or ``FirstColumns``.
+            state: ``Softmax`` of the step before.
+            GATHERED: Whether the step's keys and values were gathered by ordinary copies.
+
+        Returns:
+            ``Softmax`` of this step.
         """
         config = self.config
         keys, values = self.channels.keys(), self.channels.values()
@@ -238,7 +336,15 @@ class Group:
 
     @gluon.jit
     def last_product(self, step, state):
-        """[64, D] float32: sums of products with values, with that of an item's last step, ``step``."""
+        """Add the product of an item's last step.
+
+        Args:
+            step: Counter at the last step.
+            state: ``Softmax`` of the last step.
+
+        Returns:
+            [64, D] float32 sums of products with values.
+        """
         values = self.channels.values()
         values.acquire_full(step)
         if self.config.STRIPES:
@@ -251,23 +357,31 @@ class Group:
 
     @gluon.jit
     def _sums(self, b_p):
-        """Sums of exponents [64, 8] over what one thread holds, which are added up once an item.
+        """Sum exponents within each thread, [64, 8]; the sums of threads are added once per item.
 
-        A query's sum over all threads would take four shuffles a step, 2 to 6 % of the time at head_dim 64. The variant
-        for stripes lacks registers: [64, 1].
+        Sums over all threads would take four shuffles per step, 2 to 6 % of the time at head_dim 64. The variant for
+        stripes has too few registers and sums at once, [64, 1].
         """
         return gl.sum(b_p, 1)[:, None] if self.config.STRIPES else gl.sum(b_p.reshape([HALF, b_p.shape[1] // 8, 8]), 1)
 
     @gluon.jit
     def _operand(self, b_p):
-        """Exponents as the product with values reads them; unchanged where they are so already."""
+        """Convert exponents to the operand of the product with values; leave an operand unchanged."""
         dtype: gl.constexpr = self.channels.v_buffers.dtype
         return gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, self.config.outputs_layout, 2))
 
 
 @gluon.jit
 def consume(out, scale, channels, config, W: gl.constexpr):
-    """Compute the queries [64 W, 64 W + 64) of every item's tile. Arguments as ``hopper_kernel`` has them."""
+    """Compute the queries [64 W, 64 W + 64) of every item's tile.
+
+    Args:
+        out: ``AttendArgs``; out and, unless None, lse are written.
+        scale: Factor from q·k to scores in powers of two.
+        channels: ``Channels``; queries, keys and values in the consumers' shapes.
+        config: ``Config``.
+        W: Number of the consumer group, 0 or 1.
+    """
     turns = channels.barriers.turns
     turns = Turns(turns.index(W), turns.index(1 - W), config.TURNS)
     group = Group(config, channels, turns, scale, W)
@@ -294,7 +408,7 @@ def consume(out, scale, channels, config, W: gl.constexpr):
 
 @gluon.jit
 def _write(out, i_head, token, length, b_acc, b_max, b_sum, config):
-    """Store outputs and, where ``out.lse`` is there, log-sum-exps of a group's queries, as far as the tile has any."""
+    """Store the outputs and, unless ``out.lse`` is None, log-sum-exps of a group's queries up to the tile's length."""
     D: gl.constexpr = config.D
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
     b_max = gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout))

@@ -31,14 +31,14 @@ except (ImportError, AttributeError) as error:  # Gluon is young: names come and
     LACKS = str(error)
 
 RANKING = {"RANKED": 8, "OTHERS": 1024}
-"""Items that a program puts in order, and how many others it compares them with at a time."""
+"""Items that a program ranks, and the number of other items with which it compares them at a time."""
 
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
 
 
 class PlaceArgs(NamedTuple):
-    """Where a head lies in q and in the cache, both seen as matrices whose rows are tokens."""
+    """Strides of heads in q and in the cache, both viewed as matrices whose rows are tokens."""
 
     columns_per_query_head: int
     rows_per_head: int
@@ -46,7 +46,7 @@ class PlaceArgs(NamedTuple):
 
 
 class WorkArgs(NamedTuple):
-    """What ``prepare_kernel`` writes: rows of the cache for blocks and stripes, and the order of the work."""
+    """Output of ``prepare_kernel``: cache rows of blocks and stripes, and the order of the work."""
 
     places: Any  # int32, of the shape of the index's block_ids
     stripe_places: Any  # int32, of the shape of the index's stripe_positions, or None
@@ -55,13 +55,13 @@ class WorkArgs(NamedTuple):
 
 
 def refusal(spec: AttendSpec) -> str | None:
-    """Say why the kernel cannot run such a layer.
+    """Check whether the kernel can run a layer.
 
     Args:
         spec: The layer and the device.
 
     Returns:
-        A clause that completes "the engine hopper cannot run this: …", or None where the kernel can run it.
+        Why it cannot, as the end of a sentence; None if it can.
     """
     if spec.capability != (9, 0):
         return "it is for GPUs of compute capability 9.0 (H100, H200)"
@@ -81,7 +81,9 @@ def refusal(spec: AttendSpec) -> str | None:
 
 
 def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
-    """Upper bound on what ``attend`` takes from the index's workspace: places of blocks and stripes, the work's order.
+    """Return an upper bound of the workspace memory that ``attend`` needs.
+
+    The memory holds places of blocks and stripes, and the order of the work.
 
     Args:
         rows: The rows of the step.
@@ -139,7 +141,7 @@ def run(
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Launch both kernels, without the checks of ``attend``: compiles for Hopper where a driver stands in for one.
+    """Launch both kernels without the checks of ``attend``, so that tests can compile for Hopper without a GPU.
 
     Args:
         q: As for ``attend``.
@@ -170,7 +172,7 @@ def run(
 
 
 def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple[Any, ...]:
-    """Launches ``prepare_kernel``: (cache_args, index_args, work)."""
+    """Launch ``prepare_kernel`` and return (cache_args, index_args, work)."""
     rows, workspace = index.rows, index.workspace
     num_items = rows.num_tiles * index.num_heads
     order = workspace.empty(num_items, dtype=torch.int32)
@@ -195,7 +197,7 @@ def _shape(cache: PagedCache, index: SparseIndex) -> dict[str, int]:
 
 
 def _descriptor(base: torch.Tensor, num_rows: int, num_columns: int, stride_row: int, box_rows: int) -> Any:
-    """A matrix for bulk copies of [box_rows, 64]."""
+    """Describe a matrix for bulk copies of [box_rows, 64]."""
     box = [box_rows, HALF.value]
     return TensorDescriptor(base, [num_rows, num_columns], [stride_row, 1], box, _box_layout(box_rows, base.dtype))
 

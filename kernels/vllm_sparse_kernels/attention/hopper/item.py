@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel, its producer and its consumers agree on: sizes, work items, and the channels between them."""
+"""Types that the kernel, its producer and its consumers share: sizes, work items, and the channels between them."""
 
 from vllm_sparse_kernels.gluon_compat import Channel, aggregate, barrier, gl, gluon, mbarrier
 
 HALF = gl.constexpr(64)
-"""Queries of a consumer group, and columns of 16 bits in a row of 128 bytes, which shared memory's swizzle spans."""
+"""Queries of a consumer group, and also columns of 16 bits in a row of 128 bytes, the span of the swizzle."""
 
 SWEEP = gl.constexpr(8)
 """Rows of a swizzle atom: the smallest piece of a step that is a tile in itself."""
@@ -14,7 +14,7 @@ ROOM = {
     128: {"STEP": 128, "STAGES": 2, "SLOTS": 2},
     256: {"STEP": 64, "STAGES": 2, "SLOTS": 1},
 }
-"""What fits shared memory, by head_dim: keys of a step, steps of keys and of values, tiles of queries."""
+"""Sizes that fit shared memory, by head_dim: keys of a step, buffered steps, buffered query tiles."""
 
 
 @aggregate
@@ -32,7 +32,7 @@ class Config:
     BLOCKS: gl.constexpr  # index blocks of a step
     PARTS: gl.constexpr  # 64-column parts of a vector
     PIECES: gl.constexpr  # pieces of SWEEP rows in a 64-column part of a step
-    TURNS: gl.constexpr  # whether the consumer groups ask for their products in turn
+    TURNS: gl.constexpr  # whether the consumer groups issue their products in turn
     scores_layout: gl.constexpr  # of [64, STEP] scores in a consumer group's registers
     outputs_layout: gl.constexpr  # of [64, D] sums of products with values
 
@@ -56,7 +56,14 @@ class Config:
 
     @gluon.jit
     def first_blocks(self, num_blocks):
-        """How many blocks step 0 takes of a list, so that whole steps are left."""
+        """Return the number of blocks of step 0, such that the other steps are full.
+
+        Args:
+            num_blocks: Blocks of the item.
+
+        Returns:
+            1 to BLOCKS.
+        """
         return (num_blocks - 1) % self.BLOCKS + 1
 
 
@@ -79,7 +86,7 @@ WORDS = gl.constexpr(8)
 
 @aggregate
 class ItemSlots:
-    """Items in shared memory, by which the producer tells the consumers what to compute.
+    """Items in shared memory, which the producer hands to the consumers.
 
     A slot is written before the barrier that its queries complete, and read after it. Consumers do not need the tile's
     number. Words have no names of their own: Triton compares each global constant of a kernel at every launch.
@@ -89,7 +96,12 @@ class ItemSlots:
 
     @gluon.jit
     def write(self, slot, item):
-        """Store an item, and have the group's warps meet, so that all words precede what signals them."""
+        """Store an item, and synchronise the group's warps, so that all words are written before the slot is signalled.
+
+        Args:
+            slot: Number of the slot.
+            item: The ``Item``.
+        """
         self._store(slot, 0, item.i_head)
         self._store(slot, 1, item.token)
         self._store(slot, 2, item.length)
@@ -100,32 +112,74 @@ class ItemSlots:
 
     @gluon.jit
     def i_head(self, slot):
-        """The item's head, negative where no item is left. This and what follows is the same in all threads."""
+        """Load the item's query head, which is negative if no item is left.
+
+        Args:
+            slot: Number of the slot.
+
+        Returns:
+            An int32 scalar, equal in all threads.
+        """
         return self._load(slot, 0)
 
     @gluon.jit
     def token(self, slot):
-        """The tile's first query, in q."""
+        """Load the index of the tile's first query in q.
+
+        Args:
+            slot: Number of the slot.
+
+        Returns:
+            An int32 scalar, equal in all threads.
+        """
         return self._load(slot, 1)
 
     @gluon.jit
     def length(self, slot):
-        """The tile's number of queries."""
+        """Load the number of queries of the tile.
+
+        Args:
+            slot: Number of the slot.
+
+        Returns:
+            An int32 scalar, equal in all threads.
+        """
         return self._load(slot, 2)
 
     @gluon.jit
     def position(self, slot):
-        """Position of the tile's first query in its sequence."""
+        """Load the position of the tile's first query in its sequence.
+
+        Args:
+            slot: Number of the slot.
+
+        Returns:
+            An int32 scalar, equal in all threads.
+        """
         return self._load(slot, 3)
 
     @gluon.jit
     def num_blocks(self, slot):
-        """How many blocks the item lists."""
+        """Load the number of listed blocks.
+
+        Args:
+            slot: Number of the slot.
+
+        Returns:
+            An int32 scalar, equal in all threads.
+        """
         return self._load(slot, 4)
 
     @gluon.jit
     def num_stripes(self, slot):
-        """How many stripes the item lists."""
+        """Load the number of listed stripes.
+
+        Args:
+            slot: Number of the slot.
+
+        Returns:
+            An int32 scalar, equal in all threads.
+        """
         return self._load(slot, 5)
 
     @gluon.jit
@@ -141,7 +195,7 @@ class ItemSlots:
 
 @aggregate
 class Turns:
-    """Lets the two consumer groups ask for their products in turn, where ``config.TURNS`` says so.
+    """Lets the two consumer groups issue their matrix products in turn, if ``config.TURNS`` is set.
 
     One group's softmax then runs beside the other's products: at head_dim 128 long lists take 2 % less time, short ones
     1 % more. At 64 and 256 either takes longer.
@@ -153,7 +207,11 @@ class Turns:
 
     @gluon.jit
     def acquire(self, step):
-        """Wait for this group's turn."""
+        """Wait for this group's turn.
+
+        Args:
+            step: Counter of the steps.
+        """
         if self.ENABLED:
             mbarrier.wait(self.this, step.count & 1)
 
@@ -174,7 +232,9 @@ class Barriers:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
-    mended: gl.shared_memory_descriptor  # one: values have arrived of which the producer has yet to zero some
+    mended: (
+        gl.shared_memory_descriptor
+    )  # a single barrier: values have arrived, some of which the producer still has to zero
     turns: gl.shared_memory_descriptor  # see ``Turns``
 
 

@@ -73,11 +73,14 @@ def _rank_items(
     index, begin, num_tiles, order,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RANKED: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Work goes by kv head, so that the keys of one kv head stay in the L2 cache while their readers run, and within it
-    by falling number of keys. All items of a kv head walk from the diagonal backwards; what runs side by side is then
-    as long, so programs that take a second item start it together again, and read the same keys at about the same time.
-    (In any other order they drift apart until each block comes from memory once per reader.) What weighs more than
-    twice the mean goes before all, by falling powers of two: nothing heavy is left for the end.
+    """Rank RANKED items: store each at its place in ``order``.
+
+    Items are ordered by kv head, so that the keys of one kv head stay in the L2 cache while their readers run, and
+    within a kv head by descending number of keys. All items of a kv head walk backwards from the diagonal. Items that
+    run at the same time are about equally long, so programs start their next items together and read the same keys at
+    about the same time. In any other order they drift apart, until each block is read from memory once per reader.
+    Items with more than twice the mean number of keys go before all others, in descending powers of two, so that no
+    long item is left for the end.
     """
     num_items = num_tiles * NUM_HEADS
     b_total = tl.zeros([OTHERS], tl.float32)
@@ -108,8 +111,10 @@ def _rank_items(
 
 @triton.jit
 def _item_in_order(i_item, index, num_tiles, GROUP: tl.constexpr):
-    """(head, tile) of the i-th item by kv head, then tile by falling reach, then head of the group: the order of what
-    is as long."""
+    """Return (head, tile) of the i-th item, by kv head, longest tile, and head of the group.
+
+    Items of equal length keep this order.
+    """
     i_kv = i_item // (num_tiles * GROUP)
     i_tile = tl.load(index.order + i_item % (num_tiles * GROUP) // GROUP)
     return i_kv * GROUP + i_item % GROUP, i_tile
@@ -117,15 +122,17 @@ def _item_in_order(i_item, index, num_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _keys(index, o_count, valid, BLOCK_N: tl.constexpr):
-    """What an item costs, in keys; a stripe counts as one and a half."""
+    """Return the cost of an item, in keys; a stripe counts as one and a half."""
     keys = tl.load(index.block_counts + o_count, mask=valid, other=0).to(tl.float32) * BLOCK_N
     return keys + tl.load(index.stripe_counts + o_count, mask=valid, other=0).to(tl.float32) * 1.5
 
 
 @triton.jit
 def _first_by(b_keys, b_kv_head, scale):
-    """The larger, the earlier: whole powers of two by which an item exceeds the mean, 0 up to twice the mean, and then
-    the lower kv head.
+    """Return a key that is larger for items that go earlier.
+
+    It orders by the power of two by which an item exceeds the mean, 0 up to twice the mean, and then by the lower kv
+    head.
     """
     b_excess = tl.floor(tl.log2(tl.maximum(b_keys * scale, 1.0))).to(tl.int32)
     return b_excess * MOST_HEADS - b_kv_head
@@ -133,6 +140,6 @@ def _first_by(b_keys, b_kv_head, scale):
 
 @triton.jit
 def _store_places(target, b_position, mask, table, page_size, rows_per_page):
-    """Rows of the cache, seen as a matrix of tokens, in which the positions of one row of the batch lie."""
+    """Store the rows of some positions of one row of the batch in the cache viewed as a matrix of tokens."""
     page = tl.load(table + b_position // page_size, mask=mask, other=0)
     tl.store(target, page * rows_per_page + b_position % page_size, mask=mask)

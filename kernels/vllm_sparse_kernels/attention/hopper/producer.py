@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer of ``hopper_kernel``: takes items off a counter and brings what they need into shared memory."""
+"""The producer of ``hopper_kernel``: takes items from a counter and copies their data to shared memory."""
 
 from vllm_sparse_kernels.attention.hopper.item import HALF, SWEEP, Channels, Config, Item
 from vllm_sparse_kernels.gluon_compat import (
@@ -21,7 +21,7 @@ from vllm_sparse_kernels.gluon_compat import (
 
 @aggregate
 class BlockList:
-    """The blocks that an item lists, and where the cache, seen as a matrix, has them."""
+    """The listed blocks of an item, and their rows in the cache viewed as a matrix."""
 
     places: gl.tensor  # [num_blocks] int32 by pointer: rows at which the blocks of kv head 0 begin
     num_blocks: gl.tensor
@@ -30,9 +30,16 @@ class BlockList:
 
     @gluon.jit
     def rows(self, begin, config):
-        """First rows of a step's blocks, from ``begin`` of the list on: always four, however many blocks a step has.
+        """Return the first rows of a step's blocks: always four, however many blocks a step has.
 
-        Past the list's end the last block stands in.
+        Past the list's end, the last block is repeated.
+
+        Args:
+            begin: Place of the step's first block in the list.
+            config: ``Config``.
+
+        Returns:
+            Four int32 scalars.
         """
         first = gl.load(self.places + begin) + self.row
         second, third, fourth = first, first, first
@@ -50,7 +57,7 @@ class BlockList:
 
 @aggregate
 class StripeList:
-    """The stripes that an item lists, and the keys and values of its kv head."""
+    """The listed stripes of an item, and the keys and values of its kv head."""
 
     places: gl.tensor  # [num_stripes] int32 by pointer: tokens of the cache
     num_stripes: gl.tensor
@@ -73,16 +80,16 @@ class Loader:
         """Load all blocks of an item.
 
         Args:
-            blocks: a ``BlockList``.
-            step: Counter of the steps, at the item's first one.
-            tail: how many keys of the item's last block the row has; ``BLOCK_N`` and more are all.
-            mended_parity: of the barrier ``mended``.
+            blocks: The item's ``BlockList``.
+            step: Counter at the item's first step.
+            tail: Keys of the row from the item's last block on. From ``BLOCK_N`` on, the block is complete.
+            mended_parity: Parity of the barrier ``mended``.
 
         Returns:
             The counter after these steps.
         """
         first_blocks = self.config.first_blocks(blocks.num_blocks)
-        # Past the row's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
+        # Past the row's end the cache may hold NaN, and 0 · NaN is NaN.
         if tail >= self.config.BLOCK_N:
             self._load_step(blocks, step, blocks.num_blocks - first_blocks)
         else:
@@ -96,7 +103,7 @@ class Loader:
     def _load_step(self, blocks, step, begin):
         """Load the keys and values of the blocks from ``begin`` of the list on.
 
-        Where they lie is looked up before there is room for them, and what to wait for is computed meanwhile.
+        Their rows are looked up before the slot is free, and the parities to wait for are computed meanwhile.
         """
         keys, values = self.channels.keys(), self.channels.values()
         slot, empty_parity = step.slot(), step.parity() ^ 1
@@ -156,9 +163,16 @@ class Loader:
 
     @gluon.jit
     def gather_stripes(self, stripes, step):
-        """Load all stripes of an item, STEP at a time; returns the counter after these steps.
+        """Load all stripes of an item, STEP at a time.
 
-        Rows are looked up a step ahead, before there is room for them. The last step repeats the last stripe.
+        Rows are looked up one step ahead, before the slot is free. The last step repeats the last stripe.
+
+        Args:
+            stripes: The item's ``StripeList``.
+            step: Counter at the first step over stripes.
+
+        Returns:
+            The counter after these steps.
         """
         STEP: gl.constexpr = self.config.STEP
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -197,12 +211,22 @@ class Loader:
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, channels, config):
-    """Take items off the counter and load what they need, until none is left.
+    """Take items from the counter and load their queries, keys and values, until none is left.
 
-    Looking up an item takes three loads that depend on each other: its rank from the counter, its head and tile from
-    the order, its sizes from the index. Each is issued an item ahead, so that no item waits for them.
+    Looking up an item takes three dependent loads: its rank from the counter, its head and tile from the order, its
+    sizes from the index. Each is issued one item ahead, so that no item waits for them.
 
-    Args are those of ``hopper_kernel``; ``channels`` has queries and steps as tiles of [64, 64] and [SWEEP, 64].
+    Args:
+        q_desc: Descriptor of the queries as a matrix, with boxes of [64, 64].
+        k_desc: Descriptor of the keys as a matrix, with boxes of [BLOCK_N, 64].
+        v_desc: Like ``k_desc``, for the values.
+        cache: ``KeyArgs`` with values.
+        matrix: ``PlaceArgs``.
+        index: ``IndexArgs``.
+        work: ``WorkArgs``.
+        num_tiles: Tiles of the step.
+        channels: ``Channels``; queries as tiles of [64, 64], keys and values as pieces of [SWEEP, 64].
+        config: ``Config``.
     """
     loader = Loader(config, channels, k_desc, v_desc)
     queries = channels.queries()
@@ -240,7 +264,7 @@ def produce(q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, chann
 
 @gluon.jit
 def _load_item(index, order, rank, num_tiles, config):
-    """The item at a place in the order; past the last place, any item."""
+    """Return the item at a place in the order; past the last place, any item."""
     entry = gl.load(order + rank, mask=rank < num_tiles * config.NUM_HEADS, other=0)
     i_head, i_tile = entry % config.NUM_HEADS, entry // config.NUM_HEADS
     tile = tile_of(index.tiles, i_tile)
@@ -267,8 +291,8 @@ def _load_queries(q_desc, queries, uses, item, matrix, config):
 def _acquire_for_bulk_copies(empty, parity):
     """Wait until a slot may be written.
 
-    A single warp asks for the copies that follow. Were another of the group still to look at this barrier once they
-    have been used, it would find the next phase, and wait for ever: so all look before any goes on.
+    A single warp issues the copies that follow. If another warp of the group looked at this barrier only after their
+    data had been consumed, it would find the next phase and wait forever. Therefore all warps pass before any goes on.
     """
     mbarrier.wait(empty, parity)
     if gl.num_warps() > 1:
@@ -277,7 +301,7 @@ def _acquire_for_bulk_copies(empty, parity):
 
 @gluon.jit
 def _arrive_gathered(full):
-    """Signal a step once every thread's copies have landed: each adds itself to the count, then thread 0 arrives."""
+    """Signal a step when all threads' copies have landed. Each thread adds itself to the count; thread 0 arrives."""
     async_copy.mbarrier_arrive(full, increment_count=True)
     barrier()
     mbarrier.arrive(full, count=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a SparseIndex by one Triton kernel, wherever Triton runs: the engine that has every option.
+"""Attention over a SparseIndex by one Triton kernel on every device that Triton supports: the engine with all options.
 
 A program owns one (query head, tile). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
 masks only where a block touches the diagonal, then gathers the tile's stripes.
@@ -11,8 +11,8 @@ Blocks are loaded in one of two ways. Where a block lies within a page, its *pla
 matrix, is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers.
 Smaller pages cost a look-up in the block table for every key.
 
-``AttendOptions`` has approximations that a head may ask for. Without them the kernel is compiled as if they did not
-exist; with them a launch still serves a layer of mixed heads, each program doing as its head asks:
+Heads may request the approximations of ``AttendOptions``. Without them, the kernel is compiled without their code. With
+them, one launch serves a layer of mixed heads, and each program uses its head's options:
 
 * SpargeAttn's skip of P·V tests all 128 queries of a tile together, where the paper tests the
   queries of a warp (16 or 32): it skips less. (The authors' kernels, as they are compiled, test a block of 64 or 128.)
@@ -42,11 +42,11 @@ from vllm_sparse_kernels.workspace import padded_bytes
 LOG2_E = 1.4426950408889634
 
 STRIPE_STEP = 64
-"""Stripes that are gathered at a time."""
+"""Stripes that are gathered per step."""
 
 
 class MatrixArgs(NamedTuple):
-    """The cache as a matrix whose rows are tokens: where a kv head and a page lie in it."""
+    """The cache viewed as a matrix whose rows are tokens: strides of kv heads and pages in it."""
 
     num_rows: int
     rows_per_page: int
@@ -55,7 +55,7 @@ class MatrixArgs(NamedTuple):
 
 
 class SmoothArgs(NamedTuple):
-    """8-bit keys (``SmoothKeys``), and block ids, as these keys are not paged."""
+    """8-bit keys (``SmoothKeys``) as arguments of kernels, with block ids, because these keys are not paged."""
 
     block_ids: Any
     integers: Any
@@ -76,22 +76,22 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attend as ``engine.Attend`` has it; fp16, bf16 or fp8, fp32 in the interpreter.
+    """Compute attention; ``engine.Attend`` describes it. fp16, bf16 or fp8; fp32 in the interpreter.
 
     Exact to rounding without ``options``.
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: what each tile keeps.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index to read.
         out: [num_tokens, num_heads, head_dim]; written for the index's rows.
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         lse: [num_heads, num_tokens] float32, written too; or None.
-        options: approximations that heads ask for, or None.
+        options: Approximations that heads request; None for none.
         sinks: [num_heads], logits that join the softmax; or None.
 
     Raises:
-        ValueError: shapes do not fit the index or each other.
+        ValueError: Shapes do not fit the index or each other.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
     check_shapes(q, out, cache, index, sinks)
@@ -127,15 +127,15 @@ def attend(
 
 
 def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
-    """Return the bytes that ``attend`` takes from the index's workspace: places of blocks, and 8-bit keys.
+    """Return an upper bound of the workspace memory that ``attend`` needs: places of blocks, and 8-bit keys.
 
     Args:
-        rows: the rows of a step.
-        shape: the layer's heads and blocks.
-        int8_scores: whether any head has 8-bit scores.
+        rows: The rows of a step.
+        shape: Sizes of the layer.
+        int8_scores: Whether any head has 8-bit scores.
 
     Returns:
-        Bytes, or a few more.
+        An upper bound, in bytes.
     """
     num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
     places = padded_bytes(shape.num_heads, num_blocks, dtype=torch.int32)
@@ -143,13 +143,13 @@ def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
 
 
 def refusal(spec: AttendSpec) -> str | None:
-    """Return why the kernel cannot run such a layer.
+    """Check whether the kernel can run a layer.
 
     Args:
-        spec: the layer.
+        spec: Properties of the layer.
 
     Returns:
-        A reason that ends a sentence, or None if it can.
+        Why it cannot, as the end of a sentence; None if it can.
     """
     if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
         return "Triton runs kernels on a CPU in its interpreter alone (TRITON_INTERPRET=1)"
@@ -162,13 +162,13 @@ def refusal(spec: AttendSpec) -> str | None:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a program may have.
+    """Return the maximum shared memory of a program.
 
     Args:
-        device: the GPU.
+        device: The GPU.
 
     Returns:
-        Bytes; 1 << 62 where there is no such limit (the interpreter).
+        Bytes; 1 << 62 if there is no limit (in the interpreter).
     """
     if device.type != "cuda":
         return 1 << 62
@@ -176,14 +176,14 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def widest_block(head_dim: int, limit_bytes: int) -> int | None:
-    """Return how wide a block ``attend`` has room for. Blocks of 128 are worth it only with two buffers.
+    """Return the widest block for which ``attend`` has shared memory. Blocks of 128 need two buffers to pay off.
 
     Args:
-        head_dim: channels of a head.
-        limit_bytes: shared memory of a program.
+        head_dim: Channels of a head.
+        limit_bytes: Shared memory of a program.
 
     Returns:
-        128 or 64 keys, or None where not even 64 fit.
+        128 or 64 keys; None if not even 64 fit.
     """
     if _needed_bytes(128, head_dim, 2) <= limit_bytes:
         return 128
@@ -191,7 +191,10 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int) -> int:
-    """Shared memory of 16-bit queries and buffered keys and values, as compiled for Hopper; Ampere takes no more."""
+    """Return the shared memory of 16-bit queries and buffered keys and values.
+
+    The number is that of kernels compiled for Hopper; Ampere needs no more.
+    """
     block_d = triton.next_power_of_2(head_dim)
     return 2 * block_d * (TILE_TOKENS + 2 * num_buffers * block_tokens) + 1024
 
@@ -203,19 +206,21 @@ def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
 
 
 def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
-    """Buffers for whole steps. Two of keys and values go with a third one of keys, loaded before the step's own.
+    """Return the number of buffers for whole steps.
 
-    Without room for them, 0 leaves it to the compiler to load keys and values apart, which margins do not allow.
+    Two buffers of keys and values need a third one of keys, which are loaded before the step's own.
+
+    Without room for them, 0 lets the compiler load keys and values separately, which margins do not allow.
     """
     extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
     return 2 if _needed_bytes(block_tokens, head_dim, 2) + extra <= limit_bytes else int(with_margins)
 
 
 def supports_bulk(cache: PagedCache) -> bool:
-    """Return whether this cache, if it is a matrix at all, can be read by bulk tensor copies.
+    """Return whether a cache that is a matrix of tokens can be read by bulk tensor copies.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
 
     Returns:
         True on Hopper and later, for aligned caches whose head_dim is a power of two.
@@ -232,15 +237,15 @@ def supports_bulk(cache: PagedCache) -> bool:
 
 
 def matrix_args(cache: PagedCache) -> MatrixArgs | None:
-    """Return the cache as a matrix of tokens.
+    """View the cache as a matrix of tokens.
 
     In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
 
     Returns:
-        Where a kv head and a page lie, or None where the strides make no matrix.
+        The places of pages and kv heads; None if the strides do not form a matrix.
     """
     stride_page, stride_token, stride_head = cache.strides
     if stride_page % stride_token:
@@ -256,12 +261,12 @@ def matrix_args(cache: PagedCache) -> MatrixArgs | None:
 
 
 def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
-    """Return keys and values for bulk copies.
+    """Build descriptors of keys and values for bulk copies.
 
     Args:
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        matrix: the cache as a matrix.
-        block_tokens: rows of a copy.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        matrix: The cache viewed as a matrix.
+        block_tokens: Rows of a copy.
 
     Returns:
         Two descriptors of [block_tokens, head_dim].
@@ -274,11 +279,13 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
 def _option_args(
     options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
-    """Margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and these for bulk copies.
+    """Return the kernel arguments of the options.
 
-    None as far as unasked.
+    These are margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and their descriptor for bulk
+    copies.
 
-    (One by one, as Triton 3.6 can't compare a tuple that holds a None with None.)
+    Each is None unless it is requested. They are separate arguments because Triton 3.6 cannot compare a tuple that
+    contains None with None.
     """
     if options is None:
         return None, None, None, None
@@ -294,7 +301,10 @@ def _option_args(
 
 
 def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
-    """int32 like ``index.block_ids``: each block's first row in the matrix, less the kv head's part."""
+    """Compute each block's first row in the matrix, without the kv head's part.
+
+    The result is int32, laid out like ``index.block_ids``.
+    """
     places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
         index.args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,

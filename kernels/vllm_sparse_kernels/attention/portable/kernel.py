@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the engine ``portable``: where blocks lie in the cache, and attention of one (query head, tile).
+"""The kernels of the engine ``portable``: places of blocks in the cache, and attention of one (query head, tile).
 
-Every option is known when the kernel is compiled: an argument that is None leaves nothing behind in it.
+Options are known at compile time: an argument that is None leaves no code in the kernel.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ KEYS = tl.constexpr(0)
 VALUES = tl.constexpr(1)
 
 UNREACHED = tl.constexpr(1e30)
-"""Running maximum of rows past the tile's last query: no block comes near it, so that they hold up no skip."""
+"""Running maximum of rows past the tile's last query, so high that these rows never prevent a skip."""
 
 
 class AttendShape(NamedTuple):
-    """What ``attend_kernel`` is compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of ``attend_kernel``; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -33,15 +33,15 @@ class AttendShape(NamedTuple):
     BLOCK_M: Any  # queries of a tile
     BLOCK_N: Any  # keys of a block
     STRIPES: Any  # stripes of a step; 0: the index has none
-    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
-    AHEAD: Any  # whole steps that are loaded ahead; 0: the compiler loads keys and values apart
+    PRECISION: Any  # ``input_precision`` of ``tl.dot`` for float32
+    AHEAD: Any  # whole steps that are loaded ahead; 0 to let the compiler load keys and values separately
 
 
 class TileLists(NamedTuple):
-    """What one tile keeps of one head, and where it lies in the index."""
+    """The lists of one tile and head, and their places in the index."""
 
     blocks: Any  # pointer to the ids of its blocks, or to their places
-    num_full: Any  # blocks before the diagonal, which every query sees whole
+    num_full: Any  # blocks before the diagonal, which need no mask
     num_blocks: Any
     first: Any  # position of the tile's first query
     index: Any  # IndexArgs
@@ -51,12 +51,12 @@ class TileLists(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Where keys and values of one row and kv head are read from."""
+    """The keys and values of one row and kv head."""
 
     cache: Any  # KeyArgs with values
     k_matrix: Any  # descriptor of the keys for bulk copies, or None
     v_matrix: Any
-    matrix: Any  # MatrixArgs, or None where blocks have no place
+    matrix: Any  # MatrixArgs; None if blocks have no places
     table: Any  # pointer to the row's pages
     i_kv: Any
     limit: Any  # positions from here on are past the tile's last query
@@ -64,13 +64,13 @@ class KeySource(NamedTuple):
 
 
 class Int8Keys(NamedTuple):
-    """8-bit keys of one row and kv head, which 8-bit queries meet."""
+    """The 8-bit keys of one row and kv head."""
 
     ids: Any  # pointer to the ids of the tile's blocks
     integers: Any  # as in SmoothKeys
     steps: Any
     start: Any  # the row's first key
-    query_step: Any  # what an integer of the queries counts, times the softmax's scale
+    query_step: Any  # scale of the queries' integers, times the softmax's scale
 
 
 class Softmax(NamedTuple):
@@ -86,19 +86,21 @@ def place_blocks_kernel(
     index, block_table, stride_table, places, page_size, rows_per_page,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Write where the blocks of one (query head, tile) lie in the cache's matrix of tokens.
+    """Write the places of the blocks of one (query head, tile) in the cache viewed as a matrix of tokens.
 
-    Block j of a row lies at block_table[row, BLOCK_N j // page_size] · rows_per_page + BLOCK_N j mod page_size, tokens.
-    Grid: (tiles, query heads). Bound by the latency of its dependent loads; it moves a few bytes a block.
+    The place of block j of a row is block_table[row, BLOCK_N j // page_size] · rows_per_page + BLOCK_N j mod page_size.
+    Grid: (tiles, query heads). Bound by the latency of its dependent loads; it moves a few bytes per block.
 
     Args:
-        index: IndexArgs; reads the lists of blocks.
-        block_table: [num_rows, max_pages] int32, of stride ``stride_table``.
-        places: laid out as ``index.block_ids``, int32; written.
-        page_size: tokens of a page, a multiple of BLOCK_N.
-        rows_per_page: rows of the matrix from one page to the next.
-        CHUNK: blocks of a step.
-        FIELDS: columns of ``index.tiles``.
+        index: ``IndexArgs``; reads the lists of blocks.
+        block_table: [num_rows, max_pages] int32.
+        stride_table: Elements between two rows of ``block_table``.
+        places: int32, laid out like ``index.block_ids``; written.
+        page_size: Tokens of a page, a multiple of BLOCK_N.
+        rows_per_page: Rows of the matrix from one page to the next.
+        BLOCK_N: Keys of a block.
+        CHUNK: Blocks of a step.
+        FIELDS: Columns of ``index.tiles``.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     i_row = tl.load(index.tiles + i_tile * FIELDS).to(tl.int64)
@@ -116,31 +118,32 @@ def attend_kernel(
     queries, cache, k_matrix, v_matrix, matrix, index, scale, value_scale, skip_margins, int8_heads,
     smooth, smooth_matrix, SHAPE,
 ):  # fmt: skip
-    """O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's own position.
+    """Compute O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's position.
 
-    Online softmax in float32 and base 2: of each step S = scale log₂e · Q Kᵀ, m' = max(m, max S),
+    Online softmax in float32 and base 2. For each step, S = scale log₂e · Q Kᵀ, m' = max(m, max S),
     l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l, where a sink adds
     2^(sink log₂e − m) to l.
 
-    Grid: (tiles · query heads), kv head by kv head, heaviest tile first, the heads of a group side by side. Bound by
-    the matrix units, and by exponentials at head_dim 64; of single keys by the gather.
+    Grid: (tiles · query heads), ordered by kv head, then by tile with the longest first, then by head of the group.
+    Bound by the matrix units, by exponentials at head_dim 64, and by the gather for stripes.
 
     Args:
-        queries: AttendArgs; q and out [tokens, NUM_HEADS, HEAD_DIM] in 16 bits, lse [NUM_HEADS, tokens] float32, in
+        queries: ``AttendArgs``; q and out [tokens, NUM_HEADS, HEAD_DIM] in 16 bits, lse [NUM_HEADS, tokens] float32 in
             natural units.
-        cache: KeyArgs with values, pages of [page_size, kv heads, HEAD_DIM].
-        k_matrix, v_matrix: descriptors [BLOCK_N, HEAD_DIM] of the cache as a matrix of tokens, or None.
-        matrix: MatrixArgs; with it ``index.block_ids`` are places (``place_blocks_kernel``). Or None.
-        index: IndexArgs.
-        scale: takes products of elements to scores in base 2.
-        value_scale: what an element of a value counts.
-        skip_margins: [NUM_HEADS] float32, SpargeAttn's λ, in natural units; None skips nothing.
-        int8_heads: [NUM_HEADS] uint8, heads with 8-bit scores; None with ``smooth``: all of them.
-        smooth: SmoothArgs, or None where no head has 8-bit scores.
-        smooth_matrix: descriptor [BLOCK_N, BLOCK_D] of the 8-bit keys, or None.
-        SHAPE: AttendShape.
+        cache: ``KeyArgs`` with values, pages of [page_size, kv heads, HEAD_DIM].
+        k_matrix: Descriptor of the keys as a matrix of tokens, with boxes of [BLOCK_N, HEAD_DIM]; or None.
+        v_matrix: Like ``k_matrix``, for the values; or None.
+        matrix: ``MatrixArgs``, with which ``index.block_ids`` are places (``place_blocks_kernel``); or None.
+        index: ``IndexArgs``.
+        scale: Factor from q·k to scores in base 2.
+        value_scale: Factor of the values.
+        skip_margins: [NUM_HEADS] float32, SpargeAttn's λ in natural units; None to skip nothing.
+        int8_heads: [NUM_HEADS] uint8, 1 for heads with 8-bit scores. If it is None and ``smooth`` is not, all have.
+        smooth: ``SmoothArgs``; None if no head has 8-bit scores.
+        smooth_matrix: Descriptor of the 8-bit keys with boxes of [BLOCK_N, BLOCK_D]; or None.
+        SHAPE: ``AttendShape``.
     """
-    # kv head, then tile by falling weight, then head of the group
+    # Order of programs: kv head, then tile with the longest first, then head of the group.
     i_program = tl.program_id(0)
     num_tiles = tl.num_programs(0) // SHAPE.NUM_HEADS
     i_kv = i_program // (num_tiles * SHAPE.GROUP)
@@ -168,7 +171,7 @@ def attend_kernel(
         b_max = tl.where(in_tile, b_max, UNREACHED)
         b_sum = tl.where(in_tile, b_sum, 1.0)
 
-    # Blocks before the diagonal need no mask; the diagonal ones are always there, and last.
+    # Blocks before the diagonal need no mask; diagonal blocks are always listed, and come last.
     blocks = index.block_ids + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     num_blocks = tl.load(index.block_counts + i_head * num_tiles + i_tile)
     num_full = num_blocks - ((first + length - 1) // SHAPE.BLOCK_N - first // SHAPE.BLOCK_N + 1)
@@ -190,7 +193,7 @@ def attend_kernel(
 
 @triton.jit
 def _walk_by_head(b_q, smooth, int8_heads, i_row, lists, source, scale, margin, softmax, SHAPE):
-    """``_walk`` with the scores that the head asks for; where all heads ask for the same, with no other compiled."""
+    """Run ``_walk`` with the head's kind of scores. If all heads use the same kind, only that is compiled."""
     if smooth is None:
         softmax = _walk(b_q, None, lists, source, scale, margin, softmax, SHAPE)
     else:
@@ -206,7 +209,7 @@ def _walk_by_head(b_q, smooth, int8_heads, i_row, lists, source, scale, margin, 
 
 @triton.jit
 def _walk(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
-    """Fold in all that the tile keeps. ``int8_keys``: what b_q, then 8-bit too, meets in place of keys; or None."""
+    """Process all keys that the tile keeps. ``int8_keys`` replaces the keys if b_q is 8-bit; otherwise None."""
     softmax = _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
     softmax = _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
     if SHAPE.STRIPES > 0:
@@ -216,7 +219,7 @@ def _walk(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
 
 @triton.jit
 def _walk_int8(b_q, smooth, i_row, lists, source, scale, margin, softmax, SHAPE):
-    """``_walk`` with 8-bit scores. The maximum comes back with what smoothing took off all of a query's scores."""
+    """Run ``_walk`` with 8-bit scores. The returned maximum includes the shift that smoothing removed from scores."""
     index = lists.index
     o_mean = i_row * smooth.stride_means + source.i_kv * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)
     b_mean = tl.load(smooth.means + o_mean)
@@ -232,15 +235,14 @@ def _walk_int8(b_q, smooth, i_row, lists, source, scale, margin, softmax, SHAPE)
 
 @triton.jit
 def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
-    """Blocks that every query of the tile sees whole.
+    """Process the blocks that lie before all queries of the tile.
 
-    Nothing that places a block is carried from one iteration to the next: loads that depend on carried values are not
-    pipelined.
+    No address depends on a value that an iteration carries to the next, because Triton does not pipeline such loads.
 
-    Triton pipelines the loads that products at the loop's top level need, and only where there is no such product all
-    loads. So the step stands in a branch (its condition holds: the compiler does not see it), and all that a step needs
-    is loaded AHEAD buffers before. With a margin, where the values' product is in a branch anyway, nothing else loads
-    them before they are needed. Without AHEAD there is no margin: see ``portable._ahead``.
+    Triton pipelines the loads of products at the loop's top level, or all loads if there is no such product. The step
+    therefore stands in a branch, whose condition always holds but is unknown to the compiler, and all of its data are
+    loaded AHEAD buffers before. With a margin, the values' product is in a branch anyway, and nothing else would load
+    values ahead. Without AHEAD there is no margin: see ``engine._ahead``.
     """
     for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
         entry = tl.load(lists.blocks + i)
@@ -259,7 +261,7 @@ def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
 
 @triton.jit
 def _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
-    """Blocks with keys that some queries of the tile may not see."""
+    """Process the diagonal blocks, with the causal mask."""
     first_block = lists.first // SHAPE.BLOCK_N
     o_m = lists.first + tl.arange(0, SHAPE.BLOCK_M)
     for i in range(lists.num_full, lists.num_blocks):
@@ -268,7 +270,7 @@ def _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
         b_k, b_step = _load_keys(int8_keys, i, entry, source, SHAPE)
         b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
-        # Past the sequence's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
+        # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
         b_v = _load_block(VALUES, entry, source, SHAPE)
         b_v = tl.where((o_n < source.limit)[:, None], b_v, 0.0)
         softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
@@ -277,7 +279,7 @@ def _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
 
 @triton.jit
 def _walk_stripes(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
-    """Single keys, gathered a step of them at a time; all lie before the tile's first query."""
+    """Process the stripes, a step at a time; all lie before the tile's first query."""
     index, cache = lists.index, source.cache
     o_list = lists.i_head * lists.num_tiles
     stripes = index.stripe_positions + tl.load(index.stripe_offsets + o_list + lists.i_tile)
@@ -306,7 +308,7 @@ def _walk_stripes(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
 
 @triton.jit
 def _load_keys(int8_keys, i, entry, source, SHAPE):
-    """Keys [BLOCK_N, BLOCK_D] of the i-th block of the list, and what a product with each counts if they are 8-bit."""
+    """Load the keys [BLOCK_N, BLOCK_D] of the list's i-th block and, for 8-bit keys, the scale of each product."""
     if int8_keys is None:
         return _load_block(KEYS, entry, source, SHAPE), 1.0
     else:
@@ -327,7 +329,7 @@ def _load_keys(int8_keys, i, entry, source, SHAPE):
 
 @triton.jit
 def _score(b_q, b_k, b_step, int8_keys, PRECISION: tl.constexpr):
-    """Scores [BLOCK_M, BLOCK_N], raw; those of 8-bit vectors are scaled already."""
+    """Compute scores [BLOCK_M, BLOCK_N]: unscaled, except those of 8-bit vectors."""
     if int8_keys is None:
         return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     else:
@@ -336,9 +338,9 @@ def _score(b_q, b_k, b_step, int8_keys, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load_block(KIND: tl.constexpr, entry, source, SHAPE):
-    """KEYS or VALUES of a block: [BLOCK_N, BLOCK_D]. Past the sequence's end they hold anything.
+    """Load the KEYS or VALUES [BLOCK_N, BLOCK_D] of a block; undefined past the sequence's end.
 
-    ``entry`` is the block's place where the cache is a matrix, else its id.
+    ``entry`` is the block's place if the cache is a matrix, otherwise its id.
     """
     cache, matrix, i_kv = source.cache, source.matrix, source.i_kv
     if source.k_matrix is not None:
@@ -360,11 +362,11 @@ def _load_block(KIND: tl.constexpr, entry, source, SHAPE):
 
 @triton.jit
 def _fold(b_s, b_v, scale, margin, softmax, PRECISION: tl.constexpr):
-    """One step of the online softmax: raw scores [M, N] and values [N, D].
+    """Process one step of the online softmax, with unscaled scores [M, N] and values [N, D].
 
-    ``scale`` takes scores to base 2; the maximum is kept scaled, so that each exponent is one fused multiply-add.
-    A step's exponents always go into the sum. Its product is left out where none of its maxima comes as near to its
-    query's as ``margin``: then no maximum has changed, and acc stays as it is.
+    ``scale`` converts scores to base 2. The maximum is stored scaled, so that each exponent takes one fused
+    multiply-add. The exponents of every step are added to the sum. The product is skipped if no local maximum comes
+    within ``margin`` of its query's running maximum; then no maximum has changed, and the accumulator stays as it is.
     """
     b_v = widen(b_v)
     b_local = tl.max(b_s, 1) * scale

@@ -26,7 +26,7 @@ FIRST_TILE, NUM_TILES, LIST_OFFSET = tl.constexpr(1), tl.constexpr(2), tl.conste
 
 
 class VoteShape(NamedTuple):
-    """What the kernels that multiply are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the kernels that multiply; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -38,7 +38,7 @@ class VoteShape(NamedTuple):
 
 
 class Voting(NamedTuple):
-    """Who votes; every field a ``tl.constexpr``."""
+    """Which queries vote; every field is a ``tl.constexpr``."""
 
     USE_ANCHOR: Any
     BLOCK_M: Any  # queries of a tile that have an anchor, at least 16
@@ -47,7 +47,7 @@ class Voting(NamedTuple):
 
 
 class VoteSplit(NamedTuple):
-    """How ``vote_kernel`` cuts its work; every field a ``tl.constexpr``."""
+    """How ``vote_kernel`` cuts its work; every field is a ``tl.constexpr``."""
 
     SPLIT: Any  # keys of a program
     COLUMNS: Any  # voters at a time
@@ -59,7 +59,7 @@ class VoteSplit(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Where keys of one row and kv head are read from."""
+    """The keys of one row and kv head."""
 
     keys: Any  # KeyArgs
     k_matrix: Any  # descriptor for bulk copies, or None
@@ -80,7 +80,9 @@ class RowVoters(NamedTuple):
 
 
 class VoterArgs(NamedTuple):
-    """What the first kernel leaves for the vote, each anchor less its head's θ; only selected heads' parts are written.
+    """Output of ``anchor_kernel``: each voter with its anchor, less its head's θ.
+
+    Only the selected heads' parts are written.
 
     A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
     """
@@ -90,7 +92,7 @@ class VoterArgs(NamedTuple):
 
 
 class GroupArgs(NamedTuple):
-    """The groups of all rows, and what they vote: a bit for each candidate, laid out as the groups' lists."""
+    """The groups of all rows and their votes: a bit for each candidate, laid out like the groups' lists."""
 
     table: Any  # [num_groups, GROUP_FIELDS] int32
     row_starts: Any  # [num_rows + 1] int32, a row's first group
@@ -103,7 +105,7 @@ class GroupArgs(NamedTuple):
 def anchor_kernel(
     queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window, SHAPE, VOTING,
 ):  # fmt: skip
-    """The voters of one tile of one head, where keys lie between the anchor region's parts.
+    """Compute the voters of one tile and head, if there are keys between initial block and window.
 
     With SAMPLE, the last of every SAMPLE queries, and the last of what is left at a tile's end; 0: the mean of all.
 
@@ -112,16 +114,16 @@ def anchor_kernel(
     Args:
         queries: QueryArgs.
         keys: KeyArgs.
-        k_matrix: descriptor of the keys for bulk copies, or None.
+        k_matrix: Descriptor of the keys for bulk copies, or None.
         matrix: MatrixArgs, or None.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         thetas: [n] float32, θ.
         voters: VoterArgs; written.
-        num_tiles: tiles of the step.
-        scale: of products of elements, in natural units.
-        span: keys of a group's span.
-        window: keys before a group that belong to its window too.
+        num_tiles: Tiles of the step.
+        scale: Factor from q·k to scores, usually 1/√head_dim.
+        span: Keys of a group's span.
+        window: Keys of the window that lie before the group.
         SHAPE: VoteShape.
         VOTING: Voting.
     """
@@ -161,7 +163,7 @@ def anchor_kernel(
 
 @triton.jit
 def _region_max(b_q, o_m, source, start, first, SHAPE):
-    """Row maxima of q·k over the initial block and the window, for queries at the positions ``o_m``: [BLOCK_M]."""
+    """Compute row maxima [BLOCK_M] of q·k over the initial block and the window, for queries at positions ``o_m``."""
     b_max = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
     # As one run of positions that ends with the window; only blocks past the tile's first query need a mask.
     head = start - SHAPE.INITIAL
@@ -180,7 +182,7 @@ def _region_max(b_q, o_m, source, start, first, SHAPE):
 
 @triton.jit
 def _load_block(source, position, SHAPE):
-    """Keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N. Past the row's end they may be anything."""
+    """Load keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N; undefined past the row's end."""
     keys, matrix = source.keys, source.matrix
     if source.k_matrix is not None:
         table = keys.block_table + source.i_row.to(tl.int64) * keys.stride_table
@@ -193,7 +195,7 @@ def _load_block(source, position, SHAPE):
 
 @triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
 def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, SHAPE, VOTE):
-    """SPLIT keys of one kv head, voted on by a set of its (group, head) pairs of a row: COLUMNS voters at a time.
+    """Vote on SPLIT keys of one kv head, by a set of (group, head) pairs of a row, COLUMNS voters at a time.
 
     ``heads`` is None where all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
 
@@ -201,15 +203,15 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
 
     Args:
         keys: KeyArgs.
-        k_matrix: descriptor of the keys for bulk copies, or None.
+        k_matrix: Descriptor of the keys for bulk copies, or None.
         matrix: MatrixArgs, or None.
         groups: GroupArgs; words are written.
         voters: VoterArgs.
-        heads: [num_heads] int32, heads that are selected; None: all.
-        num_heads: how many there are.
-        num_tiles: tiles of the step.
-        num_sets: sets of (group, head) pairs of the longest row.
-        scale: of products of elements, in natural units.
+        heads: [num_heads] int32, numbers of the selected heads; None for all.
+        num_heads: Length of ``heads``.
+        num_tiles: Tiles of the step.
+        num_sets: Sets of (group, head) pairs of the longest row.
+        scale: Factor from q·k to scores, usually 1/√head_dim.
         SHAPE: VoteShape.
         VOTE: VoteSplit.
     """
@@ -258,7 +260,7 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
 
 @triton.jit
 def _voters(row_voters, first_pair, first, SHAPE, VOTE):
-    """Voters ``first`` to ``first`` + BLOCK_T of each of a set's groups: queries [COLUMNS, BLOCK_D] and anchors.
+    """Load voters ``first`` to ``first`` + BLOCK_T of each group of a set: queries [COLUMNS, BLOCK_D] and anchors.
 
     The first voters of all groups come first: maxima over the voters of one group then stay within a thread.
     """
@@ -277,7 +279,7 @@ def _voters(row_voters, first_pair, first, SHAPE, VOTE):
 
 @triton.jit
 def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
-    """By how much each key's score passes x_a − θ of the voter that wants it most, in each pair: [keys, PAIRS].
+    """Compute, for each key and pair, the largest excess of a score over x_a − θ of its voter: [keys, PAIRS].
 
     Less than 0 is too little (equation 2).
     """
@@ -291,7 +293,7 @@ def blocks_kernel(
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole.
+    """Write the list of blocks of one tile and head: the anchor region, and blocks that the group keeps whole.
 
     With ANY, those of which it keeps any key, and the tile has no stripes.
 
@@ -300,15 +302,15 @@ def blocks_kernel(
     Args:
         groups: GroupArgs.
         index: IndexArgs; lists and counts are written.
-        heads: [n] int32 on the device, the query heads that are selected.
-        num_tiles: tiles of the step.
-        span: keys of a group's span.
-        window: keys before a group that belong to its window too.
-        INITIAL: keys of the initial block.
-        INDEX_N: keys of a block of the index.
-        CHUNK: blocks of a step.
-        ANY: whether a block is kept for any of its keys.
-        GROUP_FIELDS: columns of the groups' table.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        num_tiles: Tiles of the step.
+        span: Keys of a group's span.
+        window: Keys of the window that lie before the group.
+        INITIAL: Keys of the initial block.
+        INDEX_N: Keys of an index block.
+        CHUNK: Blocks of a step.
+        ANY: Whether a block is kept for any of its keys.
+        GROUP_FIELDS: Columns of the groups' table.
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
@@ -337,7 +339,7 @@ def blocks_kernel(
 
 @triton.jit
 def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
-    """The words of candidate blocks [blocks, words of a block], 0 where masked, and whether a block is kept whole."""
+    """Load the words of candidate blocks [blocks, words of a block], 0 if masked, and flag whole blocks."""
     o_word = o_b[:, None] * (INDEX_N // WORD) + tl.arange(0, INDEX_N // WORD)[None, :]
     b_words = tl.load(words + o_word, mask=mask[:, None], other=0)
     return b_words, tl.min((b_words == ALL_KEPT).to(tl.int32), 1) != 0
@@ -345,14 +347,14 @@ def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
 
 @triton.jit
 def _stripe_words(words, o_b, mask, INDEX_N: tl.constexpr):
-    """The words of candidate blocks, less those of blocks that are kept whole."""
+    """Load the words of candidate blocks, with those of whole blocks cleared."""
     b_words, b_whole = _block_words(words, o_b, mask, INDEX_N)
     return tl.where(b_whole[:, None], 0, b_words)
 
 
 @triton.jit
 def _ones(b_words):
-    """How many bits of each word are set, by the sums of ever wider fields."""
+    """Count the bits set in each word, by sums of ever wider fields."""
     b_x = b_words.to(tl.uint32, bitcast=True)
     b_x = b_x - ((b_x >> 1) & 0x55555555)
     b_x = (b_x & 0x33333333) + ((b_x >> 2) & 0x33333333)
@@ -366,7 +368,9 @@ def stripes_kernel(
     groups, index, heads, num_tiles,
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of one group's stripes for one head; whoever writes the last one also writes every tile's count.
+    """Write a stretch of one group's stripes for one head.
+
+    The program of the last stretch also writes the counts of all tiles.
 
     Grid: (stretches of the longest list, groups, n). Bound by memory: it reads a bit for each key, and writes 4 bytes
     for each stripe.
@@ -374,13 +378,13 @@ def stripes_kernel(
     Args:
         groups: GroupArgs.
         index: IndexArgs; stripes and counts are written.
-        heads: [n] int32 on the device, the query heads that are selected.
-        num_tiles: tiles of the step.
-        INITIAL: keys of the initial block.
-        INDEX_N: keys of a block of the index.
-        SPLIT: keys of a stretch.
-        CHUNK: keys of a step.
-        FIELDS: columns of the groups' table.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        num_tiles: Tiles of the step.
+        INITIAL: Keys of the initial block.
+        INDEX_N: Keys of an index block.
+        SPLIT: Keys of a stretch.
+        CHUNK: Keys of a step.
+        FIELDS: Columns of the groups' table.
     """
     i_head = tl.load(heads + tl.program_id(2))
     group = groups.table + tl.program_id(1) * FIELDS

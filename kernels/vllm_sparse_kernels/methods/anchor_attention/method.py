@@ -36,9 +36,9 @@ and means of 8 queries find 4 at a density of 0.85. So, beyond the paper and off
 * ``sample_tokens``: the last of every so many queries of a tile votes by its own score, held against its own x_a, not
   against a mean (equation 2 for single queries). A key is kept for the group if any of them wants it. Such scores need
   a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
-* ``whole_blocks``: a vote for one key keeps the block of the index around it: of 32 keys where all heads of a layer
-  ask for it and such blocks cost no more (``width.py``), of 64 or 128 elsewhere. What is copied is copied in order: the
-  keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
+* ``whole_blocks``: a vote for one key keeps the block of the index around it: of 32 keys where all heads of a layer ask
+  for it and such blocks cost no more (``block_width.py``), of 64 or 128 elsewhere. What is copied is copied in order:
+  the keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
   cost half of what stripes do, and short groups, which make for long lists of stripes, need no room for them.
 
 With one tile a group and ``window_tokens`` = 512, the same prompt: sampled every 16 with blocks of 32, θ = 2, finds all
@@ -131,9 +131,9 @@ def group_tiles(rows: Rows, span_tokens: int, window_tokens: int) -> list[list[G
     Groups of a row begin at consecutive multiples of the span, and windows ``window_tokens`` before them.
 
     Args:
-        rows: the rows of a step.
-        span_tokens: positions that a group covers.
-        window_tokens: keys before a group that belong to its window too.
+        rows: The rows of a step.
+        span_tokens: Positions that a group covers.
+        window_tokens: Keys of the window that lie before the group.
 
     Returns:
         Groups, by row.
@@ -175,9 +175,9 @@ class Groups(NamedTuple):
         """Return the groups of a step, copied to the device.
 
         Args:
-            rows: the rows of a step.
-            span_tokens: positions that a group covers.
-            window_tokens: keys before a group that belong to its window too.
+            rows: The rows of a step.
+            span_tokens: Positions that a group covers.
+            window_tokens: Keys of the window that lie before the group.
 
         Returns:
             Groups on the host and on the device.
@@ -228,7 +228,7 @@ class AnchorAttention(PerHead):
 
     @property
     def tile_voters(self) -> int:
-        """Of a whole tile."""
+        """Voters of a complete tile."""
         return TILE_TOKENS // self.sample_tokens if self.sample_tokens else 1
 
     @property
@@ -245,10 +245,10 @@ class AnchorAttention(PerHead):
         """Return the room for one head's stripes: see ``Method.stripe_layout``.
 
         Args:
-            rows: the rows of a step.
+            rows: The rows of a step.
 
         Returns:
-            Where each tile's list begins.
+            Offsets of the tiles' lists.
         """
         if self.whole_blocks:
             return StripeLayout.none(rows)
@@ -260,13 +260,13 @@ class AnchorAttention(PerHead):
         """Return what ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
-            rows: the rows of a step.
-            shape: the layer's heads and blocks.
-            num_selected: query heads that are selected.
-            stripe_capacity: stripes of one head, of all tiles.
+            rows: The rows of a step.
+            shape: Sizes of the layer.
+            num_selected: Number of query heads to select.
+            stripe_capacity: Positions of all lists of stripes of one head.
 
         Returns:
-            Bytes, or a few more.
+            An upper bound, in bytes.
         """
         of_rows = group_tiles(rows, self.span_tokens, self.window_tokens)
         num_candidates = sum(group.num_candidates for of_row in of_rows for group in of_row)
@@ -278,10 +278,10 @@ class AnchorAttention(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         rows, empty = index.rows, index.workspace.empty
         settings = self.span_tokens, self.window_tokens
@@ -369,7 +369,10 @@ class AnchorAttention(PerHead):
 
 
 def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:
-    """The keys for bulk copies of ``block_tokens`` rows; None twice where blocks or cache do not allow them."""
+    """Return descriptors of the keys for bulk copies of ``block_tokens`` rows.
+
+    They are (None, None) if blocks or cache do not allow such copies.
+    """
     matrix = matrix_args(cache) if cache.page_size % block_tokens == 0 and supports_bulk(cache) else None
     if matrix is None:
         return None, None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention (Zhang et al., 2025), equations 1 and 2 and section 3.4, in plain torch.
 
-What is read into the paper, and where this departs from it, is said in ``select.anchor_attention``.
+``method.py`` describes the interpretation of the paper, and departures from it.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ def select_anchor_attention(
     """Fill the lists of ``heads`` in plain torch, as ``AnchorAttention.select`` does by kernels.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     rows, ratio = index.rows, q.shape[1] // cache.num_kv_heads
     keys = [keys for _, _, keys in rows_of(q, cache, rows)]
@@ -64,9 +64,9 @@ def window_start(tile: Tile, step_tiles: int, window_tokens: int = 0) -> int:
     Groups lie at multiples of the span, a tile goes by its first query.
 
     Args:
-        tile: a tile of the step.
-        step_tiles: tiles of a group.
-        window_tokens: keys before a group that belong to its window too.
+        tile: Number of the tile.
+        step_tiles: Tiles of a group.
+        window_tokens: Keys of the window that lie before the group.
 
     Returns:
         A position, negative in a row's first groups.
@@ -86,13 +86,13 @@ def anchor_differences(
     tiles to one group whose window begins at ``start``. Computed in the inputs' dtype.
 
     Args:
-        tiles: of one group.
+        tiles: The tiles of a group.
         q: [num_tokens, head_dim].
         k: [seq_len, head_dim].
-        start: where the group's window begins.
-        scale: takes products of elements to scores, in natural units; > 0.
+        start: Position at which the group's window begins.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         use_anchor: False sets x_a = 0.
-        sample_tokens: every so-many-th query votes; 0: the mean of all.
+        sample_tokens: Distance between voting queries; 0 if the mean of all queries votes.
 
     Returns:
         float32.

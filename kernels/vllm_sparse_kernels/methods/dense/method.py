@@ -13,7 +13,7 @@ from vllm_sparse_kernels.selection.lists import compact_blocks
 
 @dataclass(frozen=True)
 class Dense(Method):
-    """No parameters: nothing is left out."""
+    """Dense attention; the method has no parameters."""
 
     block_tokens = 128
 
@@ -22,9 +22,9 @@ class Dense(Method):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         compact_blocks(None, index, heads)

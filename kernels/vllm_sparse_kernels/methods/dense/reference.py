@@ -14,12 +14,12 @@ def select_dense(
     """Fill the lists of ``heads`` in plain torch, as ``Dense.select`` does by kernels.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     for i_tile, tile in enumerate(index.rows.tile_list):
         for head in heads.tolist():

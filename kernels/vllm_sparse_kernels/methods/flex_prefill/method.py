@@ -99,7 +99,7 @@ class FlexVerticalSlash(PerHead):
 
     @property
     def size_key(self) -> "FlexVerticalSlash":
-        """The same as far as the workspace's size depends on it."""
+        """Key that is equal for methods whose workspaces have equal sizes."""
         return FlexVerticalSlash(max_stripes=self.max_stripes)
 
     @property
@@ -111,11 +111,11 @@ class FlexVerticalSlash(PerHead):
         """Return how many stripes a tile of a row may keep. Depends on the row's own size alone.
 
         Args:
-            rows: the rows of a step.
-            row: a row of the step.
+            rows: The rows of a step.
+            row: Number of the row.
 
         Returns:
-            Stripes.
+            Number of stripes.
         """
         num_tiles = rows.tile_starts[row + 1] - rows.tile_starts[row]
         return min(self.max_stripes, max(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
@@ -124,10 +124,10 @@ class FlexVerticalSlash(PerHead):
         """Return the room for one head's stripes: see ``Method.stripe_layout``.
 
         Args:
-            rows: the rows of a step.
+            rows: The rows of a step.
 
         Returns:
-            Where each tile's list begins.
+            Offsets of the tiles' lists.
         """
         offsets, total = [], 0
         for tile in rows.tile_list:
@@ -139,13 +139,13 @@ class FlexVerticalSlash(PerHead):
         """Return what ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
-            rows: the rows of a step.
-            shape: the layer's heads and blocks.
-            num_selected: query heads that are selected.
-            stripe_capacity: stripes of one head, of all tiles.
+            rows: The rows of a step.
+            shape: Sizes of the layer.
+            num_selected: Number of query heads to select.
+            stripe_capacity: Positions of all lists of stripes of one head.
 
         Returns:
-            Bytes, or a few more.
+            An upper bound, in bytes.
         """
         num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
         return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
@@ -158,11 +158,11 @@ class FlexVerticalSlash(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
-            patterns: [n, num_rows] int32: heads and rows where it is not 0 are left out; None: none are.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
+            patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
         """
         estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
         select_lines(q, cache, index, heads, scale, estimate, self.keep_lines, patterns)
@@ -171,11 +171,11 @@ class FlexVerticalSlash(PerHead):
         """Keep the fewest columns and the fewest diagonals with γ of the mass, of each head and row.
 
         Args:
-            sums: sums of Â.
-            index: whose rows and workspace are used.
+            sums: Sums of Â.
+            index: The index, whose rows and workspace are used.
 
         Returns:
-            What is kept, in the index's workspace.
+            The kept lines, in the index's workspace.
         """
         rows, room, num_entries = index.rows, index.workspace.empty, sums.num_entries
         num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_entries)
@@ -200,7 +200,7 @@ class FlexVerticalSlash(PerHead):
 
 
 class LineShape(NamedTuple):
-    """What both kernels are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of both kernels; every field is a ``tl.constexpr``."""
 
     BAND: Any  # queries and keys of the blocks whose diagonals are summed
     BLOCK_N: Any  # keys of a block of the index
@@ -209,7 +209,7 @@ class LineShape(NamedTuple):
 
 
 class LineLimits(NamedTuple):
-    """How many stripes a row may have, and where its keys begin; every field a ``tl.constexpr``."""
+    """How many stripes a row may have, and where its keys begin; every field is a ``tl.constexpr``."""
 
     ROW_STRIPES: Any  # of all tiles together
     FEWEST: Any  # of a tile, however many there are
@@ -219,7 +219,7 @@ class LineLimits(NamedTuple):
 
 @triton.jit
 def _threshold(shares, digits, i_all, chunks, used):
-    """The least key (``mass_keys``) of a line that is kept."""
+    """Return the smallest key (``mass_keys``) of a line that is kept."""
     share = tl.load(shares + tl.program_id(1))
     threshold, _, _, _ = threshold_of(digits, LAST_PASS, i_all, chunks, used, share, True)
     return threshold.to(tl.int32)
@@ -227,7 +227,7 @@ def _threshold(shares, digits, i_all, chunks, used):
 
 @triton.jit
 def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Keys [blocks, BLOCK_N] from ``start`` on, which of them are kept, and how many of each block."""
+    """Return keys [blocks, BLOCK_N] from ``start`` on, flags of the kept ones, and their number in each block."""
     o_n = start + tl.reshape(tl.arange(0, CHUNK), [CHUNK // BLOCK_N, BLOCK_N])
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept, tl.sum(b_kept.to(tl.int32), 1)
@@ -235,7 +235,7 @@ def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
-    """Numbers of CHUNK bands from ``start`` on, and whether their mass reaches the threshold: int32 0 or 1."""
+    """Return the numbers of CHUNK bands from ``start`` on, and int32 flags of the kept ones."""
     o_n = start + tl.arange(0, CHUNK)
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept.to(tl.int32)
@@ -243,34 +243,36 @@ def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
 
 @triton.jit
 def _column_counts(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """How many columns of each block from ``start`` on are kept: [blocks] int32."""
+    """Count the kept columns of each block from ``start`` on: [blocks] int32."""
     _, _, b_count = _kept_columns(row, start, end, threshold, BLOCK_N, CHUNK)
     return b_count
 
 
 @triton.jit
 def _band_flags(row, start, end, threshold, CHUNK: tl.constexpr):
-    """Which bands from ``start`` on are kept: int32 0 or 1."""
+    """Flag the kept bands from ``start`` on: int32 0 or 1."""
     _, b_band = _kept_bands(row, start, end, threshold, CHUNK)
     return b_band
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, SHAPE):
-    """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
-    how many are kept.
+    """Count the lines of one chunk.
+
+    left[row, job, chunk, c - 2] becomes the number of columns that remain if blocks with c or more are kept whole; for
+    bands, the number of kept bands.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         shares: [2 n] float32, γ of each job.
         digits: Digits of both passes.
-        chunks: chunks of the longest array.
+        chunks: Chunks of the longest array.
         left: [num_rows, 2 n, chunks, BLOCK_N] int32; written.
         SHAPE: LineShape.
     """
@@ -297,23 +299,23 @@ def _keep_lines_kernel(
     sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, max_stripes, lines, max_columns,
     SHAPE, LIMITS,
 ):  # fmt: skip
-    """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands.
+    """Write the kept lines of one chunk: whole blocks, the other kept columns, and running counts of kept bands.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         shares: [2 n] float32, γ of each job.
         digits: Digits of both passes.
-        chunks: chunks of the longest array.
+        chunks: Chunks of the longest array.
         left: [num_rows, 2 n, chunks, BLOCK_N] int32, of ``_count_lines_kernel``.
-        max_stripes: of a tile.
+        max_stripes: Maximum number of stripes of a tile.
         lines: Lines; written.
-        max_columns: places for columns that one list has.
+        max_columns: Capacity of a list of columns.
         SHAPE: LineShape.
         LIMITS: LineLimits.
     """

@@ -27,12 +27,12 @@ def select_flex_vertical_slash(
     """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does by kernels.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     rows = index.rows
     for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, rows, heads):
@@ -47,11 +47,11 @@ def select_flex_vertical_slash(
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
-    """Return places in the chunk: of its last queries, or of as many that part it evenly, the last one included.
+    """Return places in the chunk of its last queries, or of as many that divide it evenly and include the last one.
 
     Args:
-        method: the method and its parameters.
-        query_len: queries of the chunk.
+        method: The method of the heads, possibly merged.
+        query_len: Queries of the chunk.
 
     Returns:
         [count] int64, ascending.
@@ -63,13 +63,13 @@ def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Ten
 
 
 def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return Â.
+    """Compute Â, the softmax of the estimating queries over all keys.
 
     Args:
         queries: [queries, head_dim].
         keys: [seq_len, head_dim].
         positions: [queries], in the row.
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         [queries, keys] float32.
@@ -119,7 +119,7 @@ def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:
 
     Args:
         values: [n].
-        tokens: values of a sum.
+        tokens: Number of values in each sum.
 
     Returns:
         [n / tokens, rounded up].
@@ -129,12 +129,12 @@ def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> torch.Tensor:
-    """Flag the first block and those kept whole, so that at most ``capacity`` columns remain outside.
+    """Flag the first block and the blocks to keep whole, such that at most ``capacity`` columns remain outside.
 
     Args:
         columns: [seq_len] bool, kept ones.
-        capacity: stripes of a tile.
-        block_tokens: keys of a block of the index.
+        capacity: Stripes of a tile.
+        block_tokens: Keys of an index block.
 
     Returns:
         [blocks] bool.
@@ -149,15 +149,17 @@ def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> tor
 def set_lines(
     columns: torch.Tensor, diagonals: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """Write one tile's blocks, those that a kept diagonal crosses and whole ones, and the columns outside as stripes.
+    """Write the lists of one tile.
+
+    Blocks crossed by a kept diagonal and whole blocks are kept as blocks, and the other kept columns as stripes.
 
     Args:
         columns: [seq_len] bool.
         diagonals: [blocks] bool.
         whole: [blocks] bool.
-        index: the SparseIndex that is filled.
-        head: a query head.
-        i_tile: a tile of the step.
+        index: The index, whose lists of ``heads`` are overwritten.
+        head: Number of the query head.
+        i_tile: Number of the tile.
     """
     tile = index.rows.tile_list[i_tile]
     crossed = torch.zeros(index.num_causal_blocks(tile) * index.block_tokens, dtype=torch.bool, device=columns.device)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A-shape heads of MInference (arXiv:2407.02490), section 3: the query at position p keeps the keys [0, sink) and
-(p - local, p].
+"""A-shape heads of MInference (arXiv:2407.02490, section 3).
+
+The query at position p keeps the keys [0, sink) and (p - local, p].
 
 A tile of 128 queries keeps the same keys, in whole blocks: the union of its queries' windows.
 """
@@ -37,10 +38,10 @@ class AShape(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         names, settings = ("sink_tokens", "local_tokens"), self.of_heads(len(heads))
         numbers = tuple(min(getattr(head_method, name), MOST) for name in names for head_method in settings)
@@ -52,17 +53,17 @@ class AShape(PerHead):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Write one (tile, head)'s list: sink blocks and those of the local window.
+    """Write the list of one tile and head: sink blocks and those of the local window.
 
     Grid: (tiles, n). Bound by the launch: it writes 4 bytes for each kept block.
 
     Args:
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         index: IndexArgs; lists and counts are written.
-        num_tiles: tiles of the step.
+        num_tiles: Tiles of the step.
         numbers: [2, n] float32: global tokens and local window of each head.
-        BLOCK_N: keys of a block of the index.
-        CHUNK: blocks of a step.
+        BLOCK_N: Keys of an index block.
+        CHUNK: Blocks of a step.
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse heads of MInference (arXiv:2407.02490), Algorithm 3: queries and keys averaged in 64s, and for each
-query block the k_b key blocks with the largest products.
+"""Block-sparse heads of MInference (arXiv:2407.02490, Algorithm 3).
+
+Queries and keys are averaged in blocks of 64. Each query block keeps the k_b key blocks with the largest products.
 
 Deviations from the paper:
 
@@ -53,10 +54,10 @@ class BlockSparse(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         products = pooled_products(q, cache, index, heads, scale, PER_TILE)
         for first_tile, scores, _ in products:
@@ -66,15 +67,14 @@ class BlockSparse(PerHead):
 def write_top_blocks(
     scores: torch.Tensor, method: BlockSparse, index: SparseIndex, first_tile: int, heads: torch.Tensor
 ) -> None:
-    """Write lists of the tiles from ``first_tile`` on: the blocks that ``method`` chooses by their scores, and the
-    diagonal.
+    """Write the lists of the tiles from ``first_tile`` on: the blocks with the largest scores, and the diagonal.
 
     Args:
         scores: [n, 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
-        method: the method and its parameters.
-        index: the SparseIndex that is filled.
-        first_tile: the first tile of the run.
-        heads: [n] int32 on the device, the query heads that are selected.
+        method: The method of the heads, possibly merged.
+        index: The index, whose lists of ``heads`` are overwritten.
+        first_tile: First tile of the run.
+        heads: [n] int32 on the device, numbers of the selected query heads.
     """
     num_entries, num_q, width = scores.shape
     counts = on_device(
@@ -91,21 +91,23 @@ def _top_blocks_kernel(
     scores, width, counts, heads, first_tile, index, num_tiles,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal.
+    """Write the list of one tile and head.
+
+    The kept blocks follow from the scores of its two query blocks, each ``width`` · 64, and from the diagonal.
 
     Grid: (tiles of the run, n). Bound by latency: 32 halvings over scores in registers.
 
     Args:
         scores: [n, 2 · tiles, width · 64] float32.
-        width: columns of a row of products, in units of 64.
+        width: Columns of ``products``, in units of 64.
         counts: [n] float32, k_b.
-        heads: [n] int32 on the device, the query heads that are selected.
-        first_tile: the first tile of the run.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        first_tile: First tile of the run.
         index: IndexArgs; lists and counts are written.
-        num_tiles: tiles of the step.
-        BLOCK_N: keys of a block of the index.
-        HELD: scores of a row that stay in registers.
-        CHUNK: blocks of a step.
+        num_tiles: Tiles of the step.
+        BLOCK_N: Keys of an index block.
+        HELD: Scores of a row that stay in registers.
+        CHUNK: Blocks of a step.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
@@ -134,7 +136,9 @@ def _top_blocks_kernel(
 
 @triton.jit
 def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
-    """For each of two rows (threshold, ties): its k largest are those above and the first ``ties`` equal ones.
+    """Return (threshold, ties) for each of two rows.
+
+    The k largest values are those above the threshold and the first ``ties`` equal to it.
 
     Found bit by bit from the highest down. The first CHUNK values are held; of longer rows the rest is read for every
     bit.
@@ -156,7 +160,7 @@ def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
 
 @triton.jit
 def _next_bit(threshold, reach, above, n, k, bit):
-    """One bit of one row's threshold; nothing any more once no more than k values reach it."""
+    """Determine one bit of a row's threshold; keep it once at most k values reach it."""
     is_open = reach > k
     is_set = is_open & (n >= k)
     above = tl.where(is_open & (n < k), n, above)
@@ -165,13 +169,13 @@ def _next_bit(threshold, reach, above, n, k, bit):
 
 @triton.jit
 def _settled(threshold, reach, above, k):
-    """(threshold, ties) of one row: where no more than k values reach the threshold, all of these are kept."""
+    """Return (threshold, ties) of one row; if at most k values reach the threshold, all of them are kept."""
     return tl.where(reach <= k, tl.maximum(threshold, 1) - 1, threshold), tl.where(reach <= k, 0, k - above)
 
 
 @triton.jit
 def _count_two(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
-    """How many values of each row have at least these bits."""
+    """Count the values of each row with at least these bits."""
     row_0, num_0, row_1, num_1 = rows
     n_0, n_1 = _count_held(b_0, b_1, least_0, least_1)
     for start in range(CHUNK, tl.maximum(num_0, num_1), CHUNK):
@@ -184,6 +188,6 @@ def _count_two(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
 
 @triton.jit
 def _count_held(b_0, b_1, least_0, least_1):
-    """Both counts by one reduction; a chunk is shorter than 2 ** 15."""
+    """Compute both counts by one reduction; a chunk is shorter than 2 ** 15."""
     b_counts = tl.sum((b_0 >= least_0).to(tl.int32) + ((b_1 >= least_1).to(tl.int32) << 16), 0)
     return b_counts & 0xFFFF, b_counts >> 16

@@ -22,11 +22,11 @@ POOL_TOKENS = 64
 
 
 def top(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Flag the k largest of each last axis, equal ones by lowest index first.
+    """Flag the k largest along the last axis, with ties in order of index.
 
     Args:
         scores: [..., n].
-        k: how many.
+        k: Number of values.
 
     Returns:
         bool of the same shape.
@@ -38,15 +38,15 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
 def select_a_shape(
     method: "AShape", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Section 3.2: global tokens and a local window.
+    """Select global tokens and a local window (section 3.2).
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     for i_tile, tile in enumerate(index.rows.tile_list):
         keys = torch.arange(tile.last_position + 1, device=q.device)
@@ -56,11 +56,11 @@ def select_a_shape(
 
 
 def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return whether any of consecutive flags is set.
+    """Return whether any flag of each group of consecutive flags is set.
 
     Args:
         kept: [n] bool.
-        tokens: flags of a group.
+        tokens: Number of flags in each group.
 
     Returns:
         [n / tokens, rounded up] bool.
@@ -72,15 +72,15 @@ def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
 def select_vertical_slash(
     method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Algorithms 2 and 4.
+    """Select by Algorithms 2 and 4.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
         vertical, slash = vertical_slash_sums(queries[-method.last_queries :], keys, scale)
@@ -91,15 +91,15 @@ def select_vertical_slash(
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Algorithm 2's sums: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â).
+    """Compute the sums of Algorithm 2: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â).
 
     Args:
         last_q: [queries, head_dim].
         keys: [seq_len, head_dim].
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
-        Two [seq_len] float32.
+        Two tensors [seq_len] float32.
     """
     num_last, seq_len = len(last_q), len(keys)
     positions = torch.arange(seq_len - num_last, seq_len, device=keys.device)
@@ -111,12 +111,12 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
-    """Flag Algorithm 2's argtopk; the first ``forced`` count as infinite, sums alike in ten bits as equal.
+    """Flag the argtopk of Algorithm 2. The first ``forced`` count as infinite, and sums equal to ten bits as equal.
 
     Args:
         sums: [seq_len].
-        k: how many.
-        forced: so many of the first count as infinite.
+        k: Number of values.
+        forced: Number of the first values that count as infinite.
 
     Returns:
         [seq_len] bool.
@@ -127,7 +127,7 @@ def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
 
 
 def ten_bits(sums: torch.Tensor) -> torch.Tensor:
-    """Return sums >= 0 as integers of their order, equal where mantissas agree in their first ten bits, or below 2⁻⁵⁷.
+    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are below 2⁻⁵⁷.
 
     Args:
         sums: float32.
@@ -141,14 +141,14 @@ def ten_bits(sums: torch.Tensor) -> torch.Tensor:
 def set_vertical_slash(
     verticals: torch.Tensor, slashes: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """Write what Algorithm 4 merges for one tile, all at once: blocks that a slash crosses, and verticals outside them.
+    """Write the merged lists of Algorithm 4 for one tile: blocks crossed by a slash, and verticals outside of them.
 
     Args:
         verticals: [seq_len] bool.
         slashes: [seq_len] bool, by distance.
-        index: the SparseIndex that is filled.
-        head: a query head.
-        i_tile: a tile of the step.
+        index: The index, whose lists of ``heads`` are overwritten.
+        head: Number of the query head.
+        i_tile: Number of the tile.
     """
     tile = index.rows.tile_list[i_tile]
     starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
@@ -162,15 +162,15 @@ def set_vertical_slash(
 def select_block_sparse(
     method: "BlockSparse", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Algorithm 3.
+    """Select by Algorithm 3.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
         kept = tile_blocks(block_scores(queries, keys, scale), head_method.top_blocks)
@@ -179,12 +179,12 @@ def select_block_sparse(
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return Q̂ K̂ᵀ / √d + m_causal of Algorithm 3, which A^ is the softmax of.
+    """Compute Q̂ K̂ᵀ / √d + m_causal of Algorithm 3.
 
     Args:
         q: [query_len, head_dim].
         keys: [seq_len, head_dim].
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         [query blocks, key blocks].
@@ -197,7 +197,7 @@ def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Ten
 
 
 def mean_pool(x: torch.Tensor) -> torch.Tensor:
-    """Return means of 64 consecutive rows, of fewer at the end.
+    """Compute means of 64 consecutive rows; the last mean may be of fewer.
 
     Args:
         x: [n, ...].
@@ -213,10 +213,10 @@ def mean_pool(x: torch.Tensor) -> torch.Tensor:
 
 
 def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Flag what tiles of two query blocks keep.
+    """Flag the kept blocks of tiles of two query blocks.
 
     Args:
-        scores: of ``block_scores``.
+        scores: The result of ``block_scores``.
         k: k_b.
 
     Returns:
@@ -226,7 +226,7 @@ def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
-    """Return whether either of a tile's query blocks has a flag; the second block of the last tile may be missing.
+    """Combine the flags of each tile's two query blocks; the last tile may have only one.
 
     Args:
         of_blocks: [query blocks, key blocks] bool.
@@ -238,13 +238,13 @@ def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
 
 
 def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:
-    """Write one tile's list, in the index's blocks.
+    """Write the list of one tile, in blocks of the index.
 
     Args:
         kept: [key blocks of 64] bool.
-        index: the SparseIndex that is filled.
-        head: a query head.
-        i_tile: a tile of the step.
+        index: The index, whose lists of ``heads`` are overwritten.
+        head: Number of the query head.
+        i_tile: Number of the tile.
     """
     causal = kept[: index.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
     index.set_blocks(head, i_tile, any_of(causal, index.block_tokens // POOL_TOKENS))

@@ -53,8 +53,11 @@ from vllm_sparse_kernels.selection.topk import kept_in_chunk
 
 @dataclass(frozen=True)
 class VerticalSlash(PerHead):
-    """k_v ``vertical_tokens``, k_s ``slash_tokens``, last_q ``last_queries``; the defaults of the authors' code where a
-    head has no searched pattern. The forced ones count among k_v and k_s."""
+    """Parameters of vertical-slash heads: k_v ``vertical_tokens``, k_s ``slash_tokens``, last_q ``last_queries``.
+
+    The defaults are those of the authors' code for heads without a searched pattern. Forced lines count among k_v and
+    k_s.
+    """
 
     differing = ("vertical_tokens", "slash_tokens", "forced_verticals", "forced_slashes")
 
@@ -71,22 +74,22 @@ class VerticalSlash(PerHead):
 
     @property
     def most_verticals(self) -> int:
-        """Of any head, where they differ."""
+        """Maximum number of verticals of any head."""
         return max(head_method.vertical_tokens for head_method in self.settings or (self,))
 
     @property
     def size_key(self) -> "VerticalSlash":
-        """The same as far as the workspace's size depends on it."""
+        """Key that is equal for methods whose workspaces have equal sizes."""
         return VerticalSlash(self.most_verticals)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Return the room for one head's stripes, enough for any of the heads.
 
         Args:
-            rows: the rows of a step.
+            rows: The rows of a step.
 
         Returns:
-            Where each tile's list begins.
+            Offsets of the tiles' lists.
         """
         return StripeLayout.per_tile(rows, self.most_verticals)
 
@@ -94,13 +97,13 @@ class VerticalSlash(PerHead):
         """Return what ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
-            rows: the rows of a step.
-            shape: the layer's heads and blocks.
-            num_selected: query heads that are selected.
-            stripe_capacity: stripes of one head, of all tiles.
+            rows: The rows of a step.
+            shape: Sizes of the layer.
+            num_selected: Number of query heads to select.
+            stripe_capacity: Positions of all lists of stripes of one head.
 
         Returns:
-            Bytes, or a few more.
+            An upper bound, in bytes.
         """
         return most_bytes(rows, shape, num_selected, stripe_capacity, self.most_verticals)
 
@@ -109,10 +112,10 @@ class VerticalSlash(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         select_lines(q, cache, index, heads, scale, Estimate(self.last_queries, band=1), self.keep_largest)
 
@@ -120,11 +123,11 @@ class VerticalSlash(PerHead):
         """Keep the k_v largest column sums and the k_s largest diagonal sums of each head and row.
 
         Args:
-            sums: sums of Â.
-            index: whose rows and workspace are used.
+            sums: Sums of Â.
+            index: The index, whose rows and workspace are used.
 
         Returns:
-            What is kept, in the index's workspace.
+            The kept lines, in the index's workspace.
         """
         settings, device, room = self.of_heads(sums.num_entries), sums.values.device, index.workspace.empty
         counts, first = (
@@ -150,26 +153,26 @@ def _keep_largest_kernel(
     sums, num_entries, first_row, num_rows, capacity, counts, forced,
     digits, chunks, columns, max_columns, num_columns, upto, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one job: the kept verticals to their places in a list, slashes to running counts.
+    """Write the kept lines of one chunk and job: places of verticals, or running counts of slashes.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: heads that are selected, n.
-        first_row: the first row of the slab.
-        num_rows: rows of the step.
-        capacity: room for one head's keys of the slab, a multiple of 64.
+        num_entries: Number n of heads to select.
+        first_row: First row of the slab.
+        num_rows: Rows of the step.
+        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         counts: [2 n] float32, how many of each job are kept.
         forced: [2 n] float32, so many of the first count as infinite.
         digits: Digits of both passes.
-        chunks: chunks of the longest array.
+        chunks: Chunks of the longest array.
         columns: [num_rows, n, max_columns] int32, kept verticals; written.
-        max_columns: places for columns that one list has.
+        max_columns: Capacity of a list of columns.
         num_columns: [num_rows, n] int32; written.
         upto: [n, capacity] int32, slashes that are kept up to and with each; written.
-        FIELDS: columns of the rows' table.
-        CHUNK: values of a step.
+        FIELDS: Columns of the rows' table.
+        CHUNK: Values of a step.
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     is_slash, i_entry = i_job >= num_entries, i_job % num_entries

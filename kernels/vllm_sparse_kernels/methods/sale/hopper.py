@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE's third step on Hopper, in Gluon: what ``sale_scores`` does, in half precision.
+"""SALE's third step on Hopper, in Gluon: the test of ``scores.py`` in half precision.
 
-A warp group holds the scores of two tiles. While it looks at those of one, the matrix units multiply the other's: they
-always have work queued, of two such programs on each multiprocessor. Keys come by bulk copies, three steps ahead. Per
-score there is one fused multiply-add and one maximum, two scores to an instruction.
+A warp group holds the scores of two tiles. While it processes those of one tile, the matrix units compute the other's.
+With two such programs per multiprocessor, the matrix units always have work queued. Bulk copies load keys three steps
+ahead. A score takes one fused multiply-add and one maximum, each instruction handling two scores.
 
-Where half precision may not have all sums exactly a program leaves its part, with a mark, to ``sale_scores``.
+If half precision may not represent all sums exactly, a program marks its part for ``scores.py`` and does not test it.
 """
 
 from vllm_sparse_kernels.gluon_compat import (
@@ -38,7 +38,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS
 
 @aggregate
 class Span:
-    """What one program tests: up to two tiles of one head, and the keys [begin, end). All fields are scalars."""
+    """Work of one program: up to two tiles of one head, and the keys [begin, end). All fields are scalars."""
 
     i_group: gl.tensor  # place of the head among the selected ones
     i_kv: gl.tensor
@@ -51,14 +51,20 @@ class Span:
 
 @aggregate
 class Flags:
-    """Where the flags of one tile's blocks go."""
+    """Destination of the flags of a tile's blocks."""
 
     target: gl.tensor  # [num_blocks] uint8 by pointer
     stop: gl.tensor  # blocks from this one on are not stored
 
     @gluon.jit
     def store(self, b_over, i_block, BLOCKS: gl.constexpr):
-        """Store a 1 for each of the BLOCKS blocks from ``i_block`` on that has an element over its threshold."""
+        """Store a 1 for each block that has an element over its threshold.
+
+        Args:
+            b_over: Excess of the scores over their thresholds; axis 2 is the block.
+            i_block: Number of the first block.
+            BLOCKS: Number of blocks.
+        """
         layout: gl.constexpr = b_over.type.layout
         blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
         o_b = i_block + gl.arange(0, BLOCKS, blocks)
@@ -69,7 +75,7 @@ class Flags:
 
 @aggregate
 class QueryTile:
-    """What the scores of one tile's queries are compared with."""
+    """Thresholds of the scores of a tile's queries."""
 
     b_threshold: gl.tensor  # [128] float32, in query steps
     b_inverse: gl.tensor  # [128] float16, inverse query steps
@@ -77,7 +83,7 @@ class QueryTile:
 
 @aggregate
 class KeyStep:
-    """What belongs to the keys of one step."""
+    """Biases and scales of the keys of one step."""
 
     b_bias: gl.tensor  # [128] float16
     b_step: gl.tensor  # [4, 4] float32: of 8 keys that share one
@@ -85,14 +91,21 @@ class KeyStep:
 
 @aggregate
 class KeySteps:
-    """Where the span's steps of keys have what belongs to them."""
+    """Biases and scales of all steps of keys of the span."""
 
     biases: gl.tensor  # pointers to the first step's
     steps: gl.tensor
 
     @gluon.jit
     def load(self, i_step):
-        """The ``KeyStep`` of the span's ``i_step``-th step."""
+        """Load the biases and scales of a step.
+
+        Args:
+            i_step: Number of the step in the span.
+
+        Returns:
+            A ``KeyStep``.
+        """
         b_bias = gl.load(self.biases + i_step * STEP_TOKENS)
         b_step = gl.load(self.steps + i_step * (STEP_TOKENS // 8))
         return KeyStep(b_bias, b_step)
@@ -109,21 +122,24 @@ class Buffers:
 
 @gluon.jit
 def _local_start(end, sink_tokens, local_tokens):
-    """That of ``sale_rounding``, which Gluon cannot call."""
+    """Return what ``rounding.local_start`` returns, which Gluon cannot call."""
     between = (end + 31) // 32 * 32 - sink_tokens - local_tokens
     return gl.where(between >= 0, sink_tokens + between // 128 * 128, 0)
 
 
 @gluon.jit
 def _first_local(tile, sink_tokens, local_tokens):
-    """Where the local region of a tile's first query block begins, that is of the block that tests the fewest keys."""
+    """Return the start of the local region of a tile's first query block, which tests the fewest keys."""
     end = tile.position() + gl.minimum(tile.length(), 64)
     return _local_start(end, sink_tokens, local_tokens)
 
 
 @gluon.jit
 def _largest(b_s):
-    """[queries, keys / 32, 4] float32: largest of the eight scores that share a key step. One thread has them."""
+    """Return the largest of the eight scores that share a key step.
+
+    The result is [queries, keys / 32, 4] float32, within one thread.
+    """
     NUM: gl.constexpr = b_s.shape[1] // 32
     b_s = b_s.reshape([b_s.shape[0], NUM, 2, 2, 4, 2]).permute((0, 1, 4, 5, 2, 3))
     b_even, b_odd = b_s.split()
@@ -134,7 +150,10 @@ def _largest(b_s):
 
 @gluon.jit
 def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
-    """By how much the best score of every index block is over its threshold: one element of a block a thread."""
+    """Return by how much the best score of each index block exceeds its threshold.
+
+    A thread holds one element of a block.
+    """
     M: gl.constexpr = b_s.shape[0]
     b_s = gl.inline_asm_elementwise(
         "fma.rn.f16x2 $0, $1, $2, $3;",
@@ -156,7 +175,10 @@ def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def _fits_half(queries, keys, span, first, SPAN: gl.constexpr):
-    """Whether half precision has all sums of products exactly, and biases in range, for the keys from ``first`` on."""
+    """Return whether half precision is sufficient for the keys from ``first`` on.
+
+    All sums of products must be exact, and biases in range.
+    """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_m = gl.arange(0, 2 * STEP_TOKENS, line)
     o_q = span.i_group.to(gl.int64) * queries.num_queries + span.i_tile * STEP_TOKENS + o_m
@@ -178,8 +200,9 @@ def half_kernel(
     queries, keys, bulk_queries, bulk_keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left,
     GROUP: gl.constexpr, INDEX_N: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Flag the blocks in which an element passes, for two tiles of one head and SPAN keys: ``sale_scores._test_kernel``
-    where its products fit half precision.
+    """Flag the blocks in which an element passes, for two tiles of one head and SPAN keys.
+
+    It replaces ``scores._test_kernel`` for spans whose products fit half precision.
 
     Grid: (pairs of tiles, spans of the furthest tile's keys, selected heads), 4 warps. Two programs fit a
     multiprocessor. Bound by the instructions that look at scores: a multiply-add and a maximum for two scores, beside
@@ -234,7 +257,7 @@ def half_kernel(
 
 @gluon.jit
 def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, INDEX_N: gl.constexpr):
-    """Step 3 for two tiles of one head and the span's keys: ``sale_scores._test_span`` by products in fp8.
+    """Run step 3 for two tiles of one head and the span's keys: ``scores._test_span`` by products in fp8.
 
     Queries and keys are integers −7 … 7 in e4m3, [128, BLOCK_D] a step; their sums of products are exact in half
     precision.
@@ -288,7 +311,7 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, I
 
 @gluon.jit
 def _room(bulk_keys):
-    """Shared memory for two tiles and STAGES steps of keys, and what says that each step, and the tiles, are there."""
+    """Allocate shared memory for two tiles and STAGES steps of keys, and the barriers that signal their arrival."""
     N: gl.constexpr = STEP_TOKENS
     BLOCK_D: gl.constexpr = bulk_keys.block_type.shape[1]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BLOCK_D], gl.float8e4nv)
@@ -314,14 +337,17 @@ def _load_first(bulk_queries, bulk_keys, row, key, num_steps, buffers):
 
 @gluon.jit
 def _load_step(bulk_keys, key, i_step, num_steps, ready, buffer):
-    """Begin to copy a step of keys [128, BLOCK_D], a byte each; ``ready`` completes when it is there."""
+    """Begin to copy a step of keys [128, BLOCK_D], one byte each; ``ready`` completes on arrival."""
     mbarrier.expect(ready, STEP_TOKENS * buffer.shape[1], pred=i_step < num_steps)
     bulk_load(bulk_keys, [key + i_step * STEP_TOKENS, 0], ready, buffer, pred=i_step < num_steps)
 
 
 @gluon.jit
 def _query_tiles(queries, first, stop_b):
-    """Thresholds and inverse steps of both tiles' queries; nothing passes those of a second tile that is not there."""
+    """Load thresholds and inverse steps of both tiles' queries.
+
+    If there is no second tile, nothing passes its thresholds.
+    """
     o_m = gl.arange(0, STEP_TOKENS, gl.SliceLayout(1, SCORES))
     o_q = first + o_m
     valid = o_m < gl.where(stop_b > 0, STEP_TOKENS, 0)
@@ -334,7 +360,7 @@ def _query_tiles(queries, first, stop_b):
 
 @gluon.jit
 def _key_steps(keys, i_group, i_kv, first, zero):
-    """Where the first step's key steps and biases lie, in the layouts of the largest scores and of scores."""
+    """Return pointers to the first step's key steps and biases, in the layouts of the largest scores and of scores."""
     # The layout in which the largest scores come out, inferred from a tile of zeros that is never computed.
     groups: gl.constexpr = gl.SliceLayout(0, _largest(zero).type.layout)
     o_step = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SALE's rounding must know of a row beforehand: mean keys and queries and, for half the channels, which they are.
+"""Statistics of a row for SALE's rounding: mean keys and queries and, for half the channels, the kept channels.
 
 A channel of a kv head weighs as much as it moves scores: the variance of the row's keys in it times the second moment,
 about the mean query, of the step's queries of all heads that read it. The heavier half is kept, each channel by itself:
@@ -26,11 +26,13 @@ KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3}
 """Keys of one step, and steps that are loaded ahead, by way of shared memory if more than one."""
 
 LEAST_CHANNELS = 32
-"""Of a product in 8 bits: matrix instructions take no fewer."""
+"""Minimum number of channels of an 8-bit product, given by the matrix instructions."""
 
 
 class Means(NamedTuple):
-    """Of each row's keys and new queries, float32, padded with zeros to BLOCK_D; and the channels that are multiplied.
+    """Means of each row's keys and new queries, and the channels of the estimate.
+
+    Means are float32, padded with zeros to BLOCK_D.
 
     Where these are all, ``channels`` and ``left_out`` are not read.
     """
@@ -42,14 +44,14 @@ class Means(NamedTuple):
 
 
 def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Means:
-    """Average keys and queries of each row and, for half the channels, choose these.
+    """Average keys and queries of each row and, if only half the channels are kept, choose them.
 
     Args:
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
-        kept_d: channels that are multiplied.
-        workspace: where temporary tensors come from.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
+        kept_d: Number of channels that the estimate multiplies.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Means, in the workspace.
@@ -105,10 +107,10 @@ def _query_sums_kernel(
         queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         sums: [MOMENTS, num_tiles, heads, BLOCK_D] float32; written.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         MOMENTS: 2: sums of squares as well.
-        BLOCK_M: queries of a tile.
+        BLOCK_M: Queries of a tile.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
@@ -134,13 +136,13 @@ def _key_sums_kernel(
         starts: [num_rows + 1] int32, a row's first split.
         row_ends: [num_rows] int32, each row's keys.
         sums: [MOMENTS, num_splits, kv heads, BLOCK_D] float32; written.
-        num_splits: splits of all rows of the slab.
-        HEAD_DIM: channels of a head.
+        num_splits: Splits of all rows of the slab.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         MOMENTS: 2: sums of squares as well.
-        SPLIT: keys of a program.
-        BLOCK_N: keys of a step.
-        STAGES: steps that are loaded ahead.
+        SPLIT: Keys of a program.
+        BLOCK_N: Keys of a step.
+        STAGES: Steps that are loaded ahead.
     """
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
     i_split = tl.load(starts + i_row) + tl.program_id(0)
@@ -165,19 +167,19 @@ def _key_sums_kernel(
 def _means_kernel(
     sums, num_sums, starts, rows, means, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Mean of one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
+    """Average one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
 
     Grid: (rows, heads, moments). Bound by latency: a few KB a program.
 
     Args:
         sums: [moments, num_sums, heads, BLOCK_D] float32.
-        num_sums: sums of a moment and head.
+        num_sums: Sums of a moment and head.
         starts: [num_rows + 1] int32, a row's first sum.
         rows: [num_rows + 1, FIELDS] int32, ``Rows.row_table``.
         means: [moments, num_rows, heads, BLOCK_D] float32; written.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        FIELDS: columns of the rows' table.
-        COUNT: column that says how many vectors there are.
+        FIELDS: Columns of the rows' table.
+        COUNT: Column of ``rows`` with the number of vectors.
     """
     i_row, i_head, i_moment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
@@ -197,7 +199,7 @@ def _channels_kernel(
     keys, queries, channels, left_out,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """The KEPT_D channels of one row and kv head that weigh most.
+    """Store the KEPT_D channels of one row and kv head with the largest weight.
 
     Grid: (rows, kv heads). Bound by latency: a few KB a program.
 
@@ -206,10 +208,10 @@ def _channels_kernel(
         queries: [2, num_rows, heads, BLOCK_D] float32.
         channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
         left_out: [num_rows, kv heads, BLOCK_D] float32, variance of channels left out; written.
-        GROUP: query heads of a kv head.
-        HEAD_DIM: channels of a head.
+        GROUP: Query heads of a kv head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
+        KEPT_D: Number of channels that the estimate multiplies.
     """
     num_rows, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
     i_kv = tl.program_id(0) * num_kv_heads + tl.program_id(1)
@@ -224,6 +226,9 @@ def _channels_kernel(
 
 @triton.jit
 def _variances(means, to_second):
-    """Of channels, from mean and, ``to_second`` elements further, second moment; rounded once, the same everywhere."""
+    """Compute variances of channels from the mean and, ``to_second`` elements further, the second moment.
+
+    The rounding is the same everywhere.
+    """
     b_mean = tl.load(means)
     return tl.maximum(tl.fma(-b_mean, b_mean, tl.load(means + to_second)), 0.0)

@@ -9,8 +9,8 @@ element whose relative attention score, estimated from 4-bit queries and keys, i
    (j mod 8) // 2 share a scale: eight keys, those that one thread holds in the matrix instruction's result.
 2. m̃ and l̃: row maximum and sum of exponentials over sink and local region, in full precision.
 3. S̃ = scale · (Q̃K̃ᵀ dequantised + q̄(k − k̄)ᵀ + q k̄ᵀ) and exp(S̃ − m̃)/l̃ ≥ τ (equation 3). Equation 4 misplaces a
-   parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)": taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is what is tested. The terms that
-   do not change along a row, q k̄ᵀ with them, go into one threshold per query.
+   parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)": taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is what is tested. The terms
+   that do not change along a row, q k̄ᵀ with them, go into one threshold per query.
 
 What decides the local region's size (appendix C): blocks between sink and local region are taken in segments of four,
 and those left over at the row's end (fewer than four) join the local region, which so has 128 to 224 tokens.
@@ -32,18 +32,18 @@ Where the paper leaves a choice, or this departs from it:
   of 128. Half of FlashAttention's work at twice bf16's rate, less what FlashAttention itself leaves unused: on Hopper
   0.17 of FlashAttention-3's time is the floor. The paper's 0.11 rests on a 4090's INT4 at 8 times its FP16 rate.
 * Beyond the paper, and off unless ``channels`` is "half": scores are estimated from the half of each kv head's channels
-  that moves them most in this step (``means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep
-  all channels, so what is left out, (q − q̄)(k − k̄)ᵀ of the other half, is 0 on average over a row's keys. A key is not
-  to be lost for it: every query's threshold is lower by its standard deviation, √(Σ (q − q̄)² var k) over the channels
+  that moves them most in this step (``means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep all
+  channels, so what is left out, (q − q̄)(k − k̄)ᵀ of the other half, is 0 on average over a row's keys. A key is not to
+  be lost for it: every query's threshold is lower by its standard deviation, √(Σ (q − q̄)² var k) over the channels
   left out. So the paper's τ keeps the density and the recall that it has with all channels: on a trained model of 128
   channels, where half hold 0.66 to 0.99 of the energy, 0.70 of the pairs and 0.996 either way; at τ = 0.03 0.49 and
   0.961 against 0.51 and 0.970, at 0.1 0.29 and 0.857 against 0.33 and 0.890.
 * Heads with τ = 0 test nothing: they keep every block.
 * Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
   queries keeps the union of its two, so that attention is over 128 × 32. An index has the paper's blocks of 32 keys
-  where all heads of a layer run SALE, on Hopper's engines (``width.py``); elsewhere a block of 64 keys keeps the union
-  of its two, and attention is over more. As the second query block's local region begins no earlier than the first's,
-  only keys before the first's are tested.
+  where all heads of a layer run SALE, on Hopper's engines (``block_width.py``); elsewhere a block of 64 keys keeps the
+  union of its two, and attention is over more. As the second query block's local region begins no earlier than the
+  first's, only keys before the first's are tested.
 * Both means, and the choice of channels, are over what this step sees, so selection depends on the chunking, and on
   later queries of the same chunk.
 * The authors run prompts of at most 1,024 tokens dense. That is for the backend to decide.
@@ -126,7 +126,7 @@ class Sale(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """Half precision on Hopper, float32 everywhere."""
+        """The engine for Hopper in half precision, then the portable one in float32."""
         return (
             SelectEngine("hopper", half_refusal, select_on_hopper),
             SelectEngine(PORTABLE, never_refuses, select_on_portable),
@@ -139,10 +139,10 @@ class Sale(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
         engine.select(self, q, cache, index, heads, scale)
@@ -154,12 +154,12 @@ def select_on_hopper(
     """Fill the lists of ``heads``, comparing in half precision where that is exact.
 
     Args:
-        method: of the heads, merged of theirs.
+        method: The merged method of the heads.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=True)
 
@@ -170,12 +170,12 @@ def select_on_portable(
     """Fill the lists of ``heads``, comparing in float32.
 
     Args:
-        method: of the heads, merged of theirs.
+        method: The merged method of the heads.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=False)
 
@@ -196,7 +196,7 @@ def _select(method: Sale, inputs: LayerInputs, index: SparseIndex, heads: torch.
 def _flag(
     method: Sale, inputs: LayerInputs, index: SparseIndex, selected: Selected, kept: torch.Tensor, by_half: bool
 ) -> None:
-    """Flags of all blocks: ``kept`` [num_selected, block_capacity] uint8, laid out as block_ids."""
+    """Compute the flags of all blocks: [num_selected, block_capacity] uint8, laid out like ``block_ids``."""
     cache, rows, workspace = inputs.cache, inputs.rows, index.workspace
     regions = Regions(method.sink_tokens, method.local_tokens)
     kept_d = kept_channels(cache.head_dim, method.channels == "half", LEAST_CHANNELS)
@@ -213,10 +213,10 @@ def _flag(
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:
-    """Return what the 4-bit integers are multiplied as.
+    """Return the dtype in which the 4-bit integers are multiplied.
 
     Args:
-        device: where tensors lie.
+        device: Device of the tensors.
 
     Returns:
         e4m3 on Hopper and later, int8 elsewhere.

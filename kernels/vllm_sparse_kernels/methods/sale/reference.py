@@ -32,12 +32,12 @@ def select_sale(
     """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does by kernels.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     for head, i_tile, kept in paper_blocks(method, q, cache, index.rows, heads, scale):
@@ -50,15 +50,15 @@ def select_sale(
 def paper_blocks(
     method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Return M_bs of Algorithm 1 for every (head, tile).
+    """Compute M_bs of Algorithm 1 for every (head, tile).
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         (head, tile, bool [1 or 2 blocks of 64 queries, causal blocks of 32 keys]).
@@ -89,10 +89,10 @@ def paper_blocks(
 
 
 def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return which channels are multiplied: all, or those that move scores most.
+    """Flag the channels of the estimate: all, or those that affect scores most.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         keys: [n, num_kv_heads, head_dim], less their mean.
         queries: [m, num_heads, head_dim], less their mean.
 
@@ -108,13 +108,15 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
 
 
 def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:
-    """Flag Algorithm 1's blocks, lines 9 and 12: sink and local blocks, and those between with an element that passed.
+    """Flag the blocks of Algorithm 1, lines 9 and 12.
+
+    These are sink and local blocks, and blocks between them in which an element passed.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         passed: bool [query blocks, key blocks].
-        starts: where each query block's local region begins.
-        tile: a tile of the step.
+        starts: Position at which each query block's local region begins.
+        tile: Number of the tile.
 
     Returns:
         bool, of ``passed``'s shape.
@@ -134,10 +136,10 @@ def last_positions(tile: Tile) -> list[int]:
     """Return the position of the last query of each 64-query block of a tile.
 
     Args:
-        tile: a tile of the step.
+        tile: Number of the tile.
 
     Returns:
-        1 or 2 positions.
+        One or two positions.
     """
     return [
         tile.position + min(first + QUERY_BLOCK, tile.length_tokens) - 1
@@ -146,14 +148,14 @@ def last_positions(tile: Tile) -> list[int]:
 
 
 def local_start(method: "Sale", last_position: int) -> int:
-    """Return where the local region of a 64-query block begins.
+    """Return the start of the local region of a 64-query block.
 
     Between sink and local region lie whole segments of four 32-key blocks: what is left over at the row's end joins the
     local region (appendix C), which so has 128 to 224 tokens, the last block counted whole.
 
     Args:
-        method: the method and its parameters.
-        last_position: of the block's last query.
+        method: The method of the heads, possibly merged.
+        last_position: Position of the block's last query.
 
     Returns:
         A position.
@@ -164,14 +166,14 @@ def local_start(method: "Sale", last_position: int) -> int:
 
 
 def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
-    """Return (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, mended).
+    """Compute (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, corrected).
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         b_q: [queries, head_dim].
         keys: [seq_len, head_dim].
-        tile: a tile of the step.
-        scale: takes products of elements to scores, in natural units; > 0.
+        tile: Number of the tile.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         [queries].
@@ -189,25 +191,25 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
 
 
 def round_queries(x: torch.Tensor) -> torch.Tensor:
-    """Round to 4 bits, each query with a scale of its own.
+    """Round queries to 4 bits, each with its own scale.
 
     Args:
         x: [n, head_dim].
 
     Returns:
-        [n, head_dim], what the integers stand for.
+        [n, head_dim], the represented numbers.
     """
     return _round(x, x.abs().amax(-1, keepdim=True))
 
 
 def round_keys(x: torch.Tensor) -> torch.Tensor:
-    """Round to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale.
+    """Round keys to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale.
 
     Args:
         x: [n, num_kv_heads, head_dim].
 
     Returns:
-        [n, num_kv_heads, head_dim], what the integers stand for.
+        [n, num_kv_heads, head_dim], the represented numbers.
     """
     n, num_kv_heads, head_dim = x.shape
     groups = pad(x, (0, 0, 0, 0, 0, -n % KEY_BLOCK)).view(-1, 4, 4, 2, num_kv_heads, head_dim)

@@ -18,7 +18,7 @@ from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_a
 from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.selection.channels import kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
-from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, Slab, padded
+from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
 from vllm_sparse_kernels.workspace import Workspace
 
 QUERY_BLOCK = tl.constexpr(64)  # b_q
@@ -46,21 +46,21 @@ class Selected(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """What every query block keeps, in tokens."""
+    """Sink and local region of every query block, in tokens."""
 
     sink_tokens: int
     local_tokens: int
 
 
 class IntegerFormat(NamedTuple):
-    """How queries and keys are rounded."""
+    """Format of the rounded queries and keys."""
 
     kept_d: int  # channels that are multiplied
     dtype: torch.dtype  # int8, or e4m3 where its products are exact
 
 
 class RoundShape(NamedTuple):
-    """What the kernels that round are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the kernels that round; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -69,7 +69,7 @@ class RoundShape(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Where keys of one row and kv head are read from."""
+    """The keys of one row and kv head."""
 
     keys: Any  # KeyArgs
     i_row: Any
@@ -78,8 +78,11 @@ class KeySource(NamedTuple):
 
 
 class RoundedQueries(NamedTuple):
-    """Queries in 4 bits, tile after tile. Integers are of type int8 or e4m3; scores are counted in (query step) · (key
-    step). What belongs to heads that keep everything is undefined."""
+    """Queries in 4 bits, tile after tile.
+
+    Integers are int8 or e4m3. Scores have the unit (query step) · (key step). Parts of heads that keep everything are
+    undefined.
+    """
 
     integers: Any  # [num_selected, num_queries, KEPT_D]
     thresholds: Any  # [num_selected, num_queries] float32, in query steps; infinity past the row's end
@@ -89,7 +92,7 @@ class RoundedQueries(NamedTuple):
 
 
 class RoundedKeys(NamedTuple):
-    """A slab's keys in 4 bits. What belongs to kv heads that no head in need of it reads is undefined."""
+    """Keys of a slab in 4 bits. Parts of kv heads that no estimating head reads are undefined."""
 
     integers: Any  # [num_kv_heads, num_keys, KEPT_D]
     steps: Any  # [num_kv_heads, num_keys / 8] float32
@@ -103,14 +106,14 @@ class RoundedKeys(NamedTuple):
 def room_for_keys(
     num_selected: int, num_kv_heads: int, num_keys: int, integers: IntegerFormat, workspace: Workspace
 ) -> RoundedKeys:
-    """Take room for a slab's keys.
+    """Allocate the rounded keys of a slab.
 
     Args:
-        num_selected: query heads that are selected.
-        num_kv_heads: kv heads.
-        num_keys: of the slab, a multiple of 128.
-        integers: channels and dtype.
-        workspace: where temporary tensors come from.
+        num_selected: Number of query heads to select.
+        num_kv_heads: Number of kv heads.
+        num_keys: Keys of the slab, a multiple of 128.
+        integers: Channels and dtype.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Undefined keys, in the workspace.
@@ -126,15 +129,15 @@ def room_for_keys(
     )
 
 
-def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: Slab, rounded: RoundedKeys) -> None:
-    """Fill ``rounded`` with the keys of a slab's rows, in whole steps: those past a row's end count as zeros.
+def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeySlab, rounded: RoundedKeys) -> None:
+    """Fill ``rounded`` with the keys of a slab's rows, in whole steps; keys past a row's end count as zeros.
 
     Args:
-        inputs: cache and rows of the step.
-        means: of all rows.
-        selected: the heads whose biases are written.
-        slab: the rows.
-        rounded: from ``room_for_keys`` for ``slab.num_keys`` keys; written.
+        inputs: Cache and rows of the step.
+        means: Means of all rows.
+        selected: The heads whose biases are written.
+        slab: The slab, whose rows are pooled.
+        rounded: From ``room_for_keys`` for ``slab.num_keys`` keys; written.
     """
     cache, rows, group = inputs.cache, inputs.rows, inputs.group
     shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
@@ -151,15 +154,15 @@ def round_queries(
     inputs: LayerInputs, means: Means, selected: Selected, regions: Regions, integers: IntegerFormat,
     workspace: Workspace,
 ) -> RoundedQueries:  # fmt: skip
-    """Round the queries of all rows to 4 bits, and find every query's threshold.
+    """Round the queries of all rows to 4 bits, and compute every query's threshold.
 
     Args:
-        inputs: queries, cache and rows of the step.
-        means: of the same rows.
-        selected: the heads that are selected.
-        regions: what every query block keeps; the threshold is relative to the keys in it.
-        integers: channels and dtype.
-        workspace: where temporary tensors come from.
+        inputs: Queries, cache and rows of the step.
+        means: Means of the same rows.
+        selected: The selected heads.
+        regions: Sink and local region of every query block, to whose keys the threshold is relative.
+        integers: Channels and dtype.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Rounded queries, in the workspace.
@@ -188,7 +191,7 @@ def _round_keys_kernel(
     keys, rounded, means, heads, log_taus, num_selected, row_ends, first_row, key_starts, SHAPE,
     GROUP_2: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Step 1 for BLOCK_N keys of one kv head, if any head in need of it reads it, and its heads' q̄(k − k̄)ᵀ.
+    """Run step 1 for BLOCK_N keys of one kv head that an estimating head reads, and compute q̄(k − k̄)ᵀ of its heads.
 
     Grid: (keys of the longest row / BLOCK_N, kv heads, rows of the slab). Bound by memory: it reads each key once.
 
@@ -196,17 +199,17 @@ def _round_keys_kernel(
         keys: KeyArgs.
         rounded: RoundedKeys; written.
         means: Means.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
-        num_selected: heads that are selected.
+        num_selected: Number of heads to select.
         row_ends: [num_rows] int32, each row's keys.
-        first_row: the first row of the slab.
+        first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
         SHAPE: RoundShape.
         GROUP_2: GROUP rounded up to a power of two.
         HEADS: n rounded up to a power of two.
-        BLOCK_N: keys of a program.
-        STEP: keys that a row is rounded in whole steps of.
+        BLOCK_N: Keys of a program.
+        STEP: Keys of a step, to a multiple of which rows are padded.
     """
     i_kv = tl.program_id(1)
     i_row = first_row + tl.program_id(2)
@@ -257,7 +260,7 @@ def _round_keys_kernel(
 
 @triton.jit
 def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.constexpr):
-    """q̄(k − k̄)ᵀ of the kv head's query heads: [BLOCK_N, GROUP_2] float32, as q̄kᵀ − q̄k̄ᵀ.
+    """Compute q̄(k − k̄)ᵀ of the kv head's query heads, [BLOCK_N, GROUP_2] float32, as q̄kᵀ − q̄k̄ᵀ.
 
     A matrix product whose columns are q̄ in up to three parts of the keys' type, that add up to it in float32.
     """
@@ -279,15 +282,15 @@ def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.con
 
 @triton.jit
 def local_start(end, sink_tokens, local_tokens):
-    """Return where the local region of a 64-query block begins.
+    """Return the start of the local region of a 64-query block.
 
     Args:
-        end: behind the position of the block's last query.
-        sink_tokens: keys at the sequence's begin that are always kept.
-        local_tokens: keys before a query block's end that are always kept, at least.
+        end: Position after that of the block's last query.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query block's end that are always kept.
 
     Returns:
-        A position; everything from there on is kept.
+        The position from which on everything is kept.
     """
     between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
     return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)
@@ -298,7 +301,7 @@ def _round_queries_kernel(
     queries, keys, rounded, means, heads, log_taus, tiles, regions, scale, SHAPE,
     KV_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 and 2 for 64 queries of one head.
+    """Run steps 1 and 2 for 64 queries of one head.
 
     Grid: (query blocks of 64, n). Bound by the matrix units: queries with the keys of sink and local region.
 
@@ -307,16 +310,16 @@ def _round_queries_kernel(
         keys: KeyArgs.
         rounded: RoundedQueries; written.
         means: Means.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         regions: Regions.
-        scale: of products of elements, in natural units.
+        scale: Factor from q·k to scores, usually 1/√head_dim.
         SHAPE: RoundShape.
-        KV_HEADS: kv heads.
-        TILE: queries of a tile.
-        BLOCK_N: keys of a step.
-        PRECISION: of float32 products, as ``tl.dot`` takes it.
+        KV_HEADS: Number of kv heads.
+        TILE: Queries of a tile.
+        BLOCK_N: Keys of a step.
+        PRECISION: ``input_precision`` of ``tl.dot`` for float32.
     """
     i_group = tl.program_id(1)
     log_tau = tl.load(log_taus + i_group)
@@ -360,7 +363,7 @@ def _round_queries_kernel(
 
 @triton.jit
 def _local_lse(b_q, o_m, source, local, sink_tokens, scale, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SHAPE):
-    """ln l̃ + m̃ of each query over sink and local region: [64]. What stands for queries past the row's end is finite."""
+    """Compute ln l̃ + m̃ of each query over sink and local region: [64]; finite for queries past the row's end."""
     end = source.end
     begin = local // BLOCK_N * BLOCK_N
     sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE's third step: which blocks between sink and local region hold an element that passes. method.py has the
-paper's part.
+"""SALE's third step: find the blocks between sink and local region with an element that passes.
 
-A program takes two tiles of one head and a span of keys. Flags lie as ``compact_blocks`` wants them; they are 0 before,
-and a program stores a 1 for each block with an element that passes, so that spans may be of any length.
+The docstring of ``method.py`` describes the paper's algorithm.
+
+A program handles two tiles of one head and a span of keys. Flags have the layout of ``compact_blocks`` and start at 0.
+A program stores a 1 for each block with an element that passes, so that spans may have any length.
 """
 
 from typing import Any, NamedTuple
@@ -45,11 +46,11 @@ except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a na
     MISSING_GLUON = str(error)
 else:
     MISSING_GLUON = ""
-"""What this Triton's Gluon lacks of what ``sale_hopper`` is written in."""
+"""What ``hopper.py`` needs and the installed Triton's Gluon lacks; None if it lacks nothing."""
 
 
 class ScoreShape(NamedTuple):
-    """What ``_test_kernel`` is compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of ``_test_kernel``; every field is a ``tl.constexpr``."""
 
     GROUP: Any  # query heads of a kv head
     BLOCK_D: Any  # channels that are multiplied
@@ -61,7 +62,7 @@ class ScoreShape(NamedTuple):
 
 
 class ScoreArgs(NamedTuple):
-    """What a program of ``_test_kernel`` reads and writes; see there."""
+    """Inputs and outputs of ``_test_kernel``."""
 
     queries: Any
     keys: Any
@@ -75,7 +76,7 @@ class ScoreArgs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Some tiles of one head, and some keys that lie between sink and local region of any of them."""
+    """Some tiles of one head, and keys between sink and local region of any of them."""
 
     i_group: Any  # place among the selected heads
     i_kv: Any
@@ -87,11 +88,11 @@ class Work(NamedTuple):
 
 
 def marks_bytes(num_selected: int, reach: int) -> int:
-    """Return what one tile takes: a mark for each span that is left to ``_test_kernel``.
+    """Return the memory of one tile's marks: one for each span that is left to ``_test_kernel``.
 
     Args:
-        num_selected: query heads that are selected.
-        reach: keys that the furthest of the tiles may see.
+        num_selected: Number of query heads to select.
+        reach: Keys in the longest causal reach of the tiles.
 
     Returns:
         Bytes.
@@ -100,13 +101,13 @@ def marks_bytes(num_selected: int, reach: int) -> int:
 
 
 def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
-    """Set flags to 1 for sink and local region and for all blocks of heads that keep everything, else to 0.
+    """Set flags to 1 for sink, local region and all blocks of heads that keep everything, and to 0 for the others.
 
     Args:
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        index: the lists' layout.
-        selected: the heads that are selected.
-        regions: what every query block keeps.
+        index: The index, whose layout of lists is used.
+        selected: The selected heads.
+        regions: Sink and local region of every query block.
     """
     _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
         kept, index.args, selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
@@ -117,17 +118,17 @@ def flag_blocks(
     queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
     regions: Regions, run: slabs.Run, by_half: bool,
 ) -> None:  # fmt: skip
-    """Set the flags of the blocks in which an element passes, of a run of a slab's tiles.
+    """Set the flags of the blocks in which an element passes, for a run of a slab's tiles.
 
     Args:
-        queries: of all tiles, rounded.
-        keys: of the slab, rounded.
+        queries: Rounded queries of all tiles.
+        keys: Rounded keys of the slab.
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        index: the lists' layout, of all rows.
-        selected: the heads that are selected.
-        regions: what every query block keeps.
-        run: the tiles.
-        by_half: whether to compare in half precision, by ``sale_hopper``, where that is exact.
+        index: The index, whose layout of lists is used, for all rows.
+        selected: The selected heads.
+        regions: Sink and local region of every query block.
+        run: The tiles.
+        by_half: Whether to compare in half precision, by ``hopper.py``, where that is exact.
     """
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.pairs, *regions)
@@ -147,13 +148,13 @@ def flag_blocks(
 
 
 def half_refusal(spec: SelectSpec) -> str | None:
-    """Return why ``sale_hopper`` cannot compare scores of such a layer in half precision.
+    """Check whether ``hopper.half_kernel`` can compare the scores of a layer in half precision.
 
     Args:
-        spec: what is known of the layer at start-up.
+        spec: Properties of the layer.
 
     Returns:
-        Words that end a sentence; None on Hopper, where e4m3 products are added up without loss if the sums fit.
+        Why it cannot, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if the sums fit.
     """
     if MISSING_GLUON:
         return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
@@ -164,7 +165,7 @@ def half_refusal(spec: SelectSpec) -> str | None:
 
 @triton.jit
 def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
-    """Index blocks of tiles [begin, end) between sink and local region.
+    """Return the index blocks of tiles [begin, end) between sink and local region.
 
     Of a tile's two query blocks the first one's local region begins no later than the second one's.
     """
@@ -175,7 +176,9 @@ def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
 def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Flags uint8 of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 where step 3 decides.
+    """Write uint8 flags of one (tile, head)'s causal blocks.
+
+    A flag is 1 in sink, local region and diagonal, and 0 for blocks to test.
 
     A head with τ = 0 (ln τ = −∞) keeps every block.
 
@@ -185,10 +188,10 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
         index: IndexArgs.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
-        sink_tokens: keys at the sequence's begin that are always kept.
-        local_tokens: keys before a query that are always kept, at least.
-        INDEX_N: keys of a block of the index.
-        CHUNK: blocks of a step.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query that are always kept.
+        INDEX_N: Keys of an index block.
+        CHUNK: Blocks of a step.
     """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
     begin, end = _tested(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
@@ -206,7 +209,7 @@ def _test_kernel(
     queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left, num_spans, SHAPE,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for up to TILES tiles of one head and one span; with MARKED for those spans that are ``left``.
+    """Run step 3 for up to TILES tiles of one head and one span; with MARKED, only for spans that are ``left``.
 
     Grid: (pairs of tiles, spans, n), or (pairs, 1, n) where MARKED. Bound by the matrix units, and by the maxima behind
     them.
@@ -214,17 +217,17 @@ def _test_kernel(
     Args:
         queries: RoundedQueries.
         keys: RoundedKeys.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
         index: IndexArgs.
         pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
-        sink_tokens: keys at the sequence's begin that are always kept.
-        local_tokens: keys before a query that are always kept, at least.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query that are always kept.
         left: [n, pairs, spans] uint8, spans that are left.
-        num_spans: spans of the furthest tile.
+        num_spans: Spans of the furthest tile.
         SHAPE: ScoreShape.
-        MARKED: whether to test only the spans that are left.
+        MARKED: Whether to test only the spans that are left.
     """
     args = ScoreArgs(queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens)
     if MARKED:
@@ -243,7 +246,7 @@ def _test_kernel(
 
 @triton.jit
 def _test_pair(args, i_span, SHAPE):
-    """Step 3 for up to TILES tiles of one head and up to SPAN keys."""
+    """Run step 3 for up to TILES tiles of one head and up to SPAN keys."""
     index = args.index
     i_group = tl.program_id(2)
     pair = args.pairs + tl.program_id(0) * PAIR_FIELDS

@@ -21,7 +21,7 @@ from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_bl
 
 
 class Spans(NamedTuple):
-    """Per row: its key blocks among those of all rows, its tiles, and its last queries as a tile."""
+    """Per row: the range of its key blocks among those of all rows, its tiles, and its last queries as a tile."""
 
     block_tokens: int
     num_blocks: int  # of all rows
@@ -34,7 +34,7 @@ class Spans(NamedTuple):
         """Return the spans of an index's rows, copied to the device.
 
         Args:
-            index: whose rows and blocks are meant.
+            index: The index, whose rows and block size are used.
 
         Returns:
             Spans.
@@ -56,7 +56,7 @@ class Spans(NamedTuple):
 
 
 class QueryArgs(NamedTuple):
-    """Queries by pointer, head_dim contiguous, and the softmax's scale: for kernels."""
+    """Queries and the softmax's scale as arguments of kernels; head_dim is contiguous."""
 
     q: Any
     stride_token: int
@@ -65,7 +65,7 @@ class QueryArgs(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """What the kernels that average queries and keys are compiled for; every field a ``tl.constexpr``."""
+    """Compile-time sizes of the kernels that average queries and keys; every field is a ``tl.constexpr``."""
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
@@ -78,7 +78,7 @@ class TileShape(NamedTuple):
 
 
 class BlockAverages:
-    """What softmaxes over blocks of block-averaged scaled QK are made from, and those of each head's last queries.
+    """Inputs of softmaxes over blocks of block-averaged, scaled QK, and these softmaxes for each head's last queries.
 
     ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 of the blocks before a row's last tile, and
     ``scores`` [query heads, all rows' key blocks] of the last queries: of heads where ``clusters`` [heads] int32 is not
@@ -125,8 +125,12 @@ class BlockAverages:
         )  # fmt: skip
 
     def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every head's last queries: [heads, all rows' key blocks] (â), and sqrt(JSD) of each to the uniform
-        distribution (d_sparse), [heads, num_rows]; float32."""
+        """Compute the estimates of all heads.
+
+        Returns:
+            float32 tensors: the estimate â of each head's last queries, [heads, key blocks of all rows], and d_sparse,
+            its sqrt(JSD) to the uniform distribution, [heads, num_rows].
+        """
         num_heads, num_rows = len(self.heads), self.index.rows.num_rows
         out = self.index.workspace.empty(num_heads, self.spans.num_blocks)
         sparsity = self.index.workspace.empty(num_heads, num_rows)
@@ -139,7 +143,7 @@ class BlockAverages:
 
 @triton.jit
 def _is_clustered(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
-    """Whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
+    """Return whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
     o_e = tl.arange(0, ENTRIES)
     b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
     b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
@@ -151,19 +155,19 @@ def _last_queries_kernel(
     queries, keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, scores, SHAPE,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks.
+    """Compute the scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks.
 
     Grid: (heads, rows). Bound by latency: one tile of queries with its diagonal blocks.
 
     Args:
         queries: QueryArgs, with the scale.
         keys: KeyArgs.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
-        num_entries: heads that are selected.
+        num_entries: Number of heads to select.
         last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: blocks of all rows.
+        num_blocks: Blocks of all rows.
         mean_queries: [heads, num_rows, HEAD_DIM] float32; written.
         scores: [heads, num_blocks] float32, of diagonal blocks; written.
         SHAPE: TileShape.
@@ -184,21 +188,23 @@ def _mean_keys_kernel(
     keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows, mean_keys,
     scores, SHAPE, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The mean key of one (kv head, block, row), and its products with mean queries if it is before the diagonal. A
-    row's last block may be short.
+    """Compute the mean key of one (kv head, block, row).
+
+    If the block is before the diagonal, its products with mean queries are computed too. A row's last block may be
+    short.
 
     Grid: (kv heads, blocks of the longest row, rows). Bound by memory: it reads each key once.
 
     Args:
         keys: KeyArgs.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
-        num_entries: heads that are selected, n.
+        num_entries: Number n of heads to select.
         last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: blocks of all rows.
+        num_blocks: Blocks of all rows.
         mean_queries: [heads, num_rows, HEAD_DIM] float32.
-        num_rows: rows of the step.
+        num_rows: Rows of the step.
         mean_keys: [kv heads, num_blocks, HEAD_DIM] float32; written.
         scores: [heads, num_blocks] float32, of blocks before the diagonal; written.
         SHAPE: TileShape.
@@ -227,7 +233,7 @@ def _mean_keys_kernel(
 
 @triton.jit
 def _sum_of(b_k):
-    """Of keys [n, D] the sum, in float32: [D]. What a product of matrices with ones does in far fewer instructions."""
+    """Sum keys [n, D] in float32: [D]. A product of matrices with ones takes far fewer instructions."""
     if b_k.dtype == tl.float32:
         return tl.sum(b_k, 0)
     else:
@@ -237,19 +243,19 @@ def _sum_of(b_k):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
-    """Softmax over the blocks of one (head, row).
+    """Compute the softmax over the blocks of one (head, row).
 
     Grid: (n, rows). Bound by latency: 4 bytes a block, three times.
 
     Args:
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
         scores: [heads, num_blocks] float32.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: blocks of all rows.
+        num_blocks: Blocks of all rows.
         out: [n, num_blocks] float32, â; written.
         sparsity: [n, num_rows] float32, sqrt(JSD) to the uniform distribution; written.
-        CHUNK: blocks of a step.
+        CHUNK: Blocks of a step.
     """
     i, i_row, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if tl.load(clusters + i) < 0:
@@ -270,15 +276,15 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
 
 @triton.jit
 def softmax_sums(scores, count, CHUNK: tl.constexpr):
-    """Return what a softmax needs.
+    """Compute the maximum and the sum of a softmax.
 
     Args:
-        scores: pointer to [count] float32.
-        count: scores.
-        CHUNK: scores of a step.
+        scores: Pointer to [count] float32.
+        count: Number of scores.
+        CHUNK: Scores of a step.
 
     Returns:
-        (the largest score, the sum of exp(score − largest)).
+        (largest score, sum of exp(score − largest)).
     """
     peak, total = float("-inf"), 0.0
     for first in range(0, count, CHUNK):
@@ -292,11 +298,11 @@ def softmax_sums(scores, count, CHUNK: tl.constexpr):
 
 @triton.jit
 def divergence(b_a, b_b):
-    """Return terms of JSD(a‖b), natural logarithm; 0 · log 0 is 0.
+    """Compute the terms of JSD(a‖b) in natural logarithms; 0 · log 0 is 0.
 
     Args:
-        b_a: shares.
-        b_b: shares.
+        b_a: Shares.
+        b_b: Shares.
 
     Returns:
         float32 of the same shape.
@@ -309,21 +315,21 @@ def divergence(b_a, b_b):
 
 @triton.jit
 def _load_chunk(keys, i_row, i_kv, start, end, SHAPE):
-    """CHUNK_KEYS keys from ``start`` on: [CHUNK_KEYS, BLOCK_D], 0 from ``end`` on."""
+    """Load CHUNK_KEYS keys from ``start`` on: [CHUNK_KEYS, BLOCK_D], 0 from ``end`` on."""
     return load_block(keys, i_row, i_kv, start, end, SHAPE.PAGE, SHAPE.CHUNK_KEYS, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
 
 
 @triton.jit
 def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
-    """Average a tile's queries, and its scores with its diagonal blocks.
+    """Average the queries of a tile, and its scores with its diagonal blocks.
 
     Args:
         queries: QueryArgs, with the scale.
         keys: KeyArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        i_tile: a tile of the step.
-        i_head: the query head.
-        out: pointer to scores by block; those of diagonal blocks are written.
+        i_tile: Number of the tile.
+        i_head: Number of the query head.
+        out: Pointer to scores by block; those of diagonal blocks are written.
         SHAPE: TileShape.
 
     Returns:

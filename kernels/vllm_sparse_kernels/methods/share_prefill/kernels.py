@@ -28,15 +28,16 @@ MEANS_AT_ONCE = tl.constexpr(128)
 
 
 class Thresholds(NamedTuple):
-    """δ and τ, for kernels."""
+    """δ and τ as arguments of kernels."""
 
     max_sparsity: float
     max_distance: float
 
 
 class ShareArgs(NamedTuple):
-    """What heads of a layer share by, for all three kernels: by head [n], by cluster of the layer, by slot of
-    ``Pivots``, and by row or tile.
+    """State of sharing as arguments of all three kernels.
+
+    Fields are by head [n], by cluster of the layer, by slot of ``Pivots``, or by row or tile.
 
     A tile's masses by a digit of their keys (radix.py): ``weights`` [slots, num_tiles, 256] by the upper one, kept with
     the maps; ``low_weights`` [n, num_tiles, 256] by the lower one where the upper is the threshold's, ``high``
@@ -64,8 +65,10 @@ class ShareArgs(NamedTuple):
 
 @triton.jit
 def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
-    """Whether the cluster has a pivot, and the place in heads of the first that is not too sparse, which becomes it
-    where there is none: HEADS if all are too sparse."""
+    """Return whether the cluster has a pivot, and the place in heads of the head that becomes it otherwise.
+
+    This is the first head that is not too sparse; HEADS if all are too sparse.
+    """
     known = tl.load(args.exists + tl.load(args.slots + place).to(tl.int64) * num_rows + i_row)
     o_h = tl.arange(0, HEADS)
     b_same = tl.load(args.places + o_h, mask=o_h < num_heads, other=-1) == place
@@ -83,25 +86,27 @@ def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, thresholds, queries, keys, index,
     num_map_programs, num_blocks, stride_map, num_tiles, HEADS: tl.constexpr, SHAPE,
 ):  # fmt: skip
-    """Who shares, one (head, row) a program; before these the maps of new pivots, one (cluster, tile) a
-    program. These do not wait for the decisions: they find the pivot themselves.
+    """Decide who shares, one (head, row) per program, and make the maps of new pivots.
+
+    Programs for maps, one (cluster, tile) each, come first. They do not wait for the decisions, because they find the
+    pivot themselves.
 
     Grid: (clusters · tiles + n · rows). Bound by how soon the few maps are done: mean keys are read once for each.
 
     Args:
         args: ShareArgs.
-        stride: of ``args.estimates``, elements.
-        stride_last: of ``args.last_rows``, elements.
-        num_heads: heads that are selected, n.
-        num_rows: rows of the step.
+        stride: Elements between two rows of ``args.estimates``.
+        stride_last: Elements between two rows of ``args.last_rows``.
+        num_heads: Number n of heads to select.
+        num_rows: Rows of the step.
         thresholds: Thresholds.
         queries: QueryArgs, with the scale.
         keys: KeyArgs.
         index: IndexArgs.
-        num_map_programs: programs that make maps.
-        num_blocks: blocks of all rows.
-        stride_map: of ``args.maps``, elements.
-        num_tiles: tiles of the step.
+        num_map_programs: Programs that make maps.
+        num_blocks: Blocks of all rows.
+        stride_map: Elements between two rows of ``args.maps``.
+        num_tiles: Tiles of the step.
         HEADS: n rounded up to a power of two.
         SHAPE: TileShape.
     """
@@ -127,7 +132,7 @@ def decide_kernel(
 
 @triton.jit
 def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds, HEADS: tl.constexpr):
-    """Where a cluster has no pivot yet, its first head that is not too sparse becomes it."""
+    """Decide the pattern of a head. If a cluster has no pivot yet, its first head that is not too sparse becomes it."""
     place = tl.load(args.places + i)
     pattern = 0
     if place >= 0:
@@ -156,7 +161,7 @@ def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds
 
 @triton.jit
 def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles, SHAPE):
-    """Softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
+    """Compute the softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
 
     Scores stand in its place until their sum is known.
     """
@@ -186,8 +191,11 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
 
 @triton.jit
 def _ranked_head(args, i_row, num_rows, PIVOTS: tl.constexpr, HEADS: tl.constexpr):
-    """The place of the program's head, −1 for none: its number on axis 1 is that among those which share, or with
-    PIVOTS among those and pivots. So they begin at once, and programs that have nothing to do end behind them."""
+    """Return the place of the program's head, −1 for none.
+
+    The program's number on axis 1 is the head's rank among those that share or, with PIVOTS, that share or are pivots.
+    Programs without work therefore come last.
+    """
     o_h = tl.arange(0, HEADS)
     b_pattern = tl.load(args.patterns + o_h * num_rows + i_row, mask=o_h < tl.num_programs(1), other=0)
     b_in = (b_pattern != 0) if PIVOTS else (b_pattern == SHARED)
@@ -197,7 +205,7 @@ def _ranked_head(args, i_row, num_rows, PIVOTS: tl.constexpr, HEADS: tl.constexp
 
 @triton.jit
 def _joined(weights, tile_starts, i_row):
-    """Weights [256] of all tiles of a row, in order."""
+    """Add the weights [256] of all tiles of a row, in order."""
     end = tl.load(tile_starts + i_row + 1)
     b_sum = tl.zeros([DIGITS], tl.float32)
     for start in range(tl.load(tile_starts + i_row), end, TILES_AT_ONCE):
@@ -209,16 +217,16 @@ def _joined(weights, tile_starts, i_row):
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
-    """The second pass of radix.py over one tile's part of the map that one head takes its pattern from.
+    """Run the second pass of ``radix`` over one tile's part of the map from which one head takes its pattern.
 
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
 
     Args:
         args: ShareArgs.
-        stride_map: of ``args.maps``, elements.
-        num_rows: rows of the step.
+        stride_map: Elements between two rows of ``args.maps``.
+        num_rows: Rows of the step.
         index: IndexArgs.
-        BLOCK_N: keys of a block of the index.
+        BLOCK_N: Keys of an index block.
         HEADS: n rounded up to a power of two.
     """
     i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
@@ -243,21 +251,21 @@ def apply_patterns_kernel(
     args, stride_map, num_rows, stride_estimate, stride_last, rows, index, num_tiles, BLOCK_N: tl.constexpr,
     ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The list of one (tile, head) that shares or is the pivot.
+    """Write the list of one (tile, head) that shares or is the pivot.
 
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
 
     Args:
         args: ShareArgs.
-        stride_map: of ``args.maps``, elements.
-        num_rows: rows of the step.
-        stride_estimate: of ``args.estimates``, elements.
-        stride_last: of ``args.last_rows``, elements.
+        stride_map: Elements between two rows of ``args.maps``.
+        num_rows: Rows of the step.
+        stride_estimate: Elements between two rows of ``args.estimates``.
+        stride_last: Elements between two rows of ``args.last_rows``.
         rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
         index: IndexArgs; lists and counts are written.
-        num_tiles: tiles of the step.
-        BLOCK_N: keys of a block of the index.
-        ROW_FIELDS: columns of the rows' table.
+        num_tiles: Tiles of the step.
+        BLOCK_N: Keys of an index block.
+        ROW_FIELDS: Columns of the rows' table.
         HEADS: n rounded up to a power of two.
     """
     i_tile = tl.program_id(0)

@@ -106,15 +106,15 @@ class SharePrefill(PerHead):
 
     @property
     def sharing(self) -> "SharePrefill":
-        """The same with the class's γ: what heads that may share have in common."""
+        """The method with the class's default γ: the key of heads that may share."""
         return replace(self, gamma=type(self).gamma)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Self:
-        """Return one method for several heads. Heads that are the same are still several, which share.
+        """Combine the methods of several heads. Equal heads stay separate, because they share with each other.
 
         Args:
-            methods: each head's own method.
+            methods: The method of each head.
 
         Returns:
             A method whose settings are the heads'.
@@ -125,18 +125,21 @@ class SharePrefill(PerHead):
 
     @property
     def unshared(self) -> "SharePrefill":
-        """Noise: the only head of its cluster would be a pivot, computed densely, whose pattern nobody takes."""
+        """The method without a cluster.
+
+        The only head of a cluster would be a dense pivot whose pattern no head takes.
+        """
         return replace(self, cluster=NOISE)
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        """Return why heads with these methods could share nothing: see ``Method.objection``.
+        """Check whether heads with these methods could share anything: see ``Method.objection``.
 
         Args:
-            methods: each head's own method.
+            methods: The method of each head.
 
         Returns:
-            A reason, or None.
+            Why they could share nothing; None if they can share.
         """
         members = Counter(m.sharing for m in methods if m.shares([m]))
         if any(count > 1 for count in members.values()):
@@ -148,10 +151,10 @@ class SharePrefill(PerHead):
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """Return what a log shows: see ``Method.summary``.
+        """Summarise the methods of many heads for a log: see ``Method.summary``.
 
         Args:
-            methods: each head's own method.
+            methods: The method of each head.
 
         Returns:
             Fields by name.
@@ -165,7 +168,7 @@ class SharePrefill(PerHead):
 
     @cached_property
     def fallback(self) -> FlexVerticalSlash:
-        """Vertical-slash of the same heads."""
+        """The vertical-slash method of the same heads."""
         lines = FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)
         return FlexVerticalSlash.merged([replace(lines, gamma=head.gamma) for head in self.settings or (self,)])
 
@@ -173,10 +176,10 @@ class SharePrefill(PerHead):
         """Return the room for one head's stripes: see ``Method.stripe_layout``.
 
         Args:
-            rows: the rows of a step.
+            rows: The rows of a step.
 
         Returns:
-            Where each tile's list begins.
+            Offsets of the tiles' lists.
         """
         return self.fallback.stripe_layout(rows)
 
@@ -184,22 +187,22 @@ class SharePrefill(PerHead):
         """Return what ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
-            rows: the rows of a step.
-            shape: the layer's heads and blocks.
-            num_selected: query heads that are selected.
-            stripe_capacity: stripes of one head, of all tiles.
+            rows: The rows of a step.
+            shape: Sizes of the layer.
+            num_selected: Number of query heads to select.
+            stripe_capacity: Positions of all lists of stripes of one head.
 
         Returns:
-            Bytes, or a few more.
+            An upper bound, in bytes.
         """
         lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
         return max(lines, averaged_bytes(rows, shape, num_selected))
 
     def shares(self, heads: Sequence["SharePrefill"]) -> bool:
-        """Return whether any of these heads could take a pattern. If none could, no pivot is worth its dense attention.
+        """Return whether any of these heads could take a pattern; otherwise no pivot is worth its dense attention.
 
         Args:
-            heads: each head's own method.
+            heads: The method of each head.
 
         Returns:
             True if thresholds are above 0 and a head is in a cluster.
@@ -207,12 +210,14 @@ class SharePrefill(PerHead):
         return self.max_sparsity > 0 and self.max_distance > 0 and any(head.cluster != NOISE for head in heads)
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
-        """Return what layers keep for later ones, made by the first of them. Heads with other thresholds share nothing.
+        """Return the state that layers keep for later ones, created by the first layer.
+
+        Heads with other thresholds do not share it.
 
         Args:
-            rows: the rows of a step.
-            kind: what is kept.
-            make: makes it.
+            rows: The rows of a step.
+            kind: Name of the state.
+            make: Creates the value.
 
         Returns:
             The state.
@@ -227,10 +232,10 @@ class SharePrefill(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         settings = self.of_heads(len(heads))
         if not self.shares(settings):
@@ -267,17 +272,17 @@ class Pivots:
         self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
 
     def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
-        """Return the slots of clusters, making room for the new ones. Host and device both know without asking.
+        """Return the slots of clusters, with room for new ones. The host computes them without reading from the device.
 
         Args:
-            clusters: the layer's, ascending.
-            index: the layer's.
+            clusters: The layer's, ascending.
+            index: The layer's index.
 
         Returns:
             A slot for each cluster.
 
         Raises:
-            ValueError: the index is of another size than those of the layers before.
+            ValueError: The index has another size than those of earlier layers.
         """
         actual, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
         require(actual == expected, "index", actual, f"the capacity and block size of the layers before: {expected}")
@@ -294,7 +299,7 @@ class Pivots:
 
 
 def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
-    """The same with undefined rows behind it, ``number`` in all."""
+    """Return a tensor extended by undefined rows to ``number`` rows."""
     new = kept.new_empty(number, *kept.shape[1:])
     if len(kept):
         new[: len(kept)] = kept
@@ -305,8 +310,11 @@ def _share(
     method: SharePrefill, pivots: Pivots, index: SparseIndex, averages: BlockAverages, places: torch.Tensor,
     slots: torch.Tensor, patterns: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Algorithm 3: fill patterns [heads, num_rows] int32, make the maps of new pivots and keep their estimates ã; and
-    Algorithm 2: write the lists of shared and dense heads."""
+    """Run Algorithms 3 and 2.
+
+    Algorithm 3 fills patterns [heads, num_rows] int32, makes the maps of new pivots and keeps their estimates ã.
+    Algorithm 2 writes the lists of shared and dense heads.
+    """
     rows, room = index.rows, index.workspace.empty
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape

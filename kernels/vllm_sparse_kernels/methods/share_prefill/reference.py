@@ -18,7 +18,7 @@ NOISE = -1
 
 
 class Pivot(NamedTuple):
-    """An entry of the paper's pivotal_pattern_dict: ã, and in place of M the map per tile of the row that it is of."""
+    """An entry of the paper's pivotal_pattern_dict: ã, and in place of M the map of each tile of its row."""
 
     last_row: torch.Tensor
     weights: list[torch.Tensor]
@@ -30,12 +30,12 @@ def select_share_prefill(
     """Fill the lists of ``heads`` in plain torch, as ``SharePrefill.select`` does by kernels.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
     if not method.shares(method.of_heads(len(heads))):
@@ -58,10 +58,10 @@ def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: in
     """Write the lists of one row and head.
 
     Args:
-        kept: each tile's flags [blocks].
-        index: the SparseIndex that is filled.
-        row: a row of the step.
-        head: a query head.
+        kept: Each tile's flags [blocks].
+        index: The index, whose lists of ``heads`` are overwritten.
+        row: Number of the row.
+        head: Number of the query head.
     """
     for i_tile, tile_kept in enumerate(kept, index.rows.tile_starts[row]):
         index.set_blocks(head, i_tile, tile_kept)
@@ -69,12 +69,12 @@ def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: in
 
 
 def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | None) -> str:
-    """Decide what a head attends to: Algorithm 3, and the first lines of Algorithm 4.
+    """Decide the pattern of a head: Algorithm 3, and the first lines of Algorithm 4.
 
     Args:
-        method: the method and its parameters.
-        last_row: the head's estimate â.
-        pivot: its cluster's pivot, or None.
+        method: The method of the heads, possibly merged.
+        last_row: The head's estimate â.
+        pivot: Its cluster's pivot, or None.
 
     Returns:
         "dense" (no pivot yet), "shared" or "vertical_slash".
@@ -88,11 +88,11 @@ def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | Non
 
 
 def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return sqrt(JSD(a‖b)), natural logarithm.
+    """Compute sqrt(JSD(a‖b)) in natural logarithms.
 
     Args:
-        a: shares.
-        b: shares.
+        a: Shares.
+        b: Shares.
 
     Returns:
         0 to √ln 2.
@@ -103,11 +103,11 @@ def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the terms of KL(a‖b), natural logarithm; 0 · log 0 is 0.
+    """Compute the terms of KL(a‖b) in natural logarithms; 0 · log 0 is 0.
 
     Args:
-        a: shares.
-        b: shares.
+        a: Shares.
+        b: Shares.
 
     Returns:
         Of the shape of a.
@@ -116,12 +116,12 @@ def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """Return pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block of keys.
+    """Compute pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block.
 
     Args:
         queries: [n, head_dim].
         keys: [seq_len, head_dim], scaled.
-        block_tokens: keys of a block of the index.
+        block_tokens: Keys of an index block.
 
     Returns:
         [blocks].
@@ -133,13 +133,13 @@ def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) 
 
 
 def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
-    """Return Ã, Algorithm 2's softmax of block averages.
+    """Compute Ã, Algorithm 2's softmax of block averages.
 
     Args:
         queries: [query_len, head_dim].
         keys: [seq_len, head_dim], scaled.
-        index: whose tiles and blocks are meant.
-        row: a row of the step.
+        index: The index, whose tiles and block size are used.
+        row: Number of the row.
 
     Returns:
         [blocks] for each tile.
@@ -154,7 +154,7 @@ def pivotal_pattern(weights: list[torch.Tensor], gamma: float) -> list[torch.Ten
     """Flag the fewest blocks that hold γ of the whole map (Algorithm 2).
 
     Args:
-        weights: the map's rows.
+        weights: The map's rows.
         gamma: γ, in (0, 1].
 
     Returns:

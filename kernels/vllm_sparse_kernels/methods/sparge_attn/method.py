@@ -105,10 +105,10 @@ class SpargeAttn(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         index.clear_stripes(heads)
         settings = self.of_heads(len(heads))
@@ -126,17 +126,17 @@ def keep_top_mass(
     scores: torch.Tensor, similarity: torch.Tensor | None, index: SparseIndex, first_tile: int, heads: torch.Tensor,
     kept_mass: torch.Tensor, min_similarity: torch.Tensor, keep_sink: bool,
 ) -> None:  # fmt: skip
-    """Write lists of the tiles from ``first_tile`` on from S^ in base 2. Overwrites ``scores``.
+    """Write the lists of the tiles from ``first_tile`` on from S^ in base 2. Overwrites ``scores``.
 
     Args:
         scores: [n, tiles, a multiple of 64] float32.
         similarity: [n, num_tiles] float32, of all tiles.
-        index: the SparseIndex that is filled.
-        first_tile: the first tile of the run.
-        heads: [n] int32 on the device, the query heads that are selected.
+        index: The index, whose lists of ``heads`` are overwritten.
+        first_tile: First tile of the run.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         kept_mass: [n] float32, τ.
         min_similarity: [n] float32, θ.
-        keep_sink: whether the first block is kept whatever its score.
+        keep_sink: Whether the first block is kept whatever its score.
     """
     num_heads, num_tiles, width = scores.shape
     _keep_top_mass_kernel[(num_tiles, num_heads)](
@@ -151,7 +151,7 @@ def _keep_top_mass_kernel(
     scores, width, similarity, heads, index, num_tiles, first_tile, kept_mass, min_similarity, num_sink,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One (tile, head)'s list: the fewest blocks that hold the share ``kept_mass`` of Σ exp(score).
+    """Write the list of one (tile, head): the fewest blocks that hold the share ``kept_mass`` of Σ exp(score).
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
     keys are not alike, which are kept. A tile whose queries' mean cosine is below ``min_similarity`` keeps every block;
@@ -160,19 +160,19 @@ def _keep_top_mass_kernel(
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over scores in registers.
 
     Args:
-        scores: see above; overwritten.
-        width: columns of a row of products, in units of 64.
+        scores: The scores described above; overwritten.
+        width: Columns of ``products``, in units of 64.
         similarity: [n, num_tiles] float32.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         index: IndexArgs; lists and counts are written.
-        num_tiles: tiles of the step.
-        first_tile: the first tile of the run.
+        num_tiles: Tiles of the step.
+        first_tile: First tile of the run.
         kept_mass: [n] float32, τ.
         min_similarity: [n] float32, θ.
         num_sink: 1: the first block is kept; 0: it is not.
-        BLOCK: keys of a block.
-        HALVES: blocks that make one of the index.
-        CHUNK: scores that stay in registers.
+        BLOCK: Keys of a block.
+        HALVES: Blocks of 64 keys in an index block.
+        CHUNK: Scores that stay in registers.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
@@ -216,14 +216,16 @@ def _keep_top_mass_kernel(
 
 @triton.jit
 def _load(row, first, num_blocks, other, CHUNK: tl.constexpr):
-    """CHUNK values of a row of scores from block ``first`` on; ``other`` past the last block."""
+    """Load CHUNK values of a row of scores from block ``first`` on; ``other`` past the last block."""
     o_n = first + tl.arange(0, CHUNK)
     return tl.load(row + o_n, mask=o_n < num_blocks, other=other)
 
 
 @triton.jit
 def _exponentials(row, num_blocks, CHUNK: tl.constexpr):
-    """Exponentials, the largest 1, of scores; FORCED in place of those of −∞. The first CHUNK, and the sum of all.
+    """Compute exponentials of scores, the largest 1, and FORCED for scores of −∞.
+
+    Returns those of the first CHUNK, and the sum of all.
 
     The others are written in place of their scores.
     """
@@ -246,7 +248,7 @@ def _exponentials(row, num_blocks, CHUNK: tl.constexpr):
 
 @triton.jit
 def _mass(b_first, row, num_blocks, bits, CHUNK: tl.constexpr):
-    """Sum of the exponentials of at least these bits. In floating point too it never falls as more of them count."""
+    """Sum the exponentials of at least these bits. The sum never decreases as more count, in floating point too."""
     total = _part(b_first, bits)
     for first in range(CHUNK, num_blocks, CHUNK):
         total += _part(_load(row, first, num_blocks, 0.0, CHUNK), bits)
@@ -255,5 +257,5 @@ def _mass(b_first, row, num_blocks, bits, CHUNK: tl.constexpr):
 
 @triton.jit
 def _part(b_e, bits):
-    """The sum of those exponentials of a chunk that have at least these bits."""
+    """Sum the exponentials of a chunk of at least these bits."""
     return tl.sum(tl.where(b_e.to(tl.int32, bitcast=True) >= bits, b_e, 0.0), 0)

@@ -20,12 +20,12 @@ def select_sparge_attn(
     """Fill the lists of ``heads`` in plain torch, as ``SpargeAttn.select`` does by kernels.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     settings = method.of_heads(len(heads))
     for setting in dict.fromkeys(settings):
@@ -50,13 +50,13 @@ def _select_alike(
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return M of one row, in the precision of its input.
+    """Compute M of one row, in the precision of its input.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         queries: [query_len, heads, head_dim], at the row's last positions.
         keys: [seq_len, heads, head_dim].
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         bool [heads, tiles, key blocks].
@@ -70,13 +70,13 @@ def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale
 def compressed_map(
     method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the compressed map of one row.
+    """Compute the compressed map of one row.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         queries: [query_len, heads, head_dim].
         keys: [seq_len, heads, head_dim].
-        scale: takes products of elements to scores, in natural units; > 0.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         P^ [heads, tiles, key blocks], what is kept whatever P^ says (bool, same shape), and the causal mask (bool).
@@ -99,11 +99,11 @@ def compressed_map(
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks of tokens as single tokens.
+    """Compress blocks of tokens to single tokens.
 
     Args:
         tokens: [length, heads, head_dim].
-        size: tokens of a block.
+        size: Tokens of a block.
 
     Returns:
         Mean [heads, blocks, head_dim] and CosSim [heads, blocks].
@@ -116,7 +116,7 @@ def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def top_cdf(probabilities: torch.Tensor, kept_mass: float) -> torch.Tensor:
-    """Flag the fewest largest of each row that reach ``kept_mass`` of its sum; of equals the first.
+    """Flag the fewest largest values of each row that reach ``kept_mass`` of its sum; ties in order of index.
 
     Args:
         probabilities: [..., n].

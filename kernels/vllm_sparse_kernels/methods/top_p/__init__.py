@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top_p``, our own: the fewest blocks that hold a share p of what 8-bit scores say of attention."""
+"""``top_p``, a method of this project: the fewest blocks that hold the share p of attention, from 8-bit scores."""
 
 from vllm_sparse_kernels.methods.spec import MethodSpec
 from vllm_sparse_kernels.methods.top_p.method import TopP

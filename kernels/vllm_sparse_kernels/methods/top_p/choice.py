@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fewest blocks of a tile that hold p of its mass: one program a tile and head, over an array that fits registers.
+"""Lists of the fewest blocks of a tile that hold p of its mass.
+
+A program handles one tile and head, on an array that fits registers.
 
 A negative mass is one of a block that is kept whatever it holds. Nothing is sorted: the least mass that is kept is
 found by halving what bits it may have, and of equal masses the first blocks are taken. Bits of floats >= 0 sort as the
@@ -25,21 +27,21 @@ LISTED_BLOCKS = tl.constexpr(1024)
 """Blocks whose place in a list is found at a time: more would take registers from other programs."""
 
 MAX_REGISTERS = 64
-"""Of a thread, of 256: four programs a multiprocessor, which wait for sums by turns."""
+"""Register cap per thread that allows four programs of 256 threads per multiprocessor."""
 
 TWO_BITS = tl.constexpr(0x40000000)
 """The bits of 2.0. Masses are at most 1, but for rounding."""
 
 
 class Shares(NamedTuple):
-    """What each selected head keeps, for kernels."""
+    """Shares that each selected head keeps, as arguments of kernels."""
 
     kept_mass: Any  # [selected heads] float32: p
     most_share: Any  # [selected heads] float32: share of a tile's blocks that are kept for their mass, at most
 
 
 class BlockLists(NamedTuple):
-    """The lists of blocks of a SparseIndex, for kernels."""
+    """The lists of blocks of a SparseIndex, as arguments of kernels."""
 
     block_counts: Any  # [heads, num_tiles] int32
     block_ids: Any  # [heads, block capacity] int32
@@ -47,10 +49,10 @@ class BlockLists(NamedTuple):
 
 
 def mass_width(reach: int) -> int:
-    """Return the masses of one tile: one for each block of 32 keys, in whole steps of 16.
+    """Return the room for one tile's masses: one for each block of 32 keys, in whole steps of 16.
 
     Args:
-        reach: keys that the tile may see.
+        reach: Keys in the tile's causal reach.
 
     Returns:
         A multiple of 16.
@@ -59,11 +61,11 @@ def mass_width(reach: int) -> int:
 
 
 def mass_bytes(num_selected: int, reach: int) -> int:
-    """Return what one tile's masses take.
+    """Return the memory of one tile's masses.
 
     Args:
-        num_selected: query heads that are selected.
-        reach: keys that the tile may see.
+        num_selected: Number of query heads to select.
+        reach: Keys in the tile's causal reach.
 
     Returns:
         Bytes.
@@ -71,24 +73,24 @@ def mass_bytes(num_selected: int, reach: int) -> int:
     return 4 * num_selected * mass_width(reach)
 
 
-def choose(
+def write_block_lists(
     masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, kept_mass: torch.Tensor,
     most_share: torch.Tensor, sink_tokens: int, local_tokens: int,
 ) -> None:  # fmt: skip
-    """Lists of the tiles from ``first_tile`` on, by masses [len(heads), tiles, width] float32 of 32-key blocks.
+    """Write the lists of the tiles from ``first_tile`` on: the fewest blocks that hold the share ``kept_mass``.
 
     No more than ``most_share`` [len(heads)] of a tile's blocks are kept for their mass.
     Of heads whose ``kept_mass`` [len(heads)] is 1 or more masses are not read: they keep everything.
 
     Args:
         masses: [n, tiles, width] float32, of blocks of 32 keys.
-        index: lists and counts are written.
-        first_tile: the first tile of ``masses``.
-        heads: [n] int32 on the device, the query heads that are selected.
+        index: The index; its lists and counts are written.
+        first_tile: First tile of ``masses``.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         kept_mass: [n] float32, share of the mass that a tile keeps; 1 or more: everything.
         most_share: [n] float32, share of a tile's blocks that are kept for their mass, at most.
-        sink_tokens: keys at the sequence's begin that are always kept.
-        local_tokens: keys before a query that are always kept, at least.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query that are always kept.
     """
     num_heads, num_tiles, _ = masses.shape
     _choose_kernel[(num_tiles, num_heads)](
@@ -105,7 +107,7 @@ def _choose_kernel(
     masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, shares, sink, local,
     lists, stride_ids, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
+    """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
 
     masses [heads, tiles, width] float32, of blocks of KEY_BLOCK keys: A[b] of ``method.py``, negative where some query
     has its peak, which keeps the block. What is always kept (sink, local region, diagonal) counts towards the share; no
@@ -115,20 +117,20 @@ def _choose_kernel(
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over masses in registers.
 
     Args:
-        masses: see above.
-        stride_head: of ``masses`` from head to head, elements.
-        stride_tile: of ``masses`` from tile to tile, elements.
-        heads: [n] int32 on the device, the query heads that are selected.
+        masses: The masses described above.
+        stride_head: Elements between two heads of ``masses``.
+        stride_tile: Elements between two tiles of ``masses``.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        num_tiles: tiles of the step.
-        first_tile: the first tile of the run.
+        num_tiles: Tiles of the step.
+        first_tile: First tile of the run.
         shares: Shares.
-        sink: tokens.
-        local: tokens.
+        sink: Keys at the beginning of the sequence that are always kept.
+        local: Minimum number of keys before a query that are always kept.
         lists: BlockLists; written.
-        stride_ids: of ``lists.block_ids`` from head to head, elements.
-        PARTS: blocks of 32 keys that make one of the index.
-        CHUNK: masses that stay in registers.
+        stride_ids: Elements between two heads of ``lists.block_ids``.
+        PARTS: Blocks of 32 keys in an index block.
+        CHUNK: Masses that stay in registers.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
@@ -165,14 +167,14 @@ def _choose_kernel(
 
 @triton.jit
 def _load(row, first, begin, end, CHUNK: tl.constexpr):
-    """Masses of blocks from ``first`` on, 0 but for those of [begin, end)."""
+    """Load masses of blocks from ``first`` on, 0 outside of [begin, end)."""
     o_n = first + tl.arange(0, CHUNK)
     return tl.load(row + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
 
 
 @triton.jit
 def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.constexpr):
-    """(bits of the least mass that is kept, how many of just those bits)."""
+    """Return (bits of the smallest mass that is kept, number of kept masses with exactly these bits)."""
     inner, _ = _held(b_first, row, begin, end, 1, CHUNK)
     outer = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
@@ -195,7 +197,10 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
 
 @triton.jit
 def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
-    """Sum and number of the masses of at least these bits. The sum never falls as more count, in floating point too."""
+    """Return sum and number of the masses of at least these bits.
+
+    The sum never decreases as more masses count, in floating point too.
+    """
     held, count = _part(b_first, bits)
     for first in range(CHUNK, end, CHUNK):
         more, others = _part(tl.abs(_load(row, first, begin, end, CHUNK)), bits)
@@ -206,6 +211,6 @@ def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
 
 @triton.jit
 def _part(b_masses, bits):
-    """(sum, number) of those masses of a chunk that have at least these bits."""
+    """Return (sum, number) of the masses of a chunk with at least these bits."""
     b_counts = b_masses.to(tl.int32, bitcast=True) >= bits
     return tl.sum(tl.where(b_counts, b_masses, 0.0), 0), tl.sum(b_counts.to(tl.int32), 0)

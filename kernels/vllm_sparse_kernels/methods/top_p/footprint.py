@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``top_p`` takes from its workspace at most, in bytes, with any of its engines."""
+"""Upper bound of the workspace memory of ``top_p``, in bytes, for any of its engines."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, tile_bytes: Sequence[TileBytes]) -> int:
-    """Upper bound of what selection takes at a time. More tiles or keys never make it less.
+    """Return an upper bound of the memory of selection. It never decreases as tiles or keys are added.
 
     Args:
         rows: The rows that are selected together.

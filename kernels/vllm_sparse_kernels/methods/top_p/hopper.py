@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masses of blocks on Hopper: three launches for a run of tiles.
 
-1. ``_own_kernel``, each tile and the keys that some of its queries may not see: the only masks. Of each query what all
-   its scores are measured against (``tops``), and the sum of exponentials over those keys' blocks.
-2. ``_scores_kernel``, in Gluon, all keys before: one maximum per query and block, one exponential, one byte. A producer
-   brings keys; two consumer groups hold the scores of a tile each, and do not wait for each other. Two such programs
-   fit a multiprocessor: while a group looks at its scores, others' products run.
-3. ``_masses_kernel``: bytes back into numbers, over each query's own sum, their mean over the tile's queries, and
-   whether one of them reaches the peak.
+1. ``_own_kernel`` handles each tile with its diagonal keys, the only ones with a mask. For each query it computes the
+   reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
+2. ``_scores_kernel``, in Gluon, handles all earlier keys: one maximum per query and block, one exponential, one byte. A
+   producer loads keys; two consumer groups hold the scores of one tile each and do not wait for each other. Two such
+   programs fit a multiprocessor, so that the products of one group run while another processes its scores.
+3. ``_masses_kernel`` converts bytes to numbers, divides them by each query's sum, averages them over the tile's
+   queries, and tests whether one of them reaches the peak.
 
-Keys lie permuted within steps of 128 (``rounding.py``): all scores of a query and block then lie in one thread, and a
-maximum costs one instruction for two scores. Products are added up in half precision, which loses 2^-11 of a sum.
+Keys are permuted within steps of 128 (``rounding.py``), so that all scores of a query and block are in one thread, and
+a maximum takes one instruction for two scores. Products are summed in half precision, with an error of 2^-11 of a sum.
 
-One thread of a group hands a step of keys back for all four warps: Triton has them meet between their wait for the
-product and that arrival, which a test reads off the machine code (see ``attend.hopper_kernel``).
+One thread of a group releases a step of keys for all four warps. Triton synchronises them between their wait for the
+product and that arrival; a test checks this in the machine code (see ``attention.hopper.kernel.hopper_kernel``).
 
 A byte has six bits of exponent and two of mantissa: from 2^-24 to 2^39 of what its query's scores are measured against,
 the largest one near the query and among the first 128 keys. Rounding is by up to a ninth, and what sums it up does so
@@ -80,7 +80,7 @@ MASS_ROUNDS = 64
 
 
 class Scratch(NamedTuple):
-    """What the launches leave each other."""
+    """Tensors that the launches of a run pass on."""
 
     tops: Any  # [num_selected, num_tiles, 128] float32
     diagonal: Any  # [num_selected, num_tiles, 128] float32, sums over the tile's own keys
@@ -89,11 +89,11 @@ class Scratch(NamedTuple):
 
 
 def tile_bytes(num_selected: int, reach: int) -> int:
-    """Return what one tile's scratch and masses take.
+    """Return the memory of one tile's scratch and masses.
 
     Args:
-        num_selected: query heads that are selected.
-        reach: keys that the tile may see.
+        num_selected: Number of query heads to select.
+        reach: Keys in the tile's causal reach.
 
     Returns:
         Bytes.
@@ -103,13 +103,13 @@ def tile_bytes(num_selected: int, reach: int) -> int:
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
-    """Take room for what the launches of a run leave each other.
+    """Allocate the scratch of a run.
 
     Args:
-        num_selected: query heads that are selected.
-        num_tiles: tiles of the run.
-        reach: keys that the furthest of them may see.
-        workspace: where temporary tensors come from.
+        num_selected: Number of query heads to select.
+        num_tiles: Tiles of the run.
+        reach: Keys in the longest causal reach of these tiles.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Undefined tensors, in the workspace.
@@ -125,16 +125,16 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 def masses(
     rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
-    """Mean over each tile's queries of their share in each block, as ``portable.masses`` has it.
+    """Compute the masses of a run: see ``portable.masses``.
 
     The mass of all the tile's own keys stands at the first of their blocks, 0 at the others.
 
     Args:
-        rounded: queries of all tiles and keys of the slab.
-        selected: the heads; masses are not written where a head's ``kept_mass`` is 1 or more.
+        rounded: Queries of all tiles and keys of the slab.
+        selected: The heads; masses are not written where a head's ``kept_mass`` is 1 or more.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
-        run: the tiles to measure.
-        scratch: from ``room`` for this run.
+        run: The tiles to measure.
+        scratch: From ``room`` for this run.
         target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
@@ -196,7 +196,7 @@ def _own_kernel(
 
 @triton.jit
 def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
-    """[queries, 4]: of each query and block of the step that begins at key ``first`` of all heads' the largest score.
+    """Compute the largest score of each query and block of the step that begins at key ``first``: [queries, 4].
 
     ``b_last``: each query's last key, counted from there.
     """
@@ -214,7 +214,7 @@ def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
 
 @gluon.jit
 def _largest(b_a, b_b, b_c):
-    """Of three: one instruction too, once assembled."""
+    """Return the maximum of three values, one instruction once assembled."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 m; max.f16x2 m, $1, $2; max.f16x2 $0, m, $3;}", "=r,r,r,r", [b_a, b_b, b_c], gl.float16,
         is_pure=True, pack=2,
@@ -223,7 +223,7 @@ def _largest(b_a, b_b, b_c):
 
 @gluon.jit
 def _block_maxima(b_s):
-    """[queries, 4] float32: the largest score of each block. One thread has them all: 16 pairs."""
+    """Compute the largest score of each block, [queries, 4] float32. One thread holds all 16 pairs of a block."""
     b_s = b_s.reshape([b_s.shape[0], 2, 2, 2, 2, 4, 2]).permute((0, 5, 6, 1, 2, 3, 4))
     b_a, b_b = b_s.split()
     b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = _eighths(b_a)
@@ -237,7 +237,7 @@ def _block_maxima(b_s):
 
 @gluon.jit
 def _eighths(b_x):
-    """The eight pairs of a half."""
+    """Return the eight pairs of a half."""
     b_a, b_b = b_x.split()
     b_aa, b_ab = b_a.split()
     b_ba, b_bb = b_b.split()
@@ -259,7 +259,7 @@ class Shared:
 
 @aggregate
 class Pair:
-    """What one program of ``_scores_kernel`` scores: up to two tiles of one head, and one span of keys."""
+    """Work of one program of ``_scores_kernel``: up to two tiles of one head, and one span of keys."""
 
     query: gl.tensor  # place of the first tile's first query among all heads' queries
     key: gl.tensor  # place of the span's first key among all heads' keys
@@ -270,7 +270,7 @@ class Pair:
 
 @aggregate
 class Target:
-    """Where ``_scores_kernel`` reads what belongs to queries and keys, and where its results go."""
+    """Inputs of ``_scores_kernel`` for queries and keys, and its outputs."""
 
     rounded: gl.tuple  # Rounded
     scratch: gl.tuple  # Scratch
@@ -283,7 +283,9 @@ def _scores_kernel(
     rounded, bulk_queries, bulk_keys, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_rounds,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Score two tiles of one head, a consumer group each, with one span of keys that all of their queries may see.
+    """Score two tiles of one head, one per consumer group, with one span of keys.
+
+    The keys are in the causal reach of all queries of these tiles.
 
     Grid: (pairs of tiles, spans, selected heads), 4 warps beside 4 of the other consumer group and the producer's one.
     Two programs fit a multiprocessor. Bound by the instructions that look at scores: maxima of half-precision pairs.
@@ -340,7 +342,7 @@ def _scores_kernel(
 
 @gluon.jit
 def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
-    """Load the queries of both tiles, then the span's keys. The second tile sees no fewer of them than the first."""
+    """Load the queries of both tiles, then the span's keys. The second tile reaches at least as many as the first."""
     q_tiles, keys = shared.q_tiles, shared.keys
     q_full = shared.q_full.index(0)
     mbarrier.expect(q_full, 2 * STEP * q_tiles.shape[2])
@@ -356,7 +358,7 @@ def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
 
 @gluon.jit
 def _consume(shared, target, work, num_steps, W: gl.constexpr):
-    """Score tile W of the pair. Where there is none, keys are scored all the same, and nothing is kept."""
+    """Score tile W of the pair. If it does not exist, keys are scored and nothing is stored."""
     keys = shared.keys
     rounded, scratch = target.rounded, target.scratch
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
@@ -397,7 +399,10 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
 
 @gluon.jit
 def _append_byte(b_word, b_x):
-    """Words moved down by a byte, with six bits of exponent and two of mantissa, to nearest, in the highest one."""
+    """Shift words down by a byte and fill the highest one.
+
+    The new byte has six bits of exponent and two of mantissa, rounded to nearest.
+    """
     b_bits = (b_x.to(gl.int32, bitcast=True) << 3) + 1686110208  # (bits + 2^20 - 103 · 2^23) · 8
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x7321;", "=r,r,r", [b_word, b_bits], gl.int32, is_pure=True, pack=1
@@ -409,7 +414,7 @@ def _masses_kernel(
     kept, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
     ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Turn up to ROUNDS rounds of one tile and head into masses. A warp has a round, each of its threads 16 words.
+    """Turn up to ROUNDS rounds of one tile and head into masses. A warp has one round, each of its threads 16 words.
 
     Grid: (parts of ROUNDS rounds, tiles, selected heads), 4 warps. Bound by reading ``scratch.bytes``, a byte for each
     query and block, which the launch before has left in the L2 cache in part.
@@ -475,7 +480,7 @@ def _masses_kernel(
 
 @gluon.jit
 def _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m):
-    """What a query's exponentials count in the mean of the tile: one over its sum and the number of queries."""
+    """Return the factor of a query's exponentials in the tile's mean: 1 / (its sum · number of queries)."""
     b_sum = b_diagonal
     parts = scratch.parts + place * num_spans * STEP + o_m
     for i in range(0, spans, 8):

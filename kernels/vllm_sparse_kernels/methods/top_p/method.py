@@ -1,34 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top_p``, our own: of each tile of 128 queries the fewest blocks of 32 keys that hold p of its attention, and peaks.
+"""``top_p``, a method of this project: the fewest blocks that hold the share p of a tile's attention, and peaks.
 
-p is the share of attention that a tile keeps, so one knob means the same for every head, layer and length, and 1 is
-dense. For a row's query q and key k, with s the softmax's scale:
+Blocks have 32 keys, and tiles 128 queries.
 
-1. Scores in 8 bits. k̂ is k less the row's mean key (which shifts all scores of a query alike), q̂ is q as it is; each
-   query, and each block of 32 keys, has a scale of its own, by which the largest magnitude becomes 15, and is rounded
-   to e4m3. Sums of products stay below 15 · 15 · 256, so they fit half precision whatever was multiplied.
-2. Of query and block b the largest score, m[q, b] = max over the keys k of b up to q of s q̂ k̂: one exponential for 32
-   products. The query's share in the block is a[q, b] = exp(m[q, b]) / Σ_b' exp(m[q, b']): each query is divided by its
-   own sum over all blocks. A sum estimated from sampled keys lost answers: a query whose heavy keys the sample
-   misses outweighs its tile.
-3. A[b] is the mean of a[q, b] over the tile's queries, as many as it has. Sink blocks, local region and diagonal are
-   kept, and of the others the fewest with which what is kept holds p of Σ_b A[b], of equals the first; but no more
-   than ``most_share`` of the tile's blocks, the heaviest. Where attention is that flat, a part of the keys says what
-   all would.
-4. And every block of which some query has a[q, b] >= ``peak_share``: what a single query looks for weighs at most 1 in
-   128 of its tile, and is what answers are made of.
+p has the same meaning for every head, layer and length; 1 is dense. For queries q and keys k of a row, with the softmax
+scale s:
 
-What it keeps and loses on trained models, and what other rules lost: docs/quality.md.
+1. Round to 8 bits. k̂ is k minus the row's mean key, which shifts all scores of a query equally; q̂ is q. Each query and
+   each block of 32 keys has its own scale, which maps the largest magnitude to 15, and is rounded to e4m3. Sums of
+   products are at most 15 · 15 · 256 and therefore fit half precision.
+2. Compute the largest score of each query and block b, m[q, b] = max over the keys k of b up to q of s q̂ k̂: one
+   exponential for 32 products. The query's share in the block is a[q, b] = exp(m[q, b]) / Σ_b' exp(m[q, b']). The sum
+   is over all blocks: with a sum estimated from sampled keys, a query whose heavy keys are not in the sample outweighs
+   its tile, and answers were lost.
+3. Average over the tile's queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other blocks such
+   that the kept blocks hold p of Σ_b A[b], ties in order of index; but at most the share ``most_share`` of the tile's
+   blocks, the heaviest ones. If attention is that flat, part of the keys represents all of them.
+4. Keep also every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
+   1/128 of its tile's mass, and answers depend on such targets.
 
-* ``channels`` "half" multiplies the half of each kv head's channels that moves scores most in this step: variance of
-  keys times mean square of queries, of all heads that share the keys. That halves the product, the greater part of the
-  method's time.
-* Mean key and channel weights are of samples by position: one group of 64 keys in eight, and of each tile the first
-  32 queries. Any vector would do for the mean. Both are of what this step sees, so selection depends on the chunking,
-  and on later queries of the same chunk; never on other rows.
-* An index of wider blocks keeps the union of their 32-key blocks (``width.py``).
-* On Hopper (``hopper.py``) products are of e4m3, and a share is kept as one byte between its two uses; elsewhere
-  (``portable.py``) a score as half precision. Both are means over 128 queries of what is rounded as often up as down.
+docs/quality.md has densities and losses on trained models, also of other rules.
+
+* ``channels`` "half" multiplies the half of each kv head's channels that affects scores most in this step: by variance
+  of keys times mean square of queries, over all heads that share the keys. This halves the product, which takes most of
+  the method's time.
+* Mean key and channel weights come from samples by position: one group of 64 keys in eight, and the first 32 queries of
+  each tile. The mean may be any vector. Both depend on the tokens of this step, so that selection depends on the
+  chunking and on later queries of the same chunk, but never on other rows.
+* An index with wider blocks keeps the union of their 32-key blocks (``block_width.py``).
+* On Hopper (``hopper.py``), products are computed in e4m3, and a share is stored as one byte between its two uses.
+  Elsewhere (``portable.py``), a score is stored in half precision. Rounding is unbiased, and its errors average out
+  over 128 queries.
 """
 
 from collections.abc import Sequence
@@ -42,7 +44,7 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
-from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, choose, mass_width
+from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_width, write_block_lists
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
@@ -117,28 +119,54 @@ class TopP(PerHead):
 
     @property
     def share_kept(self) -> float:
+        """p, ``kept_mass``."""
         return self.kept_mass
 
     def with_kept_mass(self, share: float) -> "TopP":
-        """As many blocks as that takes."""
+        """Return the method with another p and without an upper bound on kept blocks (``most_share`` 1).
+
+        Args:
+            share: p, in (0, 1].
+
+        Returns:
+            The method for one head or, of a merger, for all of its heads.
+        """
         return replace(self.group_key, kept_mass=share, most_share=1.0)
 
     def kept_channels(self, head_dim: int) -> int:
-        """Channels that are multiplied."""
+        """Return the number of channels that the estimate multiplies.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            A power of two.
+        """
         return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
 
     @property
     def least_peak(self) -> float:
-        """What a share is compared with. In eight bits a share of all may be a little more than 1."""
+        """Share from which a block is a peak; 2 if ``peak_share`` is 1, as an 8-bit share may slightly exceed 1."""
         return self.peak_share if self.peak_share < 1 else 2.0
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """Return the larger bound of the two engines; see ``Method.workspace_bytes``.
+
+        Args:
+            rows: The rows of a step.
+            shape: Sizes of the layer.
+            num_selected: Number of heads that are selected together.
+            stripe_capacity: Unused: the method keeps no stripes.
+
+        Returns:
+            Bytes.
+        """
         tile_bytes = [kernels.tile_bytes for kernels in (hopper, portable) if kernels is not None]
         return most_bytes(rows, shape, num_selected, self.kept_channels(shape.head_dim), tile_bytes)
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """The kernels of ``hopper``, then those of ``portable``."""
+        """The engine for Hopper, then the portable one."""
         return (
             SelectEngine("hopper", hopper_refusal, select_on_hopper),
             SelectEngine(PORTABLE, never_refuses, select_on_portable),
@@ -151,23 +179,23 @@ class TopP(PerHead):
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-            index: the SparseIndex that is filled.
-            heads: [n] int32 on the device, the query heads that are selected.
-            scale: takes products of elements to scores, in natural units; > 0.
+            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+            index: The index, whose lists of ``heads`` are overwritten.
+            heads: [n] int32 on the device, numbers of the selected query heads.
+            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
         engine.select(self, q, cache, index, heads, scale)
 
 
 def hopper_refusal(spec: SelectSpec) -> str | None:
-    """Return why the Hopper kernels cannot select for such a layer.
+    """Check whether the Hopper kernels can select for a layer.
 
     Args:
-        spec: what is known of the layer at start-up.
+        spec: Properties of the layer.
 
     Returns:
-        Words that end a sentence; None if they can.
+        Why they cannot, as the end of a sentence; None if they can.
     """
     if hopper is None:
         return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
@@ -186,12 +214,12 @@ def select_on_hopper(
     """Fill the lists of ``heads`` by the kernels of ``hopper``.
 
     Args:
-        method: of the heads, merged of theirs.
+        method: The merged method of the heads.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     assert hopper is not None
     _select(hopper, method, LayerInputs(q, cache, index.rows, scale), index, heads)
@@ -203,18 +231,18 @@ def select_on_portable(
     """Fill the lists of ``heads`` by the kernels of ``portable``.
 
     Args:
-        method: of the heads, merged of theirs.
+        method: The merged method of the heads.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     _select(portable, method, LayerInputs(q, cache, index.rows, scale), index, heads)
 
 
 def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
-    """``kernels``: the module that measures the masses."""
+    """Fill the lists of ``heads`` with the masses that the module ``kernels`` computes."""
     index.clear_stripes(heads)
     methods = method.of_heads(len(heads))
     kept_mass = tuple(head.kept_mass for head in methods)
@@ -244,17 +272,17 @@ def _select_run(
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    choose(
+    write_block_lists(
         masses, index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share,
         method.sink_tokens, method.local_tokens,
     )  # fmt: skip
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:
-    """Return what the numbers of e4m3 are kept and multiplied as.
+    """Return the dtype in which e4m3 numbers are stored and multiplied.
 
     Args:
-        device: where tensors lie.
+        device: Device of the tensors.
 
     Returns:
         A dtype.

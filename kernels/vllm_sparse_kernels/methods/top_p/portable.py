@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masses of blocks wherever Triton runs: two launches for a run of tiles.
+"""Masses of blocks on every device that Triton supports: two launches for a run of tiles.
 
-1. ``_scores_kernel``: of each query and block of 32 keys the largest score, in half precision, and of each query and
-   span of keys the largest of these and their sum of exponentials.
-2. ``_masses_kernel``: the scores once more, over each query's own sum, their mean over the tile's queries, and whether
-   one of them reaches the peak.
+1. ``_scores_kernel`` computes the largest score of each query and block of 32 keys, in half precision, and the largest
+   of these and their sum of exponentials for each query and span of keys.
+2. ``_masses_kernel`` divides the exponentials by each query's sum, averages them over the tile's queries, and tests
+   whether one of them reaches the peak.
 """
 
 from typing import Any, NamedTuple
@@ -34,18 +34,18 @@ MOST = tl.constexpr(60000.0)
 
 
 class Scratch(NamedTuple):
-    """What the launches leave each other."""
+    """Tensors that the launches of a run pass on."""
 
     scores: Any  # [num_selected, num_tiles, num_blocks, 128] float16; undefined past a tile's causal blocks
     parts: Any  # [num_selected, num_tiles, num_spans, 2, 128] float32: largest score, sum; undefined past its spans
 
 
 def tile_bytes(num_selected: int, reach: int) -> int:
-    """Return what one tile's scratch and masses take.
+    """Return the memory of one tile's scratch and masses.
 
     Args:
-        num_selected: query heads that are selected.
-        reach: keys that the tile may see.
+        num_selected: Number of query heads to select.
+        reach: Keys in the tile's causal reach.
 
     Returns:
         Bytes.
@@ -55,10 +55,10 @@ def tile_bytes(num_selected: int, reach: int) -> int:
 
 
 def blocks_of(reach: int) -> int:
-    """Return a tile's blocks of 32 keys, in whole steps of four.
+    """Return the number of a tile's blocks of 32 keys, in whole steps of four.
 
     Args:
-        reach: keys that the tile may see.
+        reach: Keys in the tile's causal reach.
 
     Returns:
         A multiple of 4.
@@ -67,13 +67,13 @@ def blocks_of(reach: int) -> int:
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
-    """Take room for what the launches of a run leave each other.
+    """Allocate the scratch of a run.
 
     Args:
-        num_selected: query heads that are selected.
-        num_tiles: tiles of the run.
-        reach: keys that the furthest of them may see.
-        workspace: where temporary tensors come from.
+        num_selected: Number of query heads to select.
+        num_tiles: Tiles of the run.
+        reach: Keys in the longest causal reach of these tiles.
+        workspace: Memory of temporary tensors.
 
     Returns:
         Undefined tensors, in the workspace.
@@ -88,7 +88,7 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 def masses(
     rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
-    """Mean over each tile's queries of their share in each block.
+    """Compute the mean over each tile's queries of their share in each block.
 
     Args:
         rounded: Queries of all tiles and keys of the slab.
@@ -126,20 +126,20 @@ def _scores_kernel(
 
     Args:
         rounded: Rounded.
-        heads: [n] int32 on the device, the query heads that are selected.
+        heads: [n] int32 on the device, numbers of the selected query heads.
         kept: [n] float32, p; heads with 1 or more are left out.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        first_tile: the first tile of the run.
+        first_tile: First tile of the run.
         pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
         scratch: Scratch, what the launches leave each other.
-        num_tiles: tiles of the run.
-        num_spans: spans of keys.
-        num_blocks: blocks of 32 keys of the furthest tile.
-        GROUP: query heads of a kv head.
-        KEPT_D: channels that are multiplied.
-        SPAN: keys of a program.
-        PAIR: columns of ``pairs``.
-        WIDEN: whether to multiply in float32, as the interpreter does.
+        num_tiles: Tiles of the run.
+        num_spans: Spans of keys.
+        num_blocks: Blocks of 32 keys of the furthest tile.
+        GROUP: Query heads of a kv head.
+        KEPT_D: Number of channels that the estimate multiplies.
+        SPAN: Keys of a program.
+        PAIR: Columns of ``pairs``.
+        WIDEN: Whether to multiply in float32, as the interpreter does.
     """
     i_span, i_entry = tl.program_id(1), tl.program_id(2)
     pair, i_second = pairs + tl.program_id(0) // 2 * PAIR, tl.program_id(0) % 2
@@ -192,17 +192,17 @@ def _masses_kernel(
 
     Args:
         kept: [n] float32, p; heads with 1 or more are left out.
-        peak: share of a query's attention from which its block is kept.
+        peak: Share of a query's attention from which a block is kept.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        first_tile: the first tile of the run.
+        first_tile: First tile of the run.
         scratch: Scratch, what the launches leave each other.
-        num_spans: spans of keys.
-        num_blocks: blocks of 32 keys of the furthest tile.
+        num_spans: Spans of keys.
+        num_blocks: Blocks of 32 keys of the furthest tile.
         target: [n, tiles, width] float32; written.
-        stride_head: of ``target`` from head to head, elements.
-        stride_tile: of ``target`` from tile to tile, elements.
-        SPAN: keys of a span.
-        BLOCKS: blocks of a program.
+        stride_head: Elements between two heads of ``target``.
+        stride_tile: Elements between two tiles of ``target``.
+        SPAN: Keys of a span.
+        BLOCKS: Blocks of a program.
     """
     i_tile, i_entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
     _, _, length, position = load_tile(tiles, first_tile + i_tile)

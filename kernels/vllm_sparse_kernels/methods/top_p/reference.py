@@ -26,15 +26,15 @@ SAMPLE, EVERY = 64, 8  # of so many groups of keys, the first is the sample
 def select_top_p(
     method: "TopP", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the index, in whose blocks the union of 32-key blocks is taken.
+    """Fill the index; an index block is kept if any of its 32-key blocks is.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        index: the SparseIndex that is filled.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        index: The index, whose lists of ``heads`` are overwritten.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
@@ -47,12 +47,12 @@ def select_top_p(
 
 
 def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
-    """Flag sink, local region and diagonal, and of the blocks between them the fewest that make up p of all mass.
+    """Flag sink, local region and diagonal, and the fewest blocks between them that hold the share p of all mass.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         masses: [blocks].
-        position: of the tile's first query.
+        position: Position of the tile's first query.
 
     Returns:
         [blocks] bool.
@@ -74,7 +74,7 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
     """Flag blocks in which some query has a share of at least ``peak_share``.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         shares: [queries, blocks].
 
     Returns:
@@ -86,15 +86,15 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
 def tile_shares(
     method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Return the share of each query in each causal block of 32 keys.
+    """Compute the share of each query in each causal block of 32 keys.
 
     Args:
-        method: the method and its parameters.
+        method: The method of the heads, possibly merged.
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: keys and values, pages of [page_size, num_kv_heads, head_dim].
-        rows: the rows of a step.
-        heads: [n] int32 on the device, the query heads that are selected.
-        scale: takes products of elements to scores, in natural units; > 0.
+        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
+        rows: The rows of a step.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
         (head, tile, [queries, blocks]).
@@ -118,11 +118,11 @@ def tile_shares(
 
 
 def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return which channels are multiplied: all, or those that move scores most.
+    """Flag the channels of the estimate: all, or those that affect scores most.
 
     Args:
-        method: the method and its parameters.
-        sample: keys [n, num_kv_heads, head_dim].
+        method: The method of the heads, possibly merged.
+        sample: Keys [n, num_kv_heads, head_dim].
         queries: [m, num_heads, head_dim].
 
     Returns:
@@ -141,10 +141,10 @@ def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         x: [n, heads, head_dim].
-        count: vectors that share a scale.
+        count: Vectors that share a scale.
 
     Returns:
-        What the numbers stand for, of the same shape.
+        The represented numbers, of the same shape.
     """
     groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
     step = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST

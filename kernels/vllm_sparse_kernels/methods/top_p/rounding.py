@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys in e4m3, in as many channels as are multiplied.
+"""Queries and keys of ``top_p`` in e4m3, reduced to the channels of the estimate.
 
-A key counts less the mean of its row's keys, which shifts all scores of a query alike. Any vector would: the mean is
-one over a sample, as are the moments that tell channels apart. Samples are by position in the row and in the step, so
-what is written about a row depends on that row alone.
+The mean of the row's keys is subtracted from each key, which shifts all scores of a query equally. Because any vector
+would do, the mean is taken over a sample, as are the moments by which channels are chosen. Samples go by position in
+the row and in the step, so that the rounding of a row depends on that row only.
 
-A channel of a kv head weighs as much as it moves scores: the variance of keys in it times the second moment, about
-zero, of the queries of all heads that read it. Each channel is kept or left by itself.
+The weight of a channel of a kv head is its effect on scores: the variance of its keys times the second moment, about
+zero, of the queries of all heads that read it. Each channel is kept or dropped separately.
 
-Of a block of 32 keys, and of a query, the largest element becomes 15: sums of products are at most 15 · 15 · 256, which
-half precision still has.
+The largest element of a block of 32 keys, and of a query, becomes 15. Sums of products are then at most 15 · 15 · 256,
+which is in the range of half precision.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_a
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
-from vllm_sparse_kernels.selection.slabs import Slab
+from vllm_sparse_kernels.selection.slabs import KeySlab
 from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = tl.constexpr(15.0)
@@ -48,7 +48,7 @@ LEAST_CHANNELS = 64
 
 
 class Moments(NamedTuple):
-    """Per row and kv head."""
+    """Mean keys and kept channels of each row and kv head."""
 
     means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
@@ -65,14 +65,14 @@ class Selected(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """How numbers of e4m3 are kept."""
+    """Format in which e4m3 numbers are stored."""
 
     kept_d: int  # channels that are multiplied
     dtype: torch.dtype  # e4m3 itself, or fp16 where there are no instructions for it
 
 
 class Rounded(NamedTuple):
-    """Queries and keys of a slab, in e4m3. The units are such that scores are logarithms to the base of two."""
+    """Queries and keys of a slab in e4m3. Their units make scores logarithms to base 2."""
 
     queries: Any  # [num_selected, num_queries, KEPT_D]
     factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
@@ -83,15 +83,15 @@ class Rounded(NamedTuple):
 
 
 def row_moments(inputs: LayerInputs, kept_d: int, workspace: Workspace) -> Moments:
-    """Find the mean keys of each row and kv head, and the ``kept_d`` channels that move scores most.
+    """Compute the mean key of each row and kv head, and the ``kept_d`` channels that affect scores most.
 
     Args:
-        inputs: queries, cache and rows of the step.
-        kept_d: channels that are multiplied.
-        workspace: where temporary tensors come from.
+        inputs: Queries, cache and rows of the step.
+        kept_d: Number of channels that the estimate multiplies.
+        workspace: Memory of temporary tensors.
 
     Returns:
-        Both, in the workspace.
+        Mean keys and channels, in the workspace.
     """
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
@@ -147,7 +147,7 @@ def round_queries(
 
 
 def round_keys(
-    inputs: LayerInputs, slab: Slab, moments: Moments, storage: Storage, permuted: bool, workspace: Workspace
+    inputs: LayerInputs, slab: KeySlab, moments: Moments, storage: Storage, permuted: bool, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round the keys of a slab's rows, row i's from ``slab.key_starts[i]`` on.
 
@@ -175,7 +175,7 @@ def round_keys(
 
 @triton.jit
 def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums of the sample's keys and of their squares, of one row, kv head and split.
+    """Sum the sample's keys and their squares, of one row, kv head and split.
 
     Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key of the sample once.
 
@@ -183,9 +183,9 @@ def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
         keys: KeyArgs.
         row_ends: [num_rows] int32, each row's keys.
         sums: [num_rows, kv heads, splits, 2, BLOCK_D] float32; written.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        GROUPS: groups of the sample that one program adds up.
+        GROUPS: Groups of the sample that one program adds up.
     """
     i_split, i_kv, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(row_ends + i_row)
@@ -205,7 +205,7 @@ def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit
 def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Mean square of the first queries of one tile and head.
+    """Compute the mean square of the first queries of one tile and head.
 
     Grid: (tiles, heads). Bound by memory: it reads each query of the sample once.
 
@@ -213,7 +213,7 @@ def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK
         queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         squares: [num_tiles, heads, BLOCK_D] float32; written.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
@@ -229,23 +229,25 @@ def _moments_kernel(
     sums, num_splits, squares, bounds, row_ends, means, channels,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Mean key of one row and kv head, and the KEPT_D channels that weigh most; of equals the lower ones.
+    """Compute the mean key of one row and kv head, and its KEPT_D channels of the largest weight.
+
+    Ties go to lower channels.
 
     Grid: (rows, kv heads). Bound by latency: a few KB a program.
 
     Args:
         sums: [num_rows, kv heads, num_splits, 2, BLOCK_D] float32.
-        num_splits: splits of the longest row.
+        num_splits: Splits of the longest row.
         squares: [num_tiles, heads, BLOCK_D] float32, or None.
         bounds: [num_rows + 1] int32, a row's first tile.
         row_ends: [num_rows] int32, each row's keys.
         means: [num_rows, kv heads, BLOCK_D] float32; written.
         channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
-        GROUP: query heads of a kv head.
-        HEAD_DIM: channels of a head.
+        GROUP: Query heads of a kv head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
-        GROUPS: groups of the sample that one program adds up.
+        KEPT_D: Number of channels that the estimate multiplies.
+        GROUPS: Groups of the sample that one program adds up.
     """
     i_row, num_kv_heads = tl.program_id(0), tl.num_programs(1)
     i_kv = i_row * num_kv_heads + tl.program_id(1)
@@ -272,7 +274,7 @@ def _moments_kernel(
 
 @triton.jit
 def _mean_square(squares, bounds, first_head, num_heads, GROUP: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of the row's queries in GROUP heads, up to a factor: [BLOCK_D]."""
+    """Compute the mean square of the row's queries in GROUP heads, up to a factor: [BLOCK_D]."""
     o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, 32)
     begin, end = tl.load(bounds) * GROUP, tl.load(bounds + 1) * GROUP
     b_square = tl.zeros([32, BLOCK_D], tl.float32)
@@ -289,7 +291,7 @@ def in_e4m3(b_x, dtype: tl.constexpr):
 
     Args:
         b_x: float32.
-        dtype: of the result.
+        dtype: Type of the result.
 
     Returns:
         Of ``dtype``; numbers of e4m3 also where that is not e4m3 itself.
@@ -318,15 +320,15 @@ def _round_queries_kernel(
         queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         row_moments: Moments.
-        heads: [n] int32 on the device, the query heads that are selected.
-        factor: the softmax's scale, in base 2.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        factor: The softmax's scale, in base 2.
         values: [n, num_tiles · 128, KEPT_D]; written.
         factors: [n, num_tiles · 128] float32, 0 past the row's end; written.
-        HEAD_DIM: channels of a head.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
-        GROUP: query heads of a kv head.
-        KV_HEADS: kv heads.
+        KEPT_D: Number of channels that the estimate multiplies.
+        GROUP: Query heads of a kv head.
+        KV_HEADS: Number of kv heads.
     """
     i_tile, i_entry = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
@@ -354,16 +356,16 @@ def _round_keys_kernel(
     Args:
         keys: KeyArgs.
         row_ends: [num_rows] int32, each row's keys.
-        first_row: the first row of the slab.
+        first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
         row_moments: Moments.
         values: [kv heads, num_keys, KEPT_D]; written.
         steps: [kv heads, num_keys / 32] float32; written.
-        num_keys: keys of the slab.
-        HEAD_DIM: channels of a head.
+        num_keys: Keys of the slab.
+        HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: channels that are multiplied.
-        PERMUTED: whether keys lie as Hopper's products want them.
+        KEPT_D: Number of channels that the estimate multiplies.
+        PERMUTED: Whether keys are permuted for Hopper's products.
     """
     i_step, i_kv, i_place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_row = first_row + i_place
