@@ -10,7 +10,14 @@ import torch
 from tests.helpers.calibration_cases import HEADS, make_job
 from tests.helpers.masks import mask_of
 from vllm_sparse_backend.calibration.head_errors import Bound, Errors, HeadResult
-from vllm_sparse_backend.calibration.layer_judge import CapturedLayer, RememberingJudge, Served, beyond, summary, unseen
+from vllm_sparse_backend.calibration.layer_judge import (
+    CapturedLayer,
+    RememberingJudge,
+    Served,
+    error_quantiles,
+    extrapolate_unseen,
+    summarize_errors,
+)
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.layer import layer_plan
@@ -97,9 +104,9 @@ SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, density=0.1)
 )
 def test_bounds(bound, figures, share, holds):
     assert bound.holds(figures) is holds
-    assert bound.share(figures) == pytest.approx(share, nan_ok=True)
+    assert bound.used_fraction(figures) == pytest.approx(share, nan_ok=True)
     halved = {name: number / (1 if name == "of_default" else 2) for name, number in bound.numbers.items()}
-    assert bound.less(0.5).numbers == halved
+    assert bound.with_margin(0.5).numbers == halved
 
 
 def test_what_a_head_loses_beside_the_default():
@@ -109,11 +116,13 @@ def test_what_a_head_loses_beside_the_default():
     default[:100] = 0.8
     errors = default.clone()
     errors[500:503, 0], errors[500:502, 1], errors[1000:, 2] = 0.7, 0.7, 0.25
-    assert summary(errors, default)[3].tolist() == pytest.approx([1.6, 1.0044, 1.555], abs=1e-3)
-    assert [of.tolist() for of in beyond(errors, 0.01, 0.04)] == [of.tolist() for of in beyond(default, 0.01, 0.04)]
+    assert summarize_errors(errors, default)[3].tolist() == pytest.approx([1.6, 1.0044, 1.555], abs=1e-3)
+    assert [of.tolist() for of in error_quantiles(errors, 0.01, 0.04)] == [
+        of.tolist() for of in error_quantiles(default, 0.01, 0.04)
+    ]
     # Next to nothing counts as a little.
-    assert summary(errors * 1e-3, default * 1e-4)[3].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)
-    assert math.isnan(summary(errors * math.nan, default)[3, 0])
+    assert summarize_errors(errors * 1e-3, default * 1e-4)[3].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)
+    assert math.isnan(summarize_errors(errors * math.nan, default)[3, 0])
 
 
 def test_figures_say_what_is_lost_beside_the_default(layer):
@@ -126,8 +135,8 @@ def test_figures_say_what_is_lost_beside_the_default(layer):
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
     """The prompt with most lies 0.1 beyond the next; has as much; nothing has any."""
     prompts = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.2, 0.0], [0.2, 0.1, 0.0]], dtype=torch.float64)
-    assert unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
-    assert unseen(prompts[:1]).tolist() == prompts[0].tolist()
+    assert extrapolate_unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
+    assert extrapolate_unseen(prompts[:1]).tolist() == prompts[0].tolist()
 
 
 def test_what_was_judged_is_not_judged_again(layer, tmp_path):

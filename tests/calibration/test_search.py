@@ -10,8 +10,8 @@ from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes
 from vllm_sparse_backend.calibration import calibration_loop, minference
 from vllm_sparse_backend.calibration.head_costs import Cost, LayerCost
 from vllm_sparse_backend.calibration.head_errors import Bound
-from vllm_sparse_backend.calibration.search import Ladder, Search, halved, ladder_of, sparsest
-from vllm_sparse_backend.calibration.sparge_attn import Pairs
+from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, ladder_of, sparsest
+from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -56,9 +56,9 @@ def test_on_any_curve_the_bound_holds(seed):
 
 def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
     judge = FakeJudge(*[by_theta(lambda theta, first=first: float(theta < first)) for first in (0, 7, 19, 99)])
-    assert Ladder(BOUND, LADDER).choose(judge, any_method) == [LADDER[0], LADDER[7], Dense(), Dense()]
+    assert LadderSearch(BOUND, LADDER).choose(judge, any_method) == [LADDER[0], LADDER[7], Dense(), Dense()]
     # The next one where a setting may not be had, as it missed the bound beside the others.
-    assert Ladder(BOUND, LADDER).choose(judge, lambda head, one: one != LADDER[7])[1] == LADDER[8]
+    assert LadderSearch(BOUND, LADDER).choose(judge, lambda head, one: one != LADDER[7])[1] == LADDER[8]
 
 
 def test_steps_are_halved_where_one_number_differs():
@@ -76,8 +76,8 @@ class Given(Search):
     def __init__(self, *choices) -> None:
         self.choices = choices
 
-    def choose(self, judge, may):
-        return [next((one for one in of if may(i, one)), Dense()) for i, of in enumerate(self.choices)]
+    def choose(self, judge, is_allowed):
+        return [next((one for one in of if is_allowed(i, one)), Dense()) for i, of in enumerate(self.choices)]
 
 
 def test_what_fails_beside_others_gives_way_until_all_hold():
@@ -91,7 +91,7 @@ def test_what_fails_beside_others_gives_way_until_all_hold():
             return [figures(0.2 if mixed and type(one) is AShape else 0.01, 0.5) for one in methods]
 
     judge = Layer(*[lambda method: figures(0.0, 1.0)] * 3)
-    methods, seen = calibration_loop.together(judge, Given([a_shape, lines], [a_shape], [blocks]), BOUND)
+    methods, seen = calibration_loop.choose_jointly(judge, Given([a_shape, lines], [a_shape], [blocks]), BOUND)
     assert methods == [lines, Dense(), blocks]
     assert judge.passes == [[a_shape, a_shape, blocks], methods]
     assert len(seen) == 3
@@ -100,7 +100,7 @@ def test_what_fails_beside_others_gives_way_until_all_hold():
 def test_a_search_that_always_fails_ends_dense():
     judge = FakeJudge(lambda method: figures(float("nan"), 0.5), lambda method: figures(0.2, 0.5))
     everything = [AnchorAttention(theta=float(i)) for i in range(30)]
-    assert calibration_loop.together(judge, Given(everything, everything), BOUND) == ([Dense()] * 2, None)
+    assert calibration_loop.choose_jointly(judge, Given(everything, everything), BOUND) == ([Dense()] * 2, None)
     assert len(judge.passes) == calibration_loop.MOST_ROUNDS
 
 
@@ -119,7 +119,7 @@ def test_ladders_are_of_their_method_and_have_its_own_settings(name):
      ("anchor_attention:whole_blocks=true", "sample_tokens", 8)],
 )  # fmt: skip
 def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
-    search = calibration_loop.strategy(text, {"high": BOUND})(make_job(tmp_path), BOUND)
+    search = calibration_loop.parse_strategy(text, {"high": BOUND})(make_job(tmp_path), BOUND)
     assert {getattr(one, field) for one in search.settings} == {value}
     assert set(search.settings) > {one for one in ladder_of(text.split(":")[0]) if getattr(one, field) == value}
 
@@ -132,9 +132,9 @@ def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
 )  # fmt: skip
 def test_what_cannot_be_calibrated_is_refused(text, more, problem):
     with pytest.raises(ConfigurationError, match=problem):
-        calibration_loop.strategy(text, {"high": BOUND}, **more)
+        calibration_loop.parse_strategy(text, {"high": BOUND}, **more)
     with pytest.raises(ConfigurationError, match="--method: given 'share_prefill', expected one of a_shape"):
-        calibration_loop.best(["share_prefill"])
+        calibration_loop.cheapest_strategy(["share_prefill"])
 
 
 # SpargeAttn
@@ -159,14 +159,14 @@ def sparge_head(least_tau: float, best_theta: float = 0.0, margin: float = -5.0,
 
 def test_sparge_attn_finds_pairs_and_margins():
     judge = FakeJudge(sparge_head(0.5), sparge_head(0.7, 0.5, -2.04), sparge_head(2.0), sparge_head(0.999))
-    found = Pairs(Bound(0.09, 0.09), skipping=True).choose(judge, any_method)
+    found = SpargeAttnSearch(Bound(0.09, 0.09), skipping=True).choose(judge, any_method)
     # The second keeps 0.7² · 1.125, where at θ = 0 it would be 0.75²; the last leaves out next to nothing.
     expected = [SpargeAttn(0.5, 0.0, skip_margin=-5.0), SpargeAttn(0.7, 0.5, skip_margin=-2.1), Dense(), Dense()]
     assert found == expected
     # Eight ninths of the bound are for the pair: 0.081 is too much where 0.09 is allowed in all.
     judge = FakeJudge(sparge_head(0.5, first=0.081))
-    assert Pairs(Bound(0.09, 0.09), skipping=True).choose(judge, any_method) == [Dense()]
-    assert Pairs(Bound(0.09, 0.09)).choose(judge, any_method) == [SpargeAttn(0.5, 0.0)]
+    assert SpargeAttnSearch(Bound(0.09, 0.09), skipping=True).choose(judge, any_method) == [Dense()]
+    assert SpargeAttnSearch(Bound(0.09, 0.09)).choose(judge, any_method) == [SpargeAttn(0.5, 0.0)]
 
 
 # MInference
@@ -220,8 +220,8 @@ def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
     assert len(list(minference.search_spaces(FakeJudge(pattern_head()), Costs(), budgets))) == 2
 
 
-def candidates(spaces, bound=BOUND) -> minference.Candidates:
-    search = minference.Candidates.__new__(minference.Candidates)
+def candidates(spaces, bound=BOUND) -> minference.MInferenceSearch:
+    search = minference.MInferenceSearch.__new__(minference.MInferenceSearch)
     search.bound, search.spaces = bound, spaces
     return search
 

@@ -17,8 +17,13 @@ from vllm_sparse_backend.calibration.calibration_loop import run
 from vllm_sparse_backend.calibration.head_clusters import attention_maps, cluster_heads, ward_labels
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
 from vllm_sparse_backend.calibration.layer_judge import Served
-from vllm_sparse_backend.calibration.layer_walk import Flow
-from vllm_sparse_backend.calibration.share_prefill import Choice, Sharing, survey_layer, worth
+from vllm_sparse_backend.calibration.layer_walk import LayerWalk
+from vllm_sparse_backend.calibration.share_prefill import (
+    SharePrefillSearch,
+    SharingOptions,
+    survey_layer,
+    worthwhile_clusters,
+)
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import Profile
 from vllm_sparse_backend.evaluation.report import write_json
@@ -132,8 +137,8 @@ def test_survey_asks_each_head_by_itself_and_in_its_cluster():
     assert len(without.passes) <= most_passes(len(LADDER))
 
 
-def choice(cluster: int, saved: float | None = None) -> Choice:
-    return Choice(own(0.5), None if saved is None else SharePrefill(cluster=cluster), saved or 0.0)
+def choice(cluster: int, saved: float | None = None) -> SharingOptions:
+    return SharingOptions(own(0.5), None if saved is None else SharePrefill(cluster=cluster), saved or 0.0)
 
 
 def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
@@ -143,7 +148,7 @@ def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
     alone = [choice(2, 0.3), choice(2)], [choice(2)]
     nothing = [choice(3, 0.0), choice(NOISE)], [choice(3, 0.0)]
     layers = [[one for of in (pays, costs, alone, nothing) for one in of[layer]] for layer in range(2)]
-    assert worth(layers) == {0}
+    assert worthwhile_clusters(layers) == {0}
 
 
 def sharing_job(folder: Path, **changes: object) -> Job:
@@ -154,7 +159,7 @@ def sharing_job(folder: Path, **changes: object) -> Job:
 
 
 def searched(job: Job, bound: Bound = BOUND) -> Profile:
-    return run(job, partial(Sharing, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
+    return run(job, partial(SharePrefillSearch, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
 
 
 @pytest.mark.full
@@ -172,7 +177,7 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
     assert max(density[0][1:3] + density[1][:3]) < 0.5
     assert max(map(max, error)) <= 0.09
     assert max(map(max, p99)) <= 0.54
-    flow = Flow(job, "prompts")  # without others: what the heads are to each other is all there is
+    flow = LayerWalk(job, "prompts")  # without others: what the heads are to each other is all there is
     for layer, of_layer in enumerate(methods):
         flow.others = tuple(one for i, other in enumerate(methods) if i != layer for one in other)
         figures_of = flow._read().figures(of_layer)
@@ -187,9 +192,9 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
 
 
 def test_a_cluster_that_is_left_with_one_head_is_dissolved():
-    search = Sharing.__new__(Sharing)
+    search = SharePrefillSearch.__new__(SharePrefillSearch)
     search.left = {0, 1}
     member = [replace(LADDER[0], cluster=number) for number in (0, 0, 1)]
-    assert search.again([member[:2], [member[2], Dense()]], 0.0)
+    assert search.should_repeat([member[:2], [member[2], Dense()]], 0.0)
     assert search.left == {0}
-    assert not search.again([member[:2], [Dense(), Dense()]], 0.0)
+    assert not search.should_repeat([member[:2], [Dense(), Dense()]], 0.0)

@@ -204,22 +204,24 @@ def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
     """As vLLM 0.33 sends them after a long prompt: what lies between them is the client's, not the server's."""
     answer = Answer(0.5, 0.5 + 8e-6, 64, 8e-6)
     assert answer.token_s is None
-    assert serve_bench.Taken([answer]).token_ms is None
+    assert serve_bench.ServerResults([answer]).token_ms is None
     assert (
-        serve_bench.case_of("x", Length(40), serve_bench.Taken([answer]), serve_bench.Taken([answer]))["ours_pause_ms"]
+        serve_bench.case_of("x", Length(40), serve_bench.ServerResults([answer]), serve_bench.ServerResults([answer]))[
+            "ours_pause_ms"
+        ]
         < 0.01
     )
 
 
 def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
-    stock = serve_bench.Taken([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
-    ours = serve_bench.Taken([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
+    stock = serve_bench.ServerResults([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
+    ours = serve_bench.ServerResults([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
     case = serve_bench.case_of("x", Length(40), stock, ours)
     assert (case["stock_first_s"], case["ours_first_s"]) == (0.2, 0.1)
     assert case["ttft_speed_up"] == pytest.approx(2)
     assert case["stock_token_ms"] == pytest.approx(10) == case["ours_token_ms"]
     assert (case["failures"], case["said"]) == (1, ["ours: no"])
-    assert serve_bench.Taken([Answer(0.1, 0.1, 1)]).token_ms is None
+    assert serve_bench.ServerResults([Answer(0.1, 0.1, 1)]).token_ms is None
 
 
 def test_a_server_that_is_gone_is_named():
@@ -247,7 +249,7 @@ def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log)
     assert serve_bench.repeats_of(Length(131_072), 2) == 2
     with running(Stub("stock", log, lambda n: 0)) as url:
         asked = [Endpoint.connect("stock", url)] * 2
-        list(serve_bench.ask_in_turn(asked, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
+        list(serve_bench.alternate_requests(asked, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
     assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from vllm_sparse_backend.calibration.capture import Capture, capture_each, weights_sha256
+from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, weights_sha256
 from vllm_sparse_backend.calibration.external import read_json
 from vllm_sparse_backend.calibration.head_costs import PAIR_MS, Costs, EstimatedCosts, MeasuredCosts
 from vllm_sparse_backend.calibration.layer_judge import LayerPrompt, Served
@@ -31,7 +31,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.layer_timing import Layer
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import versions, write_json
 from vllm_sparse_kernels.attention import Engine
 from vllm_sparse_kernels.engine_trial import Batch
@@ -47,7 +47,7 @@ Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Ca
 
 
 @dataclass(frozen=True)
-class Tell:
+class JobProgress:
     """What a run reports of its progress."""
 
     begin: Callable[[str, int], None] = lambda what, steps: None
@@ -72,7 +72,7 @@ class Job:
     """Whether the profile has the positions up to which all is dense, or leaves them to the server."""
     capturer: Capturer | None = None
     """None: transformers, on this device."""
-    tell: Tell = field(default_factory=Tell)
+    progress: JobProgress = field(default_factory=JobProgress)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -101,7 +101,7 @@ class Job:
     def _parts(self) -> dict[str, PromptSet]:
         return {"prompts": self.prompts, "held-out": self.held_out}
 
-    def enter(self) -> None:
+    def open_folder(self) -> None:
         """Make the folder, or see that it holds this very job. Raises ConfigurationError naming what differs."""
         shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
         if shortest <= self.served.min_tokens:
@@ -136,28 +136,28 @@ class Job:
         """A CUDA device, with those engines alone that a trial finds right, as a server has it at its start."""
         card = Card() if self.device.startswith("cuda") else None
         if card is not None:
-            card.engines = self.right(card.engines)
-            self.warn_of_others(card.device)
+            card.engines = self.correct_engines(card.engines)
+            self.warn_of_other_processes(card.device)
         return card
 
-    def warn_of_others(self, device: torch.device) -> None:
+    def warn_of_other_processes(self, device: torch.device) -> None:
         """Say so where other processes have memory of the device, and so may compute on it."""
         free, total = torch.cuda.mem_get_info(device)
         if (held := total - free - torch.cuda.memory_reserved(device)) > OTHERS_BYTES:
             why = "what they compute counts in the times by which heads get their methods"
-            self.tell.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
+            self.progress.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
 
-    def right(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
+    def correct_engines(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
         """Those that attend rightly over all of a made prompt with the model's heads, and those that refuse to."""
         shape, device = self.shape, torch.device(self.device)
         heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype=self.dtype)
         plan = layer_plan([Dense()] * shape.num_heads)
-        layer = Layer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
+        layer = TimedLayer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
         layer.select()
         able = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
         wrong = {name: why for name, engine in able.items() if (why := layer.wrong(engine))}
         for name, why in wrong.items():
-            self.tell.say(f"engine {name} not taken: {why}")
+            self.progress.say(f"engine {name} not taken: {why}")
         return {name: engine for name, engine in engines.items() if name not in wrong}
 
     @cached_property
@@ -166,8 +166,8 @@ class Job:
         prompts = [ids for prompt_set in self._parts.values() for ids in prompt_set.prompts]
         folders = self._capture_folders()
         self._check_disk([ids for ids, folder in zip(prompts, folders) if not (folder / "capture.json").exists()])
-        self.tell.say(f"capturing {len(prompts)} prompts")
-        run = self.capturer or partial(capture_each, device=self.device, dtype=self.dtype)
+        self.progress.say(f"capturing {len(prompts)} prompts")
+        run = self.capturer or partial(capture_prompts, device=self.device, dtype=self.dtype)
         captures = list(run(self.model, prompts, folders))
         cut = len(self.prompts.prompts)
         return {"prompts": captures[:cut], "held-out": captures[cut:]}
@@ -189,7 +189,7 @@ class Job:
             problem = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left"
             raise ConfigurationError(f"{problem}: name a larger one with --work, or ask for fewer or shorter prompts")
 
-    def remembered(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
+    def load_or_make(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` gives, of the type ``form``, from the folder if it is there. Raises ConfigurationError if it
         can't be read."""
         path = self.folder / f"{name}.json"
@@ -202,7 +202,7 @@ class Job:
         """Those that can go sparse. It is written down, as captures are deleted."""
         of_model = Annotated[int, Field(ge=0, lt=self.shape.num_layers)]
         form = Annotated[list[of_model], Field(min_length=1)]
-        return list(self.remembered("layers", form, lambda: sorted(self.captures["prompts"][0].scales)))
+        return list(self.load_or_make("layers", form, lambda: sorted(self.captures["prompts"][0].scales)))
 
     def clear(self) -> None:
         """Delete the captures: they are most of the folder, and can be made again."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_backend.calibration.external import needed, read_json, readable, safetensors, writable
+from vllm_sparse_backend.calibration.external import read_json, readable, require_module, safetensors, writable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -81,7 +81,7 @@ class Capture:
         return dataclasses.replace(capture, folder=folder)
 
 
-def capture_each(
+def capture_prompts(
     model: Path,
     prompts: Sequence[Sequence[int]],
     folders: Sequence[Path],
@@ -95,12 +95,12 @@ def capture_each(
     """
     network: Any = None
     for token_ids, folder in zip(prompts, folders, strict=True):
-        if (made := held_capture(model, token_ids, folder)) is None:
+        if (capture := find_capture(model, token_ids, folder)) is None:
             network = network or _Network(model, device, dtype)
-            made = begin_capture(model, token_ids, folder)
-            network.run(token_ids, made)
-            finish_capture(made)
-        yield made
+            capture = begin_capture(model, token_ids, folder)
+            network.run(token_ids, capture)
+            finish_capture(capture)
+        yield capture
 
 
 def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
@@ -126,7 +126,7 @@ def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
     return tokens
 
 
-def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
+def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
     """The capture of this prompt by this model, if ``folder`` holds it."""
     if not (folder / "capture.json").is_file():
         return None
@@ -147,12 +147,12 @@ def _empty(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {}, weights_sha256(model))
 
 
-def finish_capture(made: Capture) -> None:
+def finish_capture(capture: Capture) -> None:
     """Say that it is whole. Raises ConfigurationError where it has no layer."""
-    if not made.scales:
-        raise ConfigurationError(f"{made.model}: no layer to capture: {made.left_out or 'none called attention'}")
+    if not capture.scales:
+        raise ConfigurationError(f"{capture.model}: no layer to capture: {capture.left_out or 'none called attention'}")
     # Put there whole or not at all: a capture that was broken off is none. Its folder may be moved.
-    write_json(made.folder / "capture.json", dataclasses.asdict(made) | {"folder": "."})
+    write_json(capture.folder / "capture.json", dataclasses.asdict(capture) | {"folder": "."})
 
 
 class _Network:
@@ -167,13 +167,13 @@ class _Network:
             scaling: float | None = None, **more: Any,
         ) -> Any:  # fmt: skip
             """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
-            _refuse_unlike(self.made.model, more)
+            _refuse_unlike(self.capture.model, more)
             if mask is not None:
-                self.made.left_out[module.layer_idx] = "a mask of its own (a sliding window, or chunks)"
+                self.capture.left_out[module.layer_idx] = "a mask of its own (a sliding window, or chunks)"
             else:
                 scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
                 parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-                self.made.add(module.layer_idx, LayerTensors(*parts), scale)
+                self.capture.add(module.layer_idx, LayerTensors(*parts), scale)
             return plain(module, query, key, value, mask, *more_arguments, scaling=scaling, **more)
 
         transformers.AttentionInterface.register(ATTENTION, record)
@@ -185,8 +185,8 @@ class _Network:
         self.network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
         self.device = device
 
-    def run(self, token_ids: Sequence[int], made: Capture) -> None:
-        self.made = made
+    def run(self, token_ids: Sequence[int], capture: Capture) -> None:
+        self.capture = capture
         with torch.inference_mode():
             self.network(torch.tensor([list(token_ids)], device=self.device), use_cache=False)
 
@@ -240,4 +240,4 @@ def default_text() -> Path:
 
 
 def _transformers() -> Any:
-    return needed("transformers", "capturing needs transformers, which comes with vLLM")
+    return require_module("transformers", "capturing needs transformers, which comes with vLLM")

@@ -21,7 +21,7 @@ from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_costs import Costs, head_ms, kind_of
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.calibration.layer_walk import walk
-from vllm_sparse_backend.calibration.search import May, Search, sparsest
+from vllm_sparse_backend.calibration.search import IsAllowed, Search, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
@@ -41,7 +41,7 @@ DEARER = 1.25
 """By which a price rises where heads that were chosen by it miss the mean once they are judged together."""
 
 
-class Cheapest(Search):
+class CheapestSearch(Search):
     """Of each head what costs least of settings that hold the bound, its error included at one price for all heads.
 
     ``among``: of each kind the sparsest setting first.
@@ -53,22 +53,24 @@ class Cheapest(Search):
         """What an error of 1 is worth, in the unit of costs."""
         if bound.has_mean:
             dense: list[Method] = [Dense()] * job.shape.num_heads
-            held_by_layer = walk(job, "prompts", (), lambda judge: (dense, holding(judged(judge, among), bound)))[1]
+            held_by_layer = walk(
+                job, "prompts", (), lambda judge: (dense, methods_within_bound(judge_uniformly(judge, among), bound))
+            )[1]
             layers = [of_layer for of_layer in held_by_layer if of_layer is not None]
             # Layers that never go sparse have no error, and are part of the mean.
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
         if not self.bound.has_mean:
-            return choose(sparsest_of_kinds(judge, self.bound, self.among, may), self.costs)
-        held = holding(judged(judge, self.among), self.bound)
+            return cheapest_methods(sparsest_of_kinds(judge, self.bound, self.among, is_allowed), self.costs)
+        held = methods_within_bound(judge_uniformly(judge, self.among), self.bound)
         allowed = [
-            {method: seen for method, seen in head_results.items() if may(i, method)}
+            {method: seen for method, seen in head_results.items() if is_allowed(i, method)}
             for i, head_results in enumerate(held)
         ]
-        return choose(allowed, self.costs, self.price)
+        return cheapest_methods(allowed, self.costs, self.price)
 
-    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+    def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
         """What does not hold beside other heads is chosen anew, and may lose more than when the price was found."""
         if mean_error <= self.bound.mean:
             return False
@@ -77,24 +79,24 @@ class Cheapest(Search):
         return True
 
 
-def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], may: May) -> Held:
+def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed) -> Held:
     """Of each head the sparsest method of each kind that holds the bound: where no error has a price, the cheapest."""
     held: Held = [{} for _ in range(judge.num_heads)]
     for kind in dict.fromkeys(map(kind_of, among)):
         ladder = [method for method in among if kind_of(method) == kind]
-        ladders = {head: [method for method in ladder if may(head, method)] for head in range(judge.num_heads)}
+        ladders = {head: [method for method in ladder if is_allowed(head, method)] for head in range(judge.num_heads)}
         for head, result in sparsest(judge, bound, ladders).items():
             if result.holds:
                 held[head][result.method] = result.figures
     return held
 
 
-def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
+def judge_uniformly(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
     """What comes of each where all heads of the layer have it."""
     return {method: judge.judge([method] * judge.num_heads) for method in among}
 
 
-def holding(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Held:
+def methods_within_bound(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Held:
     """Of each head the methods that hold the bound."""
     num_heads = len(next(iter(figures.values())))
     return [
@@ -112,7 +114,7 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Cos
     def holds(price: float) -> bool:
         errors = []
         for heads in layers:
-            chosen = zip(heads, choose(heads, costs, price), strict=True)
+            chosen = zip(heads, cheapest_methods(heads, costs, price), strict=True)
             errors += [results[method].error if method in results else 0.0 for results, method in chosen]
         return fmean(errors) <= most_mean
 
@@ -126,11 +128,11 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Cos
     return high
 
 
-def choose(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: float = 0.0) -> list[Method]:
+def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: float = 0.0) -> list[Method]:
     """The methods that cost the layer least, of those that each head may have; every head may be dense."""
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
-    cheapest = [_cheapest_of_kinds(may, costs, price) for may in holding]
+    cheapest = [_cheapest_of_kinds(results, costs, price) for results in holding]
     group_ms = {kind: costs.of(kind).group_ms for offers_by_kind in cheapest for kind in offers_by_kind}
     base_ms = costs.layer.base_ms
     best_ms, best = costs.layer.dense_ms, [dense] * len(holding)
@@ -149,11 +151,11 @@ def choose(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: 
 
 
 def _cheapest_of_kinds(
-    may: Mapping[Method, HeadResult], costs: Costs, price: float
+    results: Mapping[Method, HeadResult], costs: Costs, price: float
 ) -> dict[Method, tuple[float, Method]]:
     """By kind what its cheapest setting costs, error included, and that."""
     cheapest: dict[Method, tuple[float, Method]] = {}
-    for method, figures in may.items():
+    for method, figures in results.items():
         timed = head_ms(costs, method, figures.density) + price * figures.error, method
         kind = kind_of(method)
         if kind not in cheapest or timed[0] < cheapest[kind][0]:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from vllm_sparse_backend.config.errors import ConfigurationError
 
 
-def needed(module: str, why: str) -> Any:
+def require_module(module: str, why: str) -> Any:
     """The module of a library. Raises ConfigurationError, which begins with ``why``, where it cannot be imported."""
     try:
         return import_module(module)
@@ -22,7 +22,7 @@ def needed(module: str, why: str) -> Any:
 
 def safetensors() -> Any:
     """Its part for torch."""
-    return needed("safetensors.torch", "captures need safetensors, which comes with vLLM")
+    return require_module("safetensors.torch", "captures need safetensors, which comes with vLLM")
 
 
 @contextmanager

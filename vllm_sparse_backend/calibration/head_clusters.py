@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from vllm_sparse_backend.calibration.capture import Capture
-from vllm_sparse_backend.calibration.external import needed
+from vllm_sparse_backend.calibration.external import require_module
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 
 LATENT = 64
@@ -161,7 +161,9 @@ def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
 
 def require_scipy() -> Any:
     """scipy's hierarchical clustering. Raises ConfigurationError where there is none."""
-    return needed("scipy.cluster.hierarchy", "clusters need scipy (pip install 'vllm-sparse-backend[calibrate]')")
+    return require_module(
+        "scipy.cluster.hierarchy", "clusters need scipy (pip install 'vllm-sparse-backend[calibrate]')"
+    )
 
 
 def cluster_heads(

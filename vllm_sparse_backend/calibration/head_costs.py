@@ -21,7 +21,7 @@ from vllm_sparse_backend.calibration.external import read_json
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.layer_timing import Layer
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import write_json
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
@@ -103,7 +103,7 @@ class EstimatedCosts:
 
 
 @dataclass
-class Known:
+class SavedCosts:
     """What a file of costs holds."""
 
     layer: LayerCost | None
@@ -119,7 +119,7 @@ class MeasuredCosts:
 
     def __init__(self, card: Card, path: Path, batches: Callable[[], Sequence[Batch]]) -> None:
         self.card, self.path, self.batches = card, path, batches
-        self.known: Known = read_json(path, Known) if path.exists() else Known(None, {})
+        self.known: SavedCosts = read_json(path, SavedCosts) if path.exists() else SavedCosts(None, {})
 
     def of(self, method: Method) -> Cost:
         if (name := _name(method)) not in self.known.kinds:
@@ -156,7 +156,7 @@ class MeasuredCosts:
         taken = self._ms(batches, [self._attentions(plain, "plain"), dense])
         return LayerCost(_rounded(taken["plain"]), _rounded(taken["dense"]))
 
-    def _attentions(self, layers: Sequence[Layer], name: str) -> list[Any]:
+    def _attentions(self, layers: Sequence[TimedLayer], name: str) -> list[Any]:
         return [(name, partial(layer.attend, layer.engine(self.card.engines))) for layer in layers]
 
     def _ms(self, batches: Sequence[Batch], contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
@@ -169,11 +169,11 @@ class MeasuredCosts:
         return {name: median(ms) for name, ms in self.card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
 
 
-def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[Layer]:
-    return [Layer.of(batch, layer_plan(methods), AUTO) for batch in batches]
+def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[TimedLayer]:
+    return [TimedLayer.of(batch, layer_plan(methods), AUTO) for batch in batches]
 
 
-def _alone(layer: Layer, method: Method) -> Layer:
+def _alone(layer: TimedLayer, method: Method) -> TimedLayer:
     """The same layer, of which the first head alone selects: it has room for all heads."""
     head = layer.served.head_ids[0][:1]
     engine = choose_select_engine(SelectSpec(method, head.device, layer.batch.cache.head_dim)).engine

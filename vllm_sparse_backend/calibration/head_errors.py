@@ -79,7 +79,7 @@ class Bound:
     def has_mean(self) -> bool:
         return math.isfinite(self.mean)
 
-    def less(self, margin: float) -> "Bound":
+    def with_margin(self, margin: float) -> "Bound":
         """What searches keep to: all but a share of the errors; ``of_default`` is of the same prompts, and stays."""
         return replace(self, **{name: getattr(self, name) * (1 - margin) for name in ERRORS})
 
@@ -87,7 +87,7 @@ class Bound:
         """On unseen prompts too, as far as ``HeadResult.unseen`` can tell. Never for what is no number."""
         return all(share <= 1 for share in self._shares(figures.unseen or figures))
 
-    def share(self, figures: HeadResult) -> float:
+    def used_fraction(self, figures: HeadResult) -> float:
         """How much of the bound the head takes up on these prompts: above 1 it does not hold."""
         return max(self._shares(figures))
 

@@ -98,14 +98,16 @@ class LayerPrompt:
         return torch.cat(errors), torch.stack(pairs).sum(0).double()
 
 
-def summary(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
+def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
     """``Errors`` [4, num_heads] float64 of queries [num_queries, num_heads] under a method, and under the default."""
     mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
-    (more,) = beyond(errors - of_default, BEYOND_P999)
-    return torch.stack((mean, *beyond(errors, BEYOND_P99, BEYOND_P999), torch.maximum(mean / default, 1 + more)))
+    (more,) = error_quantiles(errors - of_default, BEYOND_P999)
+    return torch.stack(
+        (mean, *error_quantiles(errors, BEYOND_P99, BEYOND_P999), torch.maximum(mean / default, 1 + more))
+    )
 
 
-def beyond(of_queries: torch.Tensor, *shares: float) -> list[torch.Tensor]:
+def error_quantiles(of_queries: torch.Tensor, *shares: float) -> list[torch.Tensor]:
     """[num_heads] float64 for each share: what this share of queries has more than."""
     ordered = of_queries.sort(0).values
     return [ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in shares]
@@ -151,14 +153,14 @@ class CapturedLayer:
         groups = layer_plan(methods, self.others)
         outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
         errors = torch.stack(
-            [summary(of_method, default) for (of_method, _), default in zip(outcomes, self._of_default)]
+            [summarize_errors(of_method, default) for (of_method, _), default in zip(outcomes, self._of_default)]
         )
         density = torch.stack([kept for _, kept in outcomes]).sum(0) / sum(prompt.num_pairs for prompt in self.prompts)
-        rows = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
+        rows = torch.cat((errors.amax(0), density[None], extrapolate_unseen(errors))).T.tolist()
         return [HeadResult(error, p99, p999, k, kept, Errors(*more)) for error, p99, p999, k, kept, *more in rows]
 
 
-def unseen(errors: torch.Tensor) -> torch.Tensor:
+def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
     """``HeadResult.unseen`` of what prompts have, along the first dimension; of a single one what it has."""
     ordered = errors.sort(0).values
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]

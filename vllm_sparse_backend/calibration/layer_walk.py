@@ -22,10 +22,10 @@ from vllm_sparse_backend.config.method_parameters import parameters_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-Of = TypeVar("Of")
+ResultT = TypeVar("ResultT")
 
 
-class Flow:
+class LayerWalk:
     """The model so far, on the prompts or on the held-out ones.
 
     ``sharing``: methods that other heads have, where those of a layer need some (``Method.sharing``). Outcomes are
@@ -46,7 +46,7 @@ class Flow:
         return RememberingJudge(layer, self.job.shape.num_heads, self.job.folder / name, self._read)
 
     def _handed_on(self) -> str:
-        handed = [[_given(method) for method in heads] for heads in self.chosen]
+        handed = [[_shared_parameters(method) for method in heads] for heads in self.chosen]
         if not any(map(any, handed)):
             return ""
         text = json.dumps([heads if any(heads) else None for heads in handed])
@@ -71,15 +71,15 @@ def walk(
     job: Job,
     kind: str,
     others: Sequence[Method],
-    choose: Callable[[RememberingJudge], tuple[Sequence[Method], Of | None]],
-) -> tuple[list[list[Method]], list[Of | None]]:
+    choose: Callable[[RememberingJudge], tuple[Sequence[Method], ResultT | None]],
+) -> tuple[list[list[Method]], list[ResultT | None]]:
     """All layers in order: of each the methods of its heads, and what else ``choose`` has of it.
 
     Layers that never go sparse are dense, and have None.
     """
-    flow = Flow(job, kind, others)
-    results: list[Of | None] = []
-    job.tell.begin("layers", len(job.layers))
+    flow = LayerWalk(job, kind, others)
+    results: list[ResultT | None] = []
+    job.progress.begin("layers", len(job.layers))
     for layer in range(job.shape.num_layers):
         if layer not in job.layers:
             flow.chosen.append([Dense()] * job.shape.num_heads)
@@ -90,7 +90,7 @@ def walk(
         judge.save()
         flow.chosen.append(list(methods))
         results.append(of_layer)
-        job.tell.step()
+        job.progress.step()
     return flow.chosen, results
 
 
@@ -99,13 +99,13 @@ def needs_others(method: Method) -> bool:
     return method.unshared != method
 
 
-def _given(method: Method) -> dict[str, Any] | None:
+def _shared_parameters(method: Method) -> dict[str, Any] | None:
     """What of a head counts for later layers: of SharePrefill not its γ."""
     return parameters_of(method.sharing) if needs_others(method) else None
 
 
-def first_judge(job: Job) -> RememberingJudge:
+def first_layer_judge(job: Job) -> RememberingJudge:
     """Of the first layer that can go sparse, on the prompts."""
-    flow = Flow(job, "prompts")
+    flow = LayerWalk(job, "prompts")
     flow.chosen = [[Dense()] * job.shape.num_heads] * job.layers[0]
     return flow.judge()

@@ -29,8 +29,8 @@ from typing import Any
 from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_costs import Costs, head_ms
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import first_judge
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, May, Search, judge_all
+from vllm_sparse_backend.calibration.layer_walk import first_layer_judge
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Search, judge_all
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -63,21 +63,21 @@ Space = tuple[Method, ...]
 """Candidates of equal cost."""
 
 
-class Candidates(Search):
+class MInferenceSearch(Search):
     """Of the cheapest space with one that holds the bound, the candidate of the least error."""
 
     def __init__(self, job: Job, bound: Bound, budgets: Sequence[float] = BUDGETS) -> None:
-        judge = first_judge(job)
+        judge = first_layer_judge(job)
         self.bound, self.spaces = bound, list(search_spaces(judge, job.costs, budgets))
         judge.save()
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
         chosen: list[Method | None] = [None] * judge.num_heads
         for space in self.spaces:
             passes = [judge_all(judge, self.bound, [candidate] * judge.num_heads) for candidate in space]
             for head, judged in enumerate(zip(*passes, strict=True)):
                 holding = [result for result in judged if result.holds and result.sparsity >= LEAST_SPARSITY]
-                allowed = [result for result in holding if may(head, result.method)]
+                allowed = [result for result in holding if is_allowed(head, result.method)]
                 if chosen[head] is None and allowed:
                     chosen[head] = min(allowed, key=lambda result: result.figures.error).method
             if None not in chosen:

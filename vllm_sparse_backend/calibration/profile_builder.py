@@ -16,19 +16,19 @@ from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-OfLayers = list[list[HeadResult] | None]
+FiguresByLayer = list[list[HeadResult] | None]
 """Of each layer what came of its heads; None for layers that never go sparse."""
 
 
 @dataclass(frozen=True)
-class Found:
+class LevelResult:
     """What a search found for one bound: methods by layer and head of the whole model, and what came of them."""
 
     bound: Bound
     methods: list[list[Method]]
-    figures: OfLayers
+    figures: FiguresByLayer
     """On the prompts."""
-    held_out: OfLayers
+    held_out: FiguresByLayer
     crossover: ProfileCrossover | None = None
 
     def summary(self) -> dict[str, float]:
@@ -42,7 +42,7 @@ class Found:
         ]
         if not sparse:
             return {}
-        shares = [self.bound.share(result) for result in sparse]
+        shares = [self.bound.used_fraction(result) for result in sparse]
         figures = {
             "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
             "most_of_bound": max(shares),
@@ -67,7 +67,7 @@ def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -
     return sum(result.error for layer in figures for result in layer or ()) / (len(figures) * num_heads)
 
 
-def profile_of(job: Job, findings: Mapping[str, Found], source: str) -> Profile:
+def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Profile:
     """The first is the profile's own level; others at which nothing goes sparse are left out, as ``exact`` is one."""
     levels = {
         name: Level.of_heads(finding.methods, provenance_of(job, finding, source), finding.crossover)
@@ -88,7 +88,7 @@ def profile_of(job: Job, findings: Mapping[str, Found], source: str) -> Profile:
     })  # fmt: skip
 
 
-def provenance_of(job: Job, finding: Found, source: str) -> Provenance:
+def provenance_of(job: Job, finding: LevelResult, source: str) -> Provenance:
     rows: dict[str, profile_figures.PerHead] = {
         name: [[getattr(result, of_name) for result in layer] if layer else None for layer in finding.figures]
         for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))

@@ -19,7 +19,7 @@ from vllm_sparse_backend.config.crossover_table import ProfileCrossover
 from vllm_sparse_backend.config.method_parameters import parameters_of
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.evaluation.attention_prompts import Prompt
-from vllm_sparse_backend.evaluation.crossover_bench import SHORTEST_TOKENS, against_dense, both_ladders, climb_down
+from vllm_sparse_backend.evaluation.crossover_bench import SHORTEST_TOKENS, against_dense, climb_down, crossover_ladders
 from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.layer_timing import layers_of
 from vllm_sparse_kernels.layer import layer_plan
@@ -34,7 +34,7 @@ Methods = Sequence[Sequence[Method]]
 """By layer and head, of the whole model."""
 
 
-def own_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
+def measure_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
     """None where nothing can be measured: without a CUDA device, on short prompts, and of what is dense throughout."""
     longest = max(map(len, job.prompts.prompts))
     sparse = [layer for layer, heads in enumerate(methods) if any(not isinstance(method, Dense) for method in heads)]
@@ -43,7 +43,7 @@ def own_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
     text = json.dumps([[parameters_of(method) for method in heads] for heads in methods])
     card, layers = job.card, sparse[:: ceil_div(len(sparse), MOST_LAYERS)]
     name = f"crossover-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    crossover: ProfileCrossover = job.remembered(
+    crossover: ProfileCrossover = job.load_or_make(
         name, ProfileCrossover, lambda: _measured(job, card, methods, layers).model_dump()
     )
     return crossover
@@ -66,11 +66,11 @@ def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> 
     def climb(name: str, rungs: Mapping[int, tuple[int, int]]) -> Generator[dict[str, Any], None, None]:
         least[name] = yield from climb_down(rungs, measure)
 
-    ladders = both_ladders(captured.num_tokens, job.served.chunk_tokens)
-    job.tell.begin("lengths", sum(map(len, ladders.values())))
+    ladders = crossover_ladders(captured.num_tokens, job.served.chunk_tokens)
+    job.progress.begin("lengths", sum(map(len, ladders.values())))
     for name, rungs in ladders.items():
         for _ in climb(name, rungs):
-            job.tell.step()
+            job.progress.step()
     return ProfileCrossover(
         device=card.name, engines=tuple(sorted(engines)), longest_tokens=captured.num_tokens, **least
     )

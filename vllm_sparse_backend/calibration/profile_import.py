@@ -20,7 +20,7 @@ from vllm_sparse_kernels.methods.base import Method
 PATTERNS_FORM = "MInference's patterns, a list of one object for each layer"
 CLUSTERS_FORM = "SharePrefill's clusters, an object with clusters and shared_clusters"
 
-Made = TypeVar("Made")
+ItemT = TypeVar("ItemT")
 
 PATTERNS: dict[str, Callable[[int, int], Method]] = {
     "vertical_and_slash": lambda a, b: make_method("vertical_slash", {"vertical_tokens": a, "slash_tokens": b}),
@@ -104,7 +104,7 @@ def _method(entry: object) -> Method:
     raise ValueError(unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]"))
 
 
-def _each(what: str, entries: Iterable[object], make: Callable[[Any], Made]) -> list[Made]:
+def _each(what: str, entries: Iterable[object], make: Callable[[Any], ItemT]) -> list[ItemT]:
     """What ``make`` makes of each one; its ValueError says which of them it is."""
     made = []
     for number, entry in enumerate(entries):

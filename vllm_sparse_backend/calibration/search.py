@@ -20,9 +20,9 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 LEAST_SPARSITY = 0.1
 """Share of the pairs that a head must leave out to be worth its selection: what SpargeAttn's authors' code asks for."""
 
-Of = TypeVar("Of", bound=Method)
+MethodT = TypeVar("MethodT", bound=Method)
 
-May = Callable[[int, Method], bool]
+IsAllowed = Callable[[int, Method], bool]
 """Whether a head may have a method: one that missed the bound beside the other heads' methods it may not."""
 
 
@@ -33,10 +33,10 @@ class Search(ABC):
     """Methods that heads of other layers may have, where a layer's need some (``Method.sharing``)."""
 
     @abstractmethod
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
         """One method for each head, ``Dense()`` where none that it may have holds the bound."""
 
-    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+    def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
         """Whether the whole model is to be chosen for once more, now that this has come of it."""
         return False
 
@@ -91,15 +91,15 @@ def sparse_enough(judged: Judged | None) -> Method:
     return judged.method if judged and judged.holds and judged.sparsity >= LEAST_SPARSITY else Dense()
 
 
-class Ladder(Search):
+class LadderSearch(Search):
     """Of each head the sparsest setting of a ladder that holds the bound."""
 
     def __init__(self, bound: Bound, settings: Sequence[Method]) -> None:
         self.bound, self.settings = bound, settings
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
         heads = range(judge.num_heads)
-        ladders = {head: [setting for setting in self.settings if may(head, setting)] for head in heads}
+        ladders = {head: [setting for setting in self.settings if is_allowed(head, setting)] for head in heads}
         judged = sparsest(judge, self.bound, ladders)
         return [sparse_enough(judged.get(head)) for head in heads]
 
@@ -109,7 +109,7 @@ def ladder_of(name: str) -> list[Method]:
     return [make_method(name, setting) for setting in METHODS[name].ladder]
 
 
-def halved(ladder: Sequence[Of]) -> list[Of]:
+def halved(ladder: Sequence[MethodT]) -> list[MethodT]:
     """A setting more between two that differ in one number."""
     finer = list(ladder[:1])
     for before, after in pairwise(ladder):

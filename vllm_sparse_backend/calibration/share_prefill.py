@@ -26,7 +26,7 @@ from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_clusters import DISTANCE, Clusters, head_clusters, map_side
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
 from vllm_sparse_backend.calibration.layer_walk import needs_others, walk
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, May, Search, halved, sparse_enough, sparsest
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Search, halved, sparse_enough, sparsest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -34,7 +34,7 @@ from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 
 @dataclass(frozen=True)
-class Choice:
+class SharingOptions:
     """What one head may do."""
 
     alone: Method
@@ -45,13 +45,13 @@ class Choice:
     """Share of pairs that sharing saves; below 0 of a pivot."""
 
 
-class Sharing(Search):
+class SharePrefillSearch(Search):
     """Of each head what saves most: its cluster's pattern, its own lines, or nothing."""
 
     def __init__(self, job: Job, bound: Bound, ladder: Sequence[SharePrefill], distance: float | None = None) -> None:
         distance = DISTANCE if distance is None else distance
         side = map_side(min(map(len, job.prompts.prompts)))
-        clusters = job.remembered(
+        clusters = job.load_or_make(
             f"clusters-{distance:g}",
             Clusters,
             lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance),
@@ -61,25 +61,25 @@ class Sharing(Search):
         ]
         fine = halved(halved(ladder))
 
-        def survey(judge: LayerJudge) -> tuple[list[SharePrefill], list[Choice]]:
+        def survey(judge: LayerJudge) -> tuple[list[SharePrefill], list[SharingOptions]]:
             of_heads = clusters[judge.layer]
             return [replace(ladder[0], cluster=number) for number in of_heads], survey_layer(
                 judge, bound, fine, of_heads
             )
 
         choices_by_layer = walk(job, "prompts", self.others, survey)[1]
-        self.choices = [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in choices_by_layer]
-        self.left = worth(self.choices)
+        self.choices = [of_layer or [SharingOptions(Dense())] * job.shape.num_heads for of_layer in choices_by_layer]
+        self.left = worthwhile_clusters(self.choices)
         self._require_any()
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
         chosen: list[Method] = []
         for head, choice in enumerate(self.choices[judge.layer]):
             shared = [choice.shared] if choice.shared and choice.shared.cluster in self.left else []
-            chosen.append(next((method for method in (*shared, choice.alone) if may(head, method)), Dense()))
+            chosen.append(next((method for method in (*shared, choice.alone) if is_allowed(head, method)), Dense()))
         return chosen
 
-    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+    def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
         """Where a cluster is left with one head, which then has nobody to share with."""
         members = Counter(method.sharing for method in chain.from_iterable(methods) if needs_others(method))
         numbers = {
@@ -97,10 +97,10 @@ class Sharing(Search):
 
 def survey_layer(
     judge: LayerJudge, bound: Bound, ladder: Sequence[SharePrefill], clusters: Sequence[int]
-) -> list[Choice]:
+) -> list[SharingOptions]:
     """What each head may do; ``clusters`` has the cluster of each."""
     alone = sparsest(judge, bound, dict.fromkeys(range(judge.num_heads), ladder))
-    choices = [Choice(sparse_enough(judged)) for judged in alone.values()]
+    choices = [SharingOptions(sparse_enough(judged)) for judged in alone.values()]
     if set(clusters) == {NOISE}:
         return choices
     members = {head: [replace(setting, cluster=number) for setting in ladder] for head, number in enumerate(clusters)}
@@ -111,13 +111,13 @@ def survey_layer(
             continue
         if judged.method == members[head][0] and judged.sparsity < LEAST_SPARSITY:  # a pivot
             lines = alone_method if isinstance(alone_method, SharePrefill) else ladder[-1]
-            choices[head] = Choice(alone_method, replace(lines, cluster=number), saved)
+            choices[head] = SharingOptions(alone_method, replace(lines, cluster=number), saved)
         elif isinstance(member := sparse_enough(judged), SharePrefill) and saved >= 0:
-            choices[head] = Choice(alone_method, member, saved)
+            choices[head] = SharingOptions(alone_method, member, saved)
     return choices
 
 
-def worth(choices: Sequence[Sequence[Choice]]) -> set[int]:
+def worthwhile_clusters(choices: Sequence[Sequence[SharingOptions]]) -> set[int]:
     """Clusters of two heads and more that save more than they cost."""
     saved: dict[int, list[float]] = defaultdict(list)
     for choice in chain.from_iterable(choices):

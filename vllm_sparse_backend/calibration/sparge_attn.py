@@ -23,7 +23,7 @@ Heads differ in all three within one launch. At most ten passes for each θ, and
 from dataclasses import replace
 
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, Judged, May, Search, sparse_enough, sparsest
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Judged, Search, sparse_enough, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
@@ -36,25 +36,25 @@ MARGINS = tuple(-step / 10 for step in range(1, 351))
 """λ in natural units, the one that skips most first. The code's range, 0 to 50 in base 2, ends where these do."""
 
 
-class Pairs(Search):
+class SpargeAttnSearch(Search):
     """Of each head the pair of τ and θ, and with ``skipping`` the λ, that leave out most."""
 
     def __init__(self, bound: Bound, *, skipping: bool = False) -> None:
         self.bound, self.skipping = bound, skipping
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
-        pairs = self._pairs(judge, may)
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        pairs = self._pairs(judge, is_allowed)
         methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
-        return self._with_margins(judge, methods, may) if self.skipping else methods
+        return self._with_margins(judge, methods, is_allowed) if self.skipping else methods
 
-    def _pairs(self, judge: LayerJudge, may: May) -> dict[int, Judged]:
+    def _pairs(self, judge: LayerJudge, is_allowed: IsAllowed) -> dict[int, Judged]:
         """Of each head the sparsest pair, where one holds."""
-        bound = self.bound.less(FIRST_MARGIN) if self.skipping else self.bound
+        bound = self.bound.with_margin(FIRST_MARGIN) if self.skipping else self.bound
         sparsest_pairs: dict[int, Judged] = {}
         heads = list(range(judge.num_heads))
         for theta in THETAS:
             at_theta = [SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS]
-            ladders = {head: [setting for setting in at_theta if may(head, setting)] for head in heads}
+            ladders = {head: [setting for setting in at_theta if is_allowed(head, setting)] for head in heads}
             for head, judged in sparsest(judge, bound, ladders).items():
                 if judged.holds and (head not in sparsest_pairs or judged.sparsity > sparsest_pairs[head].sparsity):
                     sparsest_pairs[head] = judged
@@ -62,10 +62,10 @@ class Pairs(Search):
                     heads.remove(head)  # higher θs keep still more
         return sparsest_pairs
 
-    def _with_margins(self, judge: LayerJudge, methods: list[Method], may: May) -> list[Method]:
+    def _with_margins(self, judge: LayerJudge, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:
         """Each with the λ that skips most under the bound, if one does."""
         settings = {
-            head: [setting for margin in MARGINS if may(head, setting := replace(method, skip_margin=margin))]
+            head: [setting for margin in MARGINS if is_allowed(head, setting := replace(method, skip_margin=margin))]
             for head, method in enumerate(methods)
             if isinstance(method, SpargeAttn)
         }

@@ -48,7 +48,7 @@ class Serve:
         common.exit_on_sigterm()
         with common.failures(), bar("connecting") as progress:
             from vllm_sparse_backend.evaluation import serve_bench
-            from vllm_sparse_backend.evaluation.compared_servers import asked_for
+            from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
             from vllm_sparse_backend.evaluation.prompt_texts import read_text
             from vllm_sparse_backend.evaluation.vllm_server import device_name
 
@@ -57,20 +57,20 @@ class Serve:
             if lengths is None:
                 lengths = ",".join(map(str, serve_bench.fitting(self.model, self.output_tokens)))
             text = read_text(self.text) if self.text else None
-            asking = serve_bench.Asking(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
+            workload = serve_bench.ServeWorkload(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
             if len(self.url or ()) == 1 and len(levels) < 2:
                 raise BenchError(
                     "--url: given one server, expected two or more: the first is compared to; or two levels of it, "
                     "each with --level"
                 )
-            servers = asked_for(
-                self.model, self.settings or (), levels, self.url or (), self.label or (), asking.longest,
+            servers = contestants_from_options(
+                self.model, self.settings or (), levels, self.url or (), self.label or (), workload.longest,
                 self.server_args,
             )  # fmt: skip
             report = Report("serve", ", ".join(self.url or ()) or device_name(), self.json_path)
             report.on_case = lambda case: progress.print(_line(case))
-            progress.begin("requests", asking.steps * len(servers))
-            serve_bench.compare(servers, asking, report, progress.step)
+            progress.begin("requests", workload.steps * len(servers))
+            serve_bench.compare(servers, workload, report, progress.step)
         _show_serve(report.cases)
 
 
@@ -135,7 +135,7 @@ def crossover(
 
         card, heads = Card(), Heads.of(model)
         shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)
-        methods = part.methods_asked([Settings.parse(text, model).values for text in settings or ()], shape)
+        methods = part.methods_of_settings([Settings.parse(text, model).values for text in settings or ()], shape)
         report = Report("crossover", card.name, json_path)
         rows = part.run(card, heads, methods, longest, chunk, out, report)
         steps = len(methods) * len(card.engines)

@@ -48,30 +48,30 @@ class Answers:
         go_on = f"The same command goes on with what {self.json_path} holds." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run as evaluation
-            from vllm_sparse_backend.evaluation.compared_servers import asked_for
+            from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
             from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             lengths = common.token_counts("--lengths", self.lengths)
-            asking = evaluation.Asking.about(self.text, lengths, self.count, self.facts)
-            asking.require_room()
-            servers = asked_for(
+            workload = evaluation.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts)
+            workload.require_room()
+            servers = contestants_from_options(
                 self.model, self.settings or (), common.levels_of(self.level), self.url or (), self.label or (),
-                asking.longest + 1, self.server_args,
+                workload.longest + 1, self.server_args,
             )  # fmt: skip
             report = Report("answers", ", ".join(self.url or ()) or device_name(), self.json_path)
-            key = asking.key(servers[0].model, self.server_args)
+            key = workload.key(servers[0].model, self.server_args)
             evaluation.resume(report, self.json_path, key, servers)
-            progress.begin("prompts", sum(map(len, evaluation.unasked(servers, asking, report).values())))
+            progress.begin("prompts", sum(map(len, evaluation.missing_requests(servers, workload, report).values())))
 
             def show_progress(case: dict[str, Any]) -> None:
                 if case["part"] == "prompt":
                     progress.step()
                     place = f"{case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
-                    progress.print(f"{case['label']}, {place}: {evaluation.told(case)}")
+                    progress.print(f"{case['label']}, {place}: {evaluation.describe_case(case)}")
 
             report.on_case = show_progress
-            evaluation.ask_all(servers, asking, key, report, self.concurrency)
-            rows = evaluation.summaries(report.cases, [server.label for server in servers], asking.lengths)
+            evaluation.ask_all(servers, workload, key, report, self.concurrency)
+            rows = evaluation.summaries(report.cases, [server.label for server in servers], workload.lengths)
             report.write(summary=rows)
         _show(rows, report.cases)
 

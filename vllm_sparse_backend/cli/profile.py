@@ -61,7 +61,7 @@ def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = No
                 raise failure(f"{profile}: {error}") from None
         _describe(loaded, shape)
         for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
-            say(f"{name}: {_told(value)}")
+            say(f"{name}: {_format_value(value)}")
         if shape is not None:
             _table(("layers", "heads by method", "settings", "density", "p99 error"), _layer_rows(loaded, shape))
             _table(("heads", "setting", "layers"), _setting_rows(loaded, shape))
@@ -146,9 +146,9 @@ def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
         say(f"{start}{profile_commands.pays(level.crossover)}")
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_told(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_format_value(item)}" for name, item in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -170,7 +170,7 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
     densities, errors = (figures.rows(name, shape) for name in ("density", "p99_error"))
 
     def row(layer: int) -> tuple[str, ...]:
-        settings = _told_of_heads(level, shape, layer)
+        settings = _head_settings(level, shape, layer)
         counts = Counter(
             setting.partition(" ")[0] if setting != DENSE_LAYER else setting for setting in settings
         ).most_common()
@@ -188,18 +188,18 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
 
 def _setting_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
     """Heads, their setting and its layers; those of most heads first."""
-    places = [(setting, layer) for layer in range(shape.num_layers) for setting in _told_of_heads(level, shape, layer)]
+    places = [(setting, layer) for layer in range(shape.num_layers) for setting in _head_settings(level, shape, layer)]
     for common_setting, count in Counter(setting for setting, _ in places).most_common():
         yield count, common_setting, format_ranges(layer for setting, layer in places if setting == common_setting)
 
 
-def _told_of_heads(level: "Level", shape: ModelShape, layer: int) -> list[str]:
+def _head_settings(level: "Level", shape: ModelShape, layer: int) -> list[str]:
     """Each head's setting; heads of ``dense_layers`` never reach a method."""
-    from vllm_sparse_backend.evaluation.crossover_bench import told
+    from vllm_sparse_backend.evaluation.crossover_bench import method_label
 
     if layer in level.dense_layers:
         return [DENSE_LAYER] * shape.num_heads
-    return [told(method) for method in level.methods_of(layer, shape.num_heads)]
+    return [method_label(method) for method in level.methods_of(layer, shape.num_heads)]
 
 
 profile_commands.add_commands(profile_app)

@@ -24,7 +24,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, un
 from vllm_sparse_backend.evaluation.output_files import require_output_folder, write_text
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.calibration.calibration_job import Job, Tell
+    from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
     from vllm_sparse_backend.calibration.head_errors import Bound
     from vllm_sparse_backend.calibration.prompts import PromptSet
     from vllm_sparse_backend.config.crossover_table import ProfileCrossover
@@ -77,7 +77,7 @@ class JobOptions:
 
     def run(self) -> None:
         """Make the profile, write it, and say what was found."""
-        from vllm_sparse_backend.calibration.calibration_job import Tell
+        from vllm_sparse_backend.calibration.calibration_job import JobProgress
 
         exit_on_sigterm()
         jobs: list[Job] = []
@@ -85,7 +85,7 @@ class JobOptions:
             self._check_work_folder()
 
             def make_job() -> "Job":
-                jobs.append(self._job(Tell(progress.begin, progress.step, progress.print)))
+                jobs.append(self._job(JobProgress(progress.begin, progress.step, progress.print)))
                 return jobs[0]
 
             profile = self.search(make_job)
@@ -105,7 +105,7 @@ class JobOptions:
             )
         require_output_folder("--work", self.work_folder)
 
-    def _job(self, tell: "Tell") -> "Job":
+    def _job(self, progress: "JobProgress") -> "Job":
         from vllm_sparse_backend.calibration.calibration_job import Job
         from vllm_sparse_backend.calibration.capture import default_text, prompt_tokens
         from vllm_sparse_backend.calibration.layer_judge import Served
@@ -127,7 +127,7 @@ class JobOptions:
             device_of(self.device),
             None if self.prompts else 0,
             self.min_tokens is not None,
-            tell=tell,
+            progress=progress,
         )
 
 
@@ -143,7 +143,7 @@ class Best(JobOptions):
         from vllm_sparse_backend.calibration import calibration_loop
         from vllm_sparse_backend.calibration.head_errors import Bound
 
-        strategy = calibration_loop.best(self.method or calibration_loop.by_themselves())
+        strategy = calibration_loop.cheapest_strategy(self.method or calibration_loop.independent_methods())
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
         return calibration_loop.run(make_job(), strategy, bounds, "sparse-prefill profile best")
@@ -168,7 +168,7 @@ class Calibrate(JobOptions):
         from vllm_sparse_backend.calibration import calibration_loop
 
         bounds = _bounds(self.level)
-        strategy = calibration_loop.strategy(self.method, bounds, self.distance)
+        strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance)
         cut = "" if self.distance is None else f" --distance {self.distance:g}"
         command = f"sparse-prefill profile calibrate --method {self.method}{cut}"
         return calibration_loop.run(make_job(), strategy, bounds, command)

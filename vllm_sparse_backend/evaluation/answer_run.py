@@ -26,7 +26,7 @@ from vllm_sparse_backend.evaluation.prompt_texts import prose, read_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 Case = dict[str, Any]
-At = tuple[int, int]
+PromptKey = tuple[int, int]
 """Which request: tokens of its prompt, and its number."""
 
 SEED = 0
@@ -51,7 +51,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Asking:
+class AnswerWorkload:
     """All that makes the prompts, but for the tokenizer."""
 
     lengths: tuple[int, ...]
@@ -59,16 +59,16 @@ class Asking:
     """Of each length."""
     facts: int
     text: str | None
-    made: dict[At, Prompt] = field(default_factory=dict, compare=False)
+    made: dict[PromptKey, Prompt] = field(default_factory=dict, compare=False)
     """Once a server is there to tokenize."""
     tokens: list[int] = field(default_factory=list, compare=False)
     """Of a piece of the text, by that server."""
 
     @staticmethod
-    def about(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "Asking":
+    def from_text(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "AnswerWorkload":
         # Eight characters are more than a token has on average, and what is read is tokenised by the server.
         read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
-        return Asking(tuple(dict.fromkeys(lengths)), count, facts, read)
+        return AnswerWorkload(tuple(dict.fromkeys(lengths)), count, facts, read)
 
     def require_room(self) -> None:
         """Raise BenchError where a length cannot hold the facts, before a server starts."""
@@ -94,7 +94,7 @@ class Asking:
         return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
 
     @property
-    def wanted(self) -> list[At]:
+    def wanted(self) -> list[PromptKey]:
         return list(product(self.lengths, range(self.count)))
 
     def make(self, endpoint: Endpoint) -> bool:
@@ -105,9 +105,9 @@ class Asking:
             self.tokens.extend(sample)
         return sample == self.tokens
 
-    def ask(self, endpoint: Endpoint, at: At) -> Case:
+    def ask(self, endpoint: Endpoint, prompt_key: PromptKey) -> Case:
         """A request that fails, or is not answered whole, has its ``error`` and no answers."""
-        prompt = self.made[at]
+        prompt = self.made[prompt_key]
         case: Case = {"sha256": prompt.sha256, "error": None}
         began = time.perf_counter()
         try:
@@ -121,7 +121,7 @@ class Asking:
         seconds = round(time.perf_counter() - began, 3)
         return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
 
-    def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
+    def build_prompts(self, endpoint: Endpoint) -> dict[PromptKey, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""
         text_ids = endpoint.tokenize(self.source)
         begin_ids = endpoint.first_tokens()
@@ -131,7 +131,7 @@ class Asking:
             most = self.longest + 16 * self.count
             raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {most:,} for such prompts")
 
-        built: dict[At, Prompt] = {}
+        built: dict[PromptKey, Prompt] = {}
         for length in self.lengths:
             for i in range(self.count):
                 rng = Random(f"{SEED}/{length}/{i}")
@@ -162,7 +162,9 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
     report.cases.extend(case for case in cases if not case.get("error"))
 
 
-def unasked(contestants: Sequence[Contestant], asking: Asking, report: Report) -> dict[str, list[At]]:
+def missing_requests(
+    contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report
+) -> dict[str, list[PromptKey]]:
     """By label the requests that a report does not hold yet. Raises BenchError where a label stands for two."""
     if len({contestant.label for contestant in contestants}) < len(contestants):
         raise BenchError(
@@ -170,34 +172,38 @@ def unasked(contestants: Sequence[Contestant], asking: Asking, report: Report) -
         )
     there = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
     return {
-        contestant.label: [at for at in asking.wanted if (contestant.label, *at) not in there]
+        contestant.label: [prompt_key for prompt_key in workload.wanted if (contestant.label, *prompt_key) not in there]
         for contestant in contestants
     }
 
 
-def ask_all(contestants: Sequence[Contestant], asking: Asking, key: str, report: Report, concurrency: int = 1) -> None:
+def ask_all(
+    contestants: Sequence[Contestant], workload: AnswerWorkload, key: str, report: Report, concurrency: int = 1
+) -> None:
     """A case for each contestant and request that the report does not hold yet. Raises BenchError, or ServerError."""
-    todo = unasked(contestants, asking, report)
+    todo = missing_requests(contestants, workload, report)
     waiting = [contestant for contestant in contestants if todo[contestant.label]]
     for _, group in groupby(waiting, key=lambda contestant: contestant.open):
         with opened(levels := list(group)) as endpoints:
             # Prompts are made with the first server that is ready, and the same for all.
-            if not asking.make(endpoints[0]):
+            if not workload.make(endpoints[0]):
                 whose = "its tokenizer is another than the first server's"
                 raise BenchError(f"{levels[0].label}: {whose}: prompts would differ")
             for contestant, endpoint in zip(levels, endpoints, strict=True):
                 base = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
-                for case in _ask_server(endpoint, asking, todo[contestant.label], concurrency):
+                for case in _ask_server(endpoint, workload, todo[contestant.label], concurrency):
                     report.add_case(base | case)
 
 
-def _ask_server(endpoint: Endpoint, asking: Asking, todo: Sequence[At], concurrency: int) -> Iterator[Case]:
+def _ask_server(
+    endpoint: Endpoint, workload: AnswerWorkload, todo: Sequence[PromptKey], concurrency: int
+) -> Iterator[Case]:
     """A case for each of the requests, and one for the density of all and why rows were dense."""
     before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
-        for at, case in zip(todo, pool.map(lambda at: asking.ask(endpoint, at), todo)):
-            yield {"part": "prompt", "tokens": at[0], "prompt": at[1], **case}
+        for prompt_key, case in zip(todo, pool.map(lambda prompt_key: workload.ask(endpoint, prompt_key), todo)):
+            yield {"part": "prompt", "tokens": prompt_key[0], "prompt": prompt_key[1], **case}
     finally:
         # Who breaks off does not wait for prompts of minutes: they end with the server.
         pool.shutdown(wait=False, cancel_futures=True)
@@ -241,7 +247,7 @@ def _why_dense(cases: Sequence[Case]) -> str:
     return "all of its requests failed" if failed else "the server's log says why"
 
 
-def told(case: Case) -> str:
+def describe_case(case: Case) -> str:
     """What came of a request, in a few words."""
     if case["error"] is not None:
         return f"failed: {case['error']}"

@@ -90,7 +90,7 @@ def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
         ]
 
 
-def asked_for(
+def contestants_from_options(
     model: Path | None, settings: Sequence[str], levels: Sequence[float | str], urls: Sequence[str],
     labels: Sequence[str], max_len: int, server_args: str,
 ) -> list[Contestant]:  # fmt: skip

@@ -30,7 +30,7 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
-from vllm_sparse_backend.evaluation.layer_timing import Layer, layers_of, new_step
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
 from vllm_sparse_backend.identity import package_version
 from vllm_sparse_kernels.attention import Engine
@@ -76,14 +76,14 @@ def changed_fields(method: Method) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-def told(method: Method) -> str:
+def method_label(method: Method) -> str:
     """``sale tau=0.03``: the name, and what differs from its defaults."""
     changed = changed_fields(method).items()
     values = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in changed}
     return " ".join([name_of(method), *(f"{name}={value}" for name, value in values.items())])
 
 
-def methods_asked(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> list[Method]:
+def methods_of_settings(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> list[Method]:
     """Each kind of method of these configurations, with the parameters that most of its heads have.
 
     Of none: all methods at their defaults, and what a server does that is told nothing.
@@ -128,7 +128,7 @@ def climb_down(
     return least_rung
 
 
-def both_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
+def crossover_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
     """Of both thresholds: each rung's (seq_len, query_len). Raises BenchError where the prompt is too short."""
     after_dense = {
         n: (n + query_len, query_len)
@@ -148,23 +148,25 @@ def run(
 
     Yields each rung, and after those of a method and engine what the table says of them.
     """
-    ladders = both_ladders(longest, chunk_tokens)
+    ladders = crossover_ladders(longest, chunk_tokens)
     merge_entries(table, [])  # what is no table is found out before anything is measured
     prompts = [planted_prompt(heads, longest, card.device, seed) for seed in range(LAYERS)]
     for method in methods:
         for engine in card.engines.values():
             least_rungs: dict[str, int | None] = {}
-            timed = Timed(card, prompts, method, engine)
+            timed = MethodTimer(card, prompts, method, engine)
             for name, rungs in ladders.items():
                 least_rungs[name] = yield from climb_down(rungs, partial(timed.rung, report, name))
             entry = entry_of(card, heads, method, engine.name, least_rungs, report.command)
             merge_entries(table, [entry])
             least = ", ".join(f"{name} {rung}" for name, rung in least_rungs.items())
-            report.add_case(case := {"method": told(method), "engine": engine.name, "entry": entry, "least": least})
+            report.add_case(
+                case := {"method": method_label(method), "engine": engine.name, "entry": entry, "least": least}
+            )
             yield case
 
 
-class Timed:
+class MethodTimer:
     """One method on one engine, in all layers; ``problem`` says why it is not timed."""
 
     def __init__(self, card: Card, prompts: Sequence[Prompt], method: Method, engine: Engine) -> None:
@@ -175,7 +177,7 @@ class Timed:
         self.plan = [layer_plan([timed_method] * prompts[0].whole.num_heads)] * len(prompts)
         self.problem = self._problem()
 
-    def layers(self, context_len: int, query_len: int) -> list[Layer]:
+    def layers(self, context_len: int, query_len: int) -> list[TimedLayer]:
         return layers_of(self.prompts, self.plan, context_len, query_len, self.engine.name)
 
     def _problem(self) -> str | None:
@@ -188,7 +190,7 @@ class Timed:
 
     def rung(self, report: Report, which: str, seq_len: int, query_len: int) -> dict[str, Any]:
         """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
-        row: dict[str, Any] = {"method": told(self.method), "engine": self.engine.name, "ladder": which}
+        row: dict[str, Any] = {"method": method_label(self.method), "engine": self.engine.name, "ladder": which}
         row |= {"context_len": seq_len - query_len, "query_len": query_len}
         if self.problem:
             row["problem"] = self.problem
@@ -199,7 +201,7 @@ class Timed:
         return row
 
 
-def against_dense(card: Card, layers: Sequence[Layer], engines: Sequence[Engine]) -> dict[str, float]:
+def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[Engine]) -> dict[str, float]:
     """Wall time of a layer in a step through all of them, each on its engine, beside dense attention's."""
     begin = new_step(layers)
 

@@ -14,7 +14,7 @@ from vllm_sparse_kernels.layer import LayerPlan
 
 
 @dataclass
-class Layer:
+class TimedLayer:
     """One layer's part of a pass: its chunk, what selects, and where results go."""
 
     batch: Batch
@@ -23,10 +23,10 @@ class Layer:
     out: torch.Tensor
 
     @staticmethod
-    def of(batch: Batch, groups: LayerPlan, engine: str) -> "Layer":
+    def of(batch: Batch, groups: LayerPlan, engine: str) -> "TimedLayer":
         """``engine``: the name of the one that will attend."""
         served = layers.Layer.of(groups, batch.cache.head_dim, batch.q.device, engine)
-        return Layer(batch, served, served.index(batch.rows), batch.empty_out())
+        return TimedLayer(batch, served, served.index(batch.rows), batch.empty_out())
 
     @property
     def options(self) -> AttendOptions | None:
@@ -68,14 +68,16 @@ class Layer:
 
 def layers_of(
     prompts: Sequence[Prompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
-) -> list[Layer]:
+) -> list[TimedLayer]:
     """The chunk in each layer, all with the same rows: it is one step. ``plan``: of each layer, none of them dense."""
     rows = prompts[0].chunk(context_len, query_len).rows
     chunks = [replace(prompt.chunk(context_len, query_len), rows=rows) for prompt in prompts]
-    return [Layer.of(chunk, groups, engine) for chunk, groups in zip(chunks, plan, strict=True) if groups is not None]
+    return [
+        TimedLayer.of(chunk, groups, engine) for chunk, groups in zip(chunks, plan, strict=True) if groups is not None
+    ]
 
 
-def new_step(layers: Sequence[Layer]) -> Callable[[], None]:
+def new_step(layers: Sequence[TimedLayer]) -> Callable[[], None]:
     """What makes the next pass a new step: nothing is kept from the last one."""
     state = layers[0].batch.rows.state
     return state.clear

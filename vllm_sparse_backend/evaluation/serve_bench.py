@@ -58,7 +58,7 @@ class Length:
 
 
 @dataclass
-class Taken:
+class ServerResults:
     """Answers of one server, and what went wrong."""
 
     answers: list[Answer] = field(default_factory=list)
@@ -87,18 +87,18 @@ def repeats_of(length: Length, most: int) -> int:
     return min(most, max(3, 200_000 // max(1, length.new_tokens)))
 
 
-def ask_in_turn(
+def alternate_requests(
     servers: Sequence[Endpoint],
     lengths: Sequence[Length],
     prompts: Prompts,
     output_tokens: int,
     most_repeats: int,
     step: Callable[[], None],
-) -> Iterator[tuple[Length, list[Taken]]]:
+) -> Iterator[tuple[Length, list[ServerResults]]]:
     """Each prompt of all servers, there and back. Prompts depend on what was taken of ``prompts`` before, no more."""
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
     for length in lengths:
-        taken_by_server = [(server, Taken()) for server in servers]
+        taken_by_server = [(server, ServerResults()) for server in servers]
         prefix = prefixes.get(length.cached_tokens, [])
         for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
@@ -111,7 +111,9 @@ def ask_in_turn(
         yield length, [taken for _, taken in taken_by_server]
 
 
-def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: Taken, timed: bool) -> None:
+def _ask(
+    server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: ServerResults, timed: bool
+) -> None:
     try:
         if prefix:
             server.ask(prefix, 1)
@@ -123,7 +125,9 @@ def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: 
         taken.answers.append(answer)
 
 
-def case_of(label: str, length: Length, stock: Taken, ours: Taken, first: str = STOCK) -> dict[str, Any]:
+def case_of(
+    label: str, length: Length, stock: ServerResults, ours: ServerResults, first: str = STOCK
+) -> dict[str, Any]:
     """The server ``label`` beside the first one, whose label is ``first``. One that never answered gets no ratio."""
     taken_by_name = {STOCK: stock, OURS: ours}
     labels = {STOCK: first, OURS: OURS}
@@ -146,7 +150,7 @@ LENGTHS = (1024, 8192, 32768, 65536, 131072)
 
 
 @dataclass(frozen=True)
-class Asking:
+class ServeWorkload:
     """What every server is asked."""
 
     lengths: tuple[Length, ...]
@@ -171,9 +175,11 @@ def fitting(model: Path | None, output_tokens: int) -> list[int]:
     return [length for length in LENGTHS if most is None or length + output_tokens <= most]
 
 
-def compare(contestants: Sequence[Contestant], asking: Asking, report: Report, step: Callable[[], None]) -> None:
+def compare(
+    contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, step: Callable[[], None]
+) -> None:
     """Cases of every server but the first, beside the first's. Raises BenchError, or ServerError."""
-    first: dict[Length, Taken] = {}
+    first: dict[Length, ServerResults] = {}
     labels = [contestant.label for contestant in contestants[1:]]
     if not labels:
         raise BenchError(
@@ -182,11 +188,11 @@ def compare(contestants: Sequence[Contestant], asking: Asking, report: Report, s
         )
     if len(set(labels)) < len(labels):
         raise BenchError(f"servers to compare to the first: {', '.join(labels)}; expected each --label once")
-    how = (asking.output_tokens, asking.most_repeats, step)
+    how = (workload.output_tokens, workload.most_repeats, step)
     for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
         with opened(members := list(group)) as servers:
-            prompts = Prompts.of(servers[0], asking.text)  # each time the same
-            for length, taken in ask_in_turn(servers, asking.lengths, prompts, *how):
+            prompts = Prompts.of(servers[0], workload.text)  # each time the same
+            for length, taken in alternate_requests(servers, workload.lengths, prompts, *how):
                 for contestant, of_server in zip(members, taken, strict=True):
                     if first.setdefault(length, of_server) is not of_server:
                         first_label = contestants[0].label
