@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of all calibration: layers in order, each judged with what those before hand on to it.
+"""The loop of all calibration: layers in order, each judged with the state that earlier layers leave to it.
 
-A search chooses for a layer, and its choice is judged as a whole: heads share an index (``width.py``), and some depend
-on other heads, so that what held apart may miss the bound together. A head that does may not have that method, and the
-search chooses anew, until all hold. What is written was judged so, and then on the held-out prompts.
+A search chooses methods for a layer, and the choice is then judged as a whole: heads share an index
+(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly. A
+head that misses it loses that method, and the search chooses again until all heads hold. The profile holds methods that
+were judged this way, and then judged on the held-out prompts.
 """
 
 from collections import defaultdict
@@ -45,21 +46,37 @@ PAPERS = (*NO_MEAN, "sparge_attn")
 
 
 def calibratable_methods() -> list[str]:
-    """Methods that ``strategy`` takes."""
+    """List the methods that ``parse_strategy`` accepts.
+
+    Returns:
+        Their names, sorted.
+    """
     return sorted({*PAPERS, *(name for name, spec in METHODS.items() if spec.ladder)})
 
 
 def independent_methods() -> list[str]:
-    """Methods whose heads depend on no other layer's: what ``best`` chooses from."""
+    """List the methods whose heads depend on no other layer: those ``cheapest_strategy`` chooses from.
+
+    Returns:
+        Their names, in the registry's order.
+    """
     return [name for name, spec in METHODS.items() if spec.ladder and spec.full.unshared == spec.full]
 
 
 def parse_strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = None) -> Strategy:
-    """How one method is calibrated under these bounds.
+    """Return the search that calibrates one method.
 
-    ``text``: its name, by which its ladder's settings are taken that differ from the method's defaults in the searched
-    numbers alone; or NAME:FIELD=VALUE,FIELD=VALUE for those of the ladder that have these values. ``distance``:
-    SharePrefill's. Raises ConfigurationError naming what can't be.
+    Args:
+        text: The method's name, which selects the part of its ladder that differs from the defaults in the searched
+            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values.
+        bounds: The bound of each level, by the level's name.
+        distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
+
+    Returns:
+        A function that makes the search for a job and a bound.
+
+    Raises:
+        ConfigurationError: The method is unknown, or does not support these values, a bound of the mean, or a distance.
     """
     name, _, fields = text.partition(":")
     if name not in calibratable_methods():
@@ -106,7 +123,17 @@ def _settings(name: str, fields: str) -> list[Any]:
 
 
 def cheapest_strategy(methods: Sequence[str]) -> Strategy:
-    """All settings of these methods compete in time."""
+    """Return the search in which all settings of several methods compete in time.
+
+    Args:
+        methods: Names from ``independent_methods``.
+
+    Returns:
+        A function that makes the search for a job and a bound.
+
+    Raises:
+        ConfigurationError: A method is unknown, or its heads depend on other layers.
+    """
     for name in methods:
         if name not in independent_methods():
             raise ConfigurationError(f"--method: {not_one_of(name, independent_methods())}")
@@ -115,9 +142,16 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
 
 
 def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
-    """The profile that a search finds, with a level for each bound, checked on the held-out prompts.
+    """Calibrate: search methods for every level's bound and check them on the held-out prompts.
 
-    Raises ConfigurationError where no head of any layer holds the first bound.
+    Args:
+        job: Model, prompts and folder.
+        how: Makes the search for a bound.
+        bounds: The bound of each level, by name; the first is the profile's own level.
+        source: The command, for the profile's provenance.
+
+    Returns:
+        The profile. ConfigurationError is raised where no head of any layer holds the first bound.
     """
     job.open_folder()
     findings = {}
@@ -135,7 +169,16 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
 
 
 def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
-    """What a search chooses for a layer once all heads hold the bound with it."""
+    """Choose methods for a layer until all of its heads hold the bound when they run together.
+
+    Args:
+        judge: Judges the layer's heads.
+        search: Chooses methods among those still allowed.
+        bound: The bound that each sparse head must hold.
+
+    Returns:
+        The method of each head, and the figures of that joint choice; None in place of figures if every head is dense.
+    """
     failed: dict[int, set[Method]] = defaultdict(set)
     given_up: set[int] = set()
 

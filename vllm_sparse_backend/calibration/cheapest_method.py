@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per head the cheapest of all methods whose output error holds the bound; dense where none does. (No paper has this.)
+"""Cheapest method for each head whose output error holds the bound; dense where none does.
 
-Of each kind of method the sparsest setting that holds is found by bisection. What a selection takes beside its heads is
-paid once for each kind in a layer (``costs.py``), so the choice is one for the whole layer: of all sets of up to
-``MOST_KINDS`` kinds and dense attention, the one in which heads with their cheapest settings take least time together.
+No paper describes this search.
 
-A bound of the mean over all heads (``Bound.mean``) is kept to by a price of error. Heads take what costs least in time
-and error together; at one price for the whole model no other choice of the same mean error costs less (heads then have
-equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds, once every layer is judged under
-every candidate.
+For each kind of method, bisection finds the sparsest setting that holds. Each kind in a layer also costs a fixed time
+for its selection (``head_costs.py``), so the choice is made for the whole layer: among all sets of up to ``MOST_KINDS``
+kinds plus dense attention, the one in which the heads' cheapest settings take the least time in total.
+
+A bound of the mean over all heads (``Bound.mean``) becomes a price of error: heads minimise time plus price · error. At
+one price for the whole model, no other choice of the same mean error costs less (all heads then have equal slopes:
+Lagrange). ``price_of`` finds the lowest price at which the mean holds, once every layer is judged under every
+candidate.
 """
 
 import math
@@ -26,31 +28,32 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 Held = list[dict[Method, HeadResult]]
-"""Of each head methods that hold the bound, and what came of them."""
+"""For each head, the methods that hold the bound, with their figures."""
 
 MOST_KINDS = 3
-"""Of sparse methods in a layer: each has a selection of its own."""
+"""Sparse kinds of methods in a layer at most: each kind adds a selection."""
 
 PRICE_STEPS = 40
-"""Of a bisection between a thousandth and a million times what a dense head costs."""
+"""Steps of the bisection between ``LEAST_PRICE`` and a million times the cost of a dense head."""
 
 LEAST_PRICE = 1e-3
-"""Of what a dense head costs."""
+"""Lowest price of error, as a multiple of the cost of a dense head."""
 
 DEARER = 1.25
-"""By which a price rises where heads that were chosen by it miss the mean once they are judged together."""
+"""Factor by which the price rises when the heads chosen by it miss the mean once they are judged together."""
 
 
 class CheapestSearch(Search):
-    """Of each head what costs least of settings that hold the bound, its error included at one price for all heads.
+    """Search for the methods that cost a layer least among settings that hold the bound.
 
-    ``among``: of each kind the sparsest setting first.
+    With a bound of the mean, cost includes error at one price for all heads of the model. ``among`` lists the
+    candidates, within each kind the sparsest setting first.
     """
 
     def __init__(self, job: Job, bound: Bound, among: Sequence[Method], costs: Costs) -> None:
         self.bound, self.among, self.costs = bound, among, costs
         self.price = 0.0
-        """What an error of 1 is worth, in the unit of costs."""
+        """Price of an error of 1, in ms."""
         if bound.has_mean:
             dense: list[Method] = [Dense()] * job.shape.num_heads
             held_by_layer = walk(
@@ -61,6 +64,15 @@ class CheapestSearch(Search):
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        """Choose the layer's cheapest methods among those that hold the bound and are allowed.
+
+        Args:
+            judge: Judges the layer's heads.
+            is_allowed: Whether a head may have a method.
+
+        Returns:
+            One method for each head, ``Dense()`` where nothing cheaper holds.
+        """
         if not self.bound.has_mean:
             return cheapest_methods(sparsest_of_kinds(judge, self.bound, self.among, is_allowed), self.costs)
         held = methods_within_bound(judge_uniformly(judge, self.among), self.bound)
@@ -71,7 +83,17 @@ class CheapestSearch(Search):
         return cheapest_methods(allowed, self.costs, self.price)
 
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """What does not hold beside other heads is chosen anew, and may lose more than when the price was found."""
+        """Raise the price of error if the joint choice misses the bound of the mean.
+
+        A head whose method fails beside other heads gets another one, whose error may exceed what the price assumed.
+
+        Args:
+            methods: The chosen method of each layer and head.
+            mean_error: Their mean error over all heads of the model.
+
+        Returns:
+            Whether the mean misses its bound, so that the model is chosen for again at the higher price.
+        """
         if mean_error <= self.bound.mean:
             return False
         dense_ms = self.costs.layer.dense_ms / len(methods[0])
@@ -80,7 +102,17 @@ class CheapestSearch(Search):
 
 
 def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed) -> Held:
-    """Of each head the sparsest method of each kind that holds the bound: where no error has a price, the cheapest."""
+    """Find each head's sparsest setting of each kind that holds the bound: the cheapest where error has no price.
+
+    Args:
+        judge: Judges the layer's heads.
+        bound: The bound that a setting must hold.
+        among: Candidates, within each kind the sparsest first.
+        is_allowed: Whether a head may have a method.
+
+    Returns:
+        For each head, at most one method of each kind, with its figures.
+    """
     held: Held = [{} for _ in range(judge.num_heads)]
     for kind in dict.fromkeys(map(kind_of, among)):
         ladder = [method for method in among if kind_of(method) == kind]
@@ -92,12 +124,28 @@ def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], 
 
 
 def judge_uniformly(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
-    """What comes of each where all heads of the layer have it."""
+    """Judge each method with all heads of the layer on it.
+
+    Args:
+        judge: Judges the layer's heads.
+        among: Methods.
+
+    Returns:
+        By method, the figures of each head.
+    """
     return {method: judge.judge([method] * judge.num_heads) for method in among}
 
 
 def methods_within_bound(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Held:
-    """Of each head the methods that hold the bound."""
+    """Filter the methods of each head by the bound.
+
+    Args:
+        figures: By method, the figures of each head.
+        bound: The bound to hold.
+
+    Returns:
+        For each head, the methods that hold the bound, with their figures.
+    """
     num_heads = len(next(iter(figures.values())))
     return [
         {method: results[head] for method, results in figures.items() if bound.holds(results[head])}
@@ -106,9 +154,15 @@ def methods_within_bound(figures: Mapping[Method, Sequence[HeadResult]], bound: 
 
 
 def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Costs, most_mean: float) -> float:
-    """The least price of error at which heads that choose by it have a mean error of at most ``most_mean``.
+    """Find the lowest price of error at which the chosen methods' mean error is within a limit.
 
-    ``layers``: ``holding`` of every layer. 0 where what is cheapest holds it.
+    Args:
+        layers: For each layer, the result of ``methods_within_bound``.
+        costs: Times of selection and attention.
+        most_mean: Limit of the mean error over all heads of these layers.
+
+    Returns:
+        The price in ms for an error of 1; 0 if the cheapest methods are within the limit.
     """
 
     def holds(price: float) -> bool:
@@ -129,7 +183,16 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Cos
 
 
 def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: float = 0.0) -> list[Method]:
-    """The methods that cost the layer least, of those that each head may have; every head may be dense."""
+    """Choose the methods that cost a layer least.
+
+    Args:
+        holding: For each head, the methods that it may have, with their figures; every head may also be dense.
+        costs: Times of selection and attention.
+        price: Price in ms of an error of 1.
+
+    Returns:
+        One method for each head.
+    """
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
     cheapest = [_cheapest_of_kinds(results, costs, price) for results in holding]
@@ -153,7 +216,7 @@ def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Cost
 def _cheapest_of_kinds(
     results: Mapping[Method, HeadResult], costs: Costs, price: float
 ) -> dict[Method, tuple[float, Method]]:
-    """By kind what its cheapest setting costs, error included, and that."""
+    """Return, for each kind, the cost of its cheapest setting in ms (error included) and that setting."""
     cheapest: dict[Method, tuple[float, Method]] = {}
     for method, figures in results.items():
         timed = head_ms(costs, method, figures.density) + price * figures.error, method

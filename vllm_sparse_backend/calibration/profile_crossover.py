@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which lengths on a profile's own heads are faster than dense attention on this card.
+"""Prompt lengths from which a profile's heads are faster than dense attention on this card.
 
-Measured as `bench crossover` measures a method, on the longest of the profile's own prompts: every head with the method
-it was given, every layer on the engine that a server takes. It stands in the profile, where ``auto`` reads it.
+Measured as `bench crossover` measures a method, on the longest of the profile's prompts: every head with its own
+method, every layer on the engine that a server takes. The profile holds the result, where ``auto`` reads it.
 """
 
 import hashlib
@@ -28,14 +28,22 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.rows import ceil_div
 
 MOST_LAYERS = 8
-"""That are timed, of those that are not dense, all over the model: they lie on the device together."""
+"""Sparse layers timed at most, spread over the model; the device holds them all at once."""
 
 Methods = Sequence[Sequence[Method]]
-"""By layer and head, of the whole model."""
+"""The method of each layer and head of the model."""
 
 
 def measure_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
-    """None where nothing can be measured: without a CUDA device, on short prompts, and of what is dense throughout."""
+    """Measure the crossover of a profile's methods, or read it from the job's folder.
+
+    Args:
+        job: Model, prompts and folder.
+        methods: The method of each layer and head.
+
+    Returns:
+        The crossover; None without a CUDA device, on short prompts, or if every head is dense.
+    """
     longest = max(map(len, job.prompts.prompts))
     sparse = [layer for layer, heads in enumerate(methods) if any(not isinstance(method, Dense) for method in heads)]
     if job.card is None or not sparse or longest < 2 * SHORTEST_TOKENS:
