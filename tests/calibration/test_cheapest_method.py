@@ -50,8 +50,8 @@ class SavedCosts:
 def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
     """Per head (error, density) of each method; what is not named loses everything, dense nothing."""
 
-    def curve(of):
-        return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*of.get(m, (1.0, 0.01)))
+    def curve(outcomes):
+        return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*outcomes.get(m, (1.0, 0.01)))
 
     return FakeJudge(*map(curve, heads))
 
@@ -76,9 +76,9 @@ def test_no_head_loses_more_than_so_many_times_what_the_default_does():
     bound, lost = Bound(of_default=1.5), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
     judge = judge_of(lost, lost | dict.fromkeys([m for m in lost if m.kept_mass < 0.99], (float("nan"), 0.1)))
     search = cheapest_strategy(["top_p", "sale", "a_shape"])(SimpleNamespace(costs=SavedCosts()), bound)
-    methods, found = choose_jointly(judge, search, bound)
-    assert [one.kept_mass for one in methods] == [0.95, 0.99]
-    assert [bound.used_fraction(of) for of in found] == pytest.approx([1 / 1.5, 0.2 / 1.5])
+    methods, results = choose_jointly(judge, search, bound)
+    assert [method.kept_mass for method in methods] == [0.95, 0.99]
+    assert [bound.used_fraction(result) for result in results] == pytest.approx([1 / 1.5, 0.2 / 1.5])
     assert len(judge.passes) <= sum(map(most_passes, (10, 9, 9, 6))) + 1
 
 
@@ -116,13 +116,16 @@ def test_no_choice_of_the_same_mean_error_keeps_less(seed):
     assert price_of(layers, costs, 1.0) == price_of(layers, costs, float("inf")) == 0.0
     for most_mean in (0.05, 0.2, 0.4):
         price = price_of(layers, costs, most_mean)
-        found = [method for layer in layers for method in cheapest_methods(layer, costs, price)]
-        points = [(0.0, 1.0) if isinstance(one, Dense) else of[one] for one, of in zip(found, heads)]
+        chosen = [method for layer in layers for method in cheapest_methods(layer, costs, price)]
+        points = [
+            (0.0, 1.0) if isinstance(method, Dense) else points_of_head[method]
+            for method, points_of_head in zip(chosen, heads)
+        ]
         error, density = (fmean(point[i] for point in points) for i in range(2))
         assert error <= most_mean
-        for other in itertools.product(*([(0.0, 1.0), *one.values()] for one in heads)):
-            if fmean(one[0] for one in other) <= error:
-                assert fmean(one[1] for one in other) >= density - 1e-12
+        for other in itertools.product(*([(0.0, 1.0), *points_of_head.values()] for points_of_head in heads)):
+            if fmean(point[0] for point in other) <= error:
+                assert fmean(point[1] for point in other) >= density - 1e-12
 
 
 @pytest.mark.full

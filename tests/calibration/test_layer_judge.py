@@ -44,7 +44,9 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor]:
         (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
         whole = torch.ones_like(mask).tril(first)
         scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
-        out, dense = (scores.masked_fill(~of, -torch.inf).softmax(-1) @ v[:, :last] for of in (mask, whole))
+        out, dense = (
+            scores.masked_fill(~kept_mask, -torch.inf).softmax(-1) @ v[:, :last] for kept_mask in (mask, whole)
+        )
         errors.append((out - dense).abs().sum(-1) / dense.abs().sum(-1))
         kept, causal = kept + mask.sum((1, 2)), causal + whole.sum((1, 2))
     return torch.cat(errors, 1), kept / causal
@@ -55,19 +57,21 @@ def test_figures_are_those_of_whole_matrices(layer):
     captures, judged = layer
     method = AShape(sink_tokens=64, local_tokens=64)
     outcomes = judged.figures([method] * HEADS)
-    found = [by_hand(*both, [method] * HEADS) for both in zip(captures, judged.prompts)]
-    for head, of in enumerate(outcomes):
-        errors = [errors[head] for errors, _ in found]
+    expected = [by_hand(captured, prompt, [method] * HEADS) for captured, prompt in zip(captures, judged.prompts)]
+    for head, result in enumerate(outcomes):
+        errors = [errors[head] for errors, _ in expected]
         assert len(errors[0]) == 600  # the first hundred positions are dense
-        assert of.error == pytest.approx(max(float(one.mean()) for one in errors), rel=1e-3)
+        assert result.error == pytest.approx(max(float(prompt_errors.mean()) for prompt_errors in errors), rel=1e-3)
         # Of 600 queries six have more, and of a thousandth none.
-        assert of.p99 == pytest.approx(max(float(one.sort().values[-7]) for one in errors), rel=1e-3)
-        assert of.p999 == pytest.approx(max(float(one.max()) for one in errors), rel=1e-3)
-        most, other = sorted((float(one.mean()) for one in errors), reverse=True)
-        assert of.unseen.error == pytest.approx(2 * most - other, rel=1e-3)
-        assert of.density == pytest.approx(float(found[0][1][head]))
-        assert 0.3 < of.density < 0.9
-    assert max(of.error for of in outcomes) > 0.01
+        assert result.p99 == pytest.approx(
+            max(float(prompt_errors.sort().values[-7]) for prompt_errors in errors), rel=1e-3
+        )
+        assert result.p999 == pytest.approx(max(float(prompt_errors.max()) for prompt_errors in errors), rel=1e-3)
+        most, other = sorted((float(prompt_errors.mean()) for prompt_errors in errors), reverse=True)
+        assert result.unseen.error == pytest.approx(2 * most - other, rel=1e-3)
+        assert result.density == pytest.approx(float(expected[0][1][head]))
+        assert 0.3 < result.density < 0.9
+    assert max(result.error for result in outcomes) > 0.01
 
 
 def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch):
@@ -117,8 +121,8 @@ def test_what_a_head_loses_beside_the_default():
     errors = default.clone()
     errors[500:503, 0], errors[500:502, 1], errors[1000:, 2] = 0.7, 0.7, 0.25
     assert summarize_errors(errors, default)[3].tolist() == pytest.approx([1.6, 1.0044, 1.555], abs=1e-3)
-    assert [of.tolist() for of in error_quantiles(errors, 0.01, 0.04)] == [
-        of.tolist() for of in error_quantiles(default, 0.01, 0.04)
+    assert [quantile.tolist() for quantile in error_quantiles(errors, 0.01, 0.04)] == [
+        quantile.tolist() for quantile in error_quantiles(default, 0.01, 0.04)
     ]
     # Next to nothing counts as a little.
     assert summarize_errors(errors * 1e-3, default * 1e-4)[3].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)
@@ -127,9 +131,9 @@ def test_what_a_head_loses_beside_the_default():
 
 def test_figures_say_what_is_lost_beside_the_default(layer):
     _, judged = layer
-    assert {of.of_default for of in judged.figures([make_method("default", {})] * HEADS)} == {1.0}
-    assert all(of.of_default <= 1 for of in judged.figures([Dense()] * HEADS))
-    assert max(of.of_default for of in judged.figures([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
+    assert {result.of_default for result in judged.figures([make_method("default", {})] * HEADS)} == {1.0}
+    assert all(result.of_default <= 1 for result in judged.figures([Dense()] * HEADS))
+    assert max(result.of_default for result in judged.figures([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
 
 
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():

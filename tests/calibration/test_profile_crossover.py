@@ -53,12 +53,16 @@ def job(tmp_path):
     [(0.01, 2048, 20), (0.13, 3072, 64), (10.0, None, None)],
 )
 def test_the_least_length_at_which_own_heads_pay(job, fixed_ms, min_tokens, min_query_tokens):
-    found = measure_crossover(job(fixed_ms), [WHOLE, LOCAL])
-    assert (found.device, found.engines, found.longest_tokens) == ("a card", ("quick",), 5000)
-    assert (found.min_tokens, found.min_query_tokens, found.pays) == (min_tokens, min_query_tokens, bool(min_tokens))
+    crossover = measure_crossover(job(fixed_ms), [WHOLE, LOCAL])
+    assert (crossover.device, crossover.engines, crossover.longest_tokens) == ("a card", ("quick",), 5000)
+    assert (crossover.min_tokens, crossover.min_query_tokens, crossover.pays) == (
+        min_tokens,
+        min_query_tokens,
+        bool(min_tokens),
+    )
     # Times differ from run to run; what was measured once is in the folder, and no capture is asked for again.
     again = job(0.0)
-    assert measure_crossover(again, [WHOLE, LOCAL]) == found
+    assert measure_crossover(again, [WHOLE, LOCAL]) == crossover
     assert again.capturer.captured == []
     assert measure_crossover(job(0.0), [LOCAL, LOCAL]).min_tokens == 2048
 

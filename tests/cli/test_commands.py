@@ -30,7 +30,7 @@ def run(*args: object) -> Result:
 def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     if not hasattr(command, "commands"):
         return [(path, command)]
-    return [leaf for name, one in command.commands.items() for leaf in leaves(one, (*path, name))]
+    return [leaf for name, subcommand in command.commands.items() for leaf in leaves(subcommand, (*path, name))]
 
 
 COMMANDS = leaves(typer.main.get_command(app))
@@ -51,7 +51,7 @@ def test_an_option_takes_the_same_wherever_it_is() -> None:
     for _, command in COMMANDS:
         for param in command.params:
             types.setdefault(param.opts[0], set()).add(str(param.type_descriptor.annotation))
-    assert {name for name, of in types.items() if len(of) > 1} <= {"--level", "--method"}
+    assert {name for name, annotations in types.items() if len(annotations) > 1} <= {"--level", "--method"}
     assert sum(len(command.params) for _, command in COMMANDS) <= 80
 
 

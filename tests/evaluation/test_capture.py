@@ -58,7 +58,7 @@ def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
 
 def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
     windows = {"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
-    model = llama(of="Qwen2", use_sliding_window=True, **windows)
+    model = llama(family="Qwen2", use_sliding_window=True, **windows)
     captured = capture(model, list(range(90)), tmp_path / "capture")
     assert list(captured.scales) == [1]
     assert captured.left_out == {0: "a mask of its own (a sliding window, or chunks)"}
@@ -68,7 +68,7 @@ def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
 
 def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
     """Even if only some layers are such: what follows them would be captured of other hidden states."""
-    model = llama("sinks", of="GptOss", num_local_experts=2, pad_token_id=0)
+    model = llama("sinks", family="GptOss", num_local_experts=2, pad_token_id=0)
     said = f"{model.name}: given layers with learnt sinks, expected plain attention"
     with pytest.raises(ConfigurationError, match=said):
         capture(model, list(range(40)), tmp_path / "capture")

@@ -86,14 +86,14 @@ def test_wall_time_is_a_runs_mean_and_contestants_take_turns(card, clock):
 
 
 def test_flash_attention_gets_the_batch(card, monkeypatch):
-    given = []
-    fake = SimpleNamespace(flash_attn_varlen_func=lambda **arguments: given.append(arguments))
+    calls = []
+    fake = SimpleNamespace(flash_attn_varlen_func=lambda **arguments: calls.append(arguments))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(vllm_flash_attn=fake))
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", fake)
     batch = random_batch([(70, 30), (0, 200)], 4, 2, 64, 16)
     out = batch.empty_out()
     card.dense(batch, out)()
-    (call,) = given
+    (call,) = calls
     assert call["q"] is batch.q
     assert call["out"] is out
     assert call["cu_seqlens_q"].tolist() == [0, 30, 230]

@@ -46,8 +46,8 @@ class StructuredCapturer:
         return made
 
     def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
-        of = structured(num_tokens, 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
-        return LayerTensors(of.q, of.k, of.v), of.scale
+        tensors = structured(num_tokens, 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
+        return LayerTensors(tensors.q, tensors.k, tensors.v), tensors.scale
 
 
 class TopicCapturer(StructuredCapturer):
