@@ -115,11 +115,11 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for command in (("best",), ("calibrate", "--method", "sale")):
         result = run("profile", *command, BUNDLED, "--out", tmp_path / "out.yaml", "--tokens", 1024)
         assert result.exit_code == 130
-        assert f"Stopped. The same command goes on with what {tmp_path / 'out.work'} holds." in result.stderr
+        assert f"Stopped. The same command resumes from {tmp_path / 'out.work'}." in result.stderr
     monkeypatch.setattr(answer_run, "ask_all", stop)
     result = run("eval", "answers", BUNDLED, "--json", tmp_path / "a.json")
     assert result.exit_code == 130
-    assert f"goes on with what {tmp_path / 'a.json'} holds" in result.stderr
+    assert f"resumes from {tmp_path / 'a.json'}." in result.stderr
 
 
 def test_a_line_a_stage_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path) -> 
 def test_without_a_file_or_a_model_there_is_nothing_to_check() -> None:
     _is_refused(run("check", "nosuch.yaml"), "no such file", "nosuch.yaml")
     for command in ("check", "show"):
-        says = "auto: which profile it is goes by the model: expected a MODEL too"
+        says = "auto: given no model, expected a MODEL too: the profile depends on it"
         _is_refused(run(command, "auto"), says)
 
 
