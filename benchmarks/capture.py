@@ -15,7 +15,7 @@ from benchmarks.options import Device, Text
 from vllm_sparse_backend.calibration.capture import (
     Capture,
     begin_ids,
-    capture_each,
+    capture_prompts,
     default_text,
     load_tokenizer,
     prompt_tokens,
@@ -49,7 +49,7 @@ def capture(
     model: Path, token_ids: Sequence[int], folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> Capture:
     """``capture_each`` of one prompt."""
-    return next(capture_each(model, [token_ids], [folder], device, dtype))
+    return next(capture_prompts(model, [token_ids], [folder], device, dtype))
 
 
 def read_tokens(model: Path, text: Path, length: int, begin_token: bool = True, skip: int = 0) -> list[int]:

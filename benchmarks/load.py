@@ -26,7 +26,7 @@ from benchmarks.options import Json
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import Text, failures, levels_of, token_counts, wide_console
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
-from vllm_sparse_backend.evaluation.compared_servers import asked_for, opened
+from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import parse
 from vllm_sparse_backend.evaluation.prompt_texts import read_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of
@@ -178,7 +178,7 @@ class Load:
                 self.requests, self.rate, tuple(token_counts("--short", self.short)),
                 tuple(token_counts("--long", self.long)), clients=None if self.rate else self.clients,
             )  # fmt: skip
-            contestants = asked_for(None, (), levels_of(self.level), self.url, self.label or (), 0, "")
+            contestants = contestants_from_options(None, (), levels_of(self.level), self.url, self.label or (), 0, "")
             report = Report("serve", device_name(), self.json_path)
             with opened(contestants) as endpoints:
                 named = [(one.label, endpoint) for one, endpoint in zip(contestants, endpoints, strict=True)]

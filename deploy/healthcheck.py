@@ -12,13 +12,13 @@ from pathlib import Path
 
 def option(command: list[str], name: str) -> str | None:
     """The value of ``--name VALUE`` or ``--name=VALUE``, the last one given; None where there is none."""
-    found = None
+    value = None
     for argument, following in zip(command, [*command[1:], ""]):
         if argument == name:
-            found = following
+            value = following
         elif argument.startswith(f"{name}="):
-            found = argument.partition("=")[2]
-    return found
+            value = argument.partition("=")[2]
+    return value
 
 
 def address(arguments: list[str], command: list[str]) -> str:

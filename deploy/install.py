@@ -75,8 +75,10 @@ def provide_vllm_metadata() -> None:
 
 def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 (an older one must get as far as this)
-        found = sys.version.split()[0]
-        sys.exit(f"Python 3.11 or newer is needed, this is {found}. Try `make clean`, `make PYTHON=python3.12 setup`.")
+        version = sys.version.split()[0]
+        sys.exit(
+            f"Python 3.11 or newer is needed, this is {version}. Try `make clean`, `make PYTHON=python3.12 setup`."
+        )
     if sys.prefix == sys.base_prefix:
         sys.exit(f"{sys.executable} is not in a virtual environment. `make setup` makes one in .venv.")
     if has_nvidia_gpu():

@@ -77,16 +77,16 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
         "layers:\n  0:\n    default: {method: a_shape}\n    heads:\n      1-2: {method: sale, tau: 0.1}\n"
     )
     given = [{"profile": str(profile)}, {"method": "sale", "params": {"tau": 0.03}}]
-    found = crossover_bench.methods_asked(given, HEADS.model(3))
-    assert [crossover_bench.told(one) for one in found] == ["sale", "a_shape", "sale tau=0.03"]
+    found = crossover_bench.methods_of_settings(given, HEADS.model(3))
+    assert [crossover_bench.method_label(one) for one in found] == ["sale", "a_shape", "sale tau=0.03"]
 
 
 def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
     """An operator's table of crossovers is to hold what `auto` looks for on a server without configuration."""
-    every = crossover_bench.methods_asked([], HEADS.model(3))
-    assert {crossover_bench.told(one) for one in every} >= {name for name in METHODS if name != "dense"}
+    every = crossover_bench.methods_of_settings([], HEADS.model(3))
+    assert {crossover_bench.method_label(one) for one in every} >= {name for name in METHODS if name != "dense"}
     assert make_method("default", {}) in every
-    assert [str(one) for one in methods_asked([])] == [crossover_bench.told(one) for one in every]
+    assert [str(one) for one in methods_asked([])] == [crossover_bench.method_label(one) for one in every]
 
 
 def test_planted_data_have_the_density_that_they_state():

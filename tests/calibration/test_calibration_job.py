@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.helpers.calibration_cases import HEADS, LAYERS, StructuredCapturer, make_job, random_prompts
-from vllm_sparse_backend.calibration.calibration_job import Job, Tell
+from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
 from vllm_sparse_backend.calibration.calibration_loop import run
-from vllm_sparse_backend.calibration.cheapest_method import Cheapest
+from vllm_sparse_backend.calibration.cheapest_method import CheapestSearch
 from vllm_sparse_backend.calibration.head_errors import Bound
 from vllm_sparse_backend.calibration.layer_judge import Served
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -23,8 +23,8 @@ AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
 BOUNDS = {"high": Bound(0.1, 0.29), "fast": Bound(0.4, 3.0)}
 
 
-def cheapest(job: Job, bound: Bound) -> Cheapest:
-    return Cheapest(job, bound, AMONG, job.costs)
+def cheapest(job: Job, bound: Bound) -> CheapestSearch:
+    return CheapestSearch(job, bound, AMONG, job.costs)
 
 
 def profile_of(job: Job) -> str:
@@ -44,13 +44,13 @@ def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
     assert profile.min_tokens is None
     for name, bound in BOUNDS.items():
         level = profile.at_level(name)
-        of = level.provenance
-        assert (of.seed, of.device, of.source) == (7, "CPU", "a test")
-        assert of.prompts_sha256 == job.prompts.sha256
-        assert of.bounds == {"error": bound.error, "p99": bound.p99}
-        assert {"torch", "triton", "vllm-sparse-backend"} <= set(of.versions)
-        assert set(of.held_out) >= {"heads_within_bound", "most_of_bound", "error", "p99_error"}
-        density, error, p99 = (of.figures.rows(x, profile.model) for x in ("density", "error", "p99_error"))
+        provenance = level.provenance
+        assert (provenance.seed, provenance.device, provenance.source) == (7, "CPU", "a test")
+        assert provenance.prompts_sha256 == job.prompts.sha256
+        assert provenance.bounds == {"error": bound.error, "p99": bound.p99}
+        assert {"torch", "triton", "vllm-sparse-backend"} <= set(provenance.versions)
+        assert set(provenance.held_out) >= {"heads_within_bound", "most_of_bound", "error", "p99_error"}
+        density, error, p99 = (provenance.figures.rows(x, profile.model) for x in ("density", "error", "p99_error"))
         kept = 0.0
         for layer in range(LAYERS):
             if layer in level.dense_layers:
@@ -60,7 +60,7 @@ def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
             assert set(level.methods_of(layer, HEADS)) <= {*AMONG, Dense()}
             assert max(error[layer]) <= bound.error
             assert max(p99[layer]) <= bound.p99
-        assert of.density == pytest.approx(kept / (LAYERS * HEADS), rel=1e-3)
+        assert provenance.density == pytest.approx(kept / (LAYERS * HEADS), rel=1e-3)
     assert profile.at_level("fast").provenance.density < profile.provenance.density < 1
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undistu
         raise Stopped
 
     with pytest.raises(Stopped):
-        profile_of(make_job(tmp_path / "work", seed=7, capturer=capturer, tell=Tell(step=stop)))
+        profile_of(make_job(tmp_path / "work", seed=7, capturer=capturer, progress=JobProgress(step=stop)))
     assert capturer.captured == ["prompts-0", "held-out-0"]
     again = StructuredCapturer()
     job = make_job(tmp_path / "work", seed=7, capturer=again)
@@ -88,29 +88,29 @@ def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undistu
 
 
 def test_a_folder_of_another_job_is_refused(tmp_path):
-    make_job(tmp_path / "work").enter()
-    make_job(tmp_path / "work", seed=3).enter()
+    make_job(tmp_path / "work").open_folder()
+    make_job(tmp_path / "work", seed=3).open_folder()
     for name, change in (
         ("prompts", {"prompts": random_prompts(1, 300, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
         ("held_out", {"held_out": random_prompts(1, 301, 2)}),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}: name another"):
-            make_job(tmp_path / "work", **change).enter()
+            make_job(tmp_path / "work", **change).open_folder()
     with pytest.raises(ConfigurationError, match="given '100 tokens', expected prompts of more than 100 tokens"):
-        make_job(tmp_path / "other", num_tokens=100).enter()
+        make_job(tmp_path / "other", num_tokens=100).open_folder()
 
 
 def test_a_folder_whose_files_are_none_of_ours_is_refused(tmp_path):
     job = make_job(tmp_path / "work")
-    job.enter()
+    job.open_folder()
     assert job.layers == [0, 1]
-    bad = [("job.json", one) for one in ("{", "3", '["abc"]')]
-    bad += [("layers.json", one) for one in ("[]", "[7]", "[-1]", '["0"]', '{"0": 1}')]
+    bad = [("job.json", text) for text in ("{", "3", '["abc"]')]
+    bad += [("layers.json", text) for text in ("[]", "[7]", "[-1]", '["0"]', '{"0": 1}')]
     for name, text in bad:
         (job.folder / name).write_text(text)
         again = make_job(tmp_path / "work")
         with pytest.raises(ConfigurationError, match=rf"{name}: its contents cannot be read: .*; delete"):
-            again.enter() if name == "job.json" else again.layers
+            again.open_folder() if name == "job.json" else again.layers
 
 
 def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
@@ -137,23 +137,23 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
         PORTABLE.attend(q, cache, index, out, *args, **more)
         out[-1] = torch.nan
 
-    told: list[str] = []
-    job = replace(make_job(tmp_path / "work"), tell=Tell(say=told.append))
+    messages: list[str] = []
+    job = replace(make_job(tmp_path / "work"), progress=JobProgress(say=messages.append))
     table = {
         "hopper": Engine("hopper", PORTABLE.refusal, wrong),
         "flash": Engine("flash", lambda spec: "not here", wrong),
         "portable": PORTABLE,
     }
-    assert job.right(table) == {"flash": table["flash"], "portable": PORTABLE}
-    assert told == ["engine hopper not taken: its result in a trial holds NaN"]
+    assert job.correct_engines(table) == {"flash": table["flash"], "portable": PORTABLE}
+    assert messages == ["engine hopper not taken: its result in a trial holds NaN"]
 
 
 @pytest.mark.parametrize(("free", "reserved", "warned"), [(60, 19, 0), (60, 5, 1), (20, 60, 0)])
-def test_others_on_the_card_are_told_of(tmp_path, monkeypatch, free, reserved, warned):
+def test_other_processes_on_the_card_are_reported(tmp_path, monkeypatch, free, reserved, warned):
     """Of 80 GiB: this process's own do not count."""
-    told: list[str] = []
-    job = replace(make_job(tmp_path / "work"), tell=Tell(say=told.append))
+    messages: list[str] = []
+    job = replace(make_job(tmp_path / "work"), progress=JobProgress(say=messages.append))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved << 30)
-    job.warn_of_others(torch.device("cuda"))
-    assert [line.startswith("other processes hold 15 GiB of ") for line in told] == [True] * warned
+    job.warn_of_other_processes(torch.device("cuda"))
+    assert [line.startswith("other processes hold 15 GiB of ") for line in messages] == [True] * warned

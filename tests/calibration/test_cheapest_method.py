@@ -12,8 +12,14 @@ import pytest
 from tests.helpers.calibration_cases import HEADS, make_job
 from tests.helpers.fake_judge import FakeJudge, figures, most_passes
 from vllm_sparse_backend.calibration import cheapest_method
-from vllm_sparse_backend.calibration.calibration_loop import best, run, together
-from vllm_sparse_backend.calibration.cheapest_method import Cheapest, choose, holding, judged, price_of
+from vllm_sparse_backend.calibration.calibration_loop import cheapest_strategy, choose_jointly, run
+from vllm_sparse_backend.calibration.cheapest_method import (
+    CheapestSearch,
+    cheapest_methods,
+    judge_uniformly,
+    methods_within_bound,
+    price_of,
+)
 from vllm_sparse_backend.calibration.head_costs import Cost, EstimatedCosts, LayerCost, kind_of
 from vllm_sparse_backend.calibration.head_errors import Bound
 from vllm_sparse_backend.calibration.search import ladder_of
@@ -31,7 +37,7 @@ BOUND = Bound(0.05)
 
 
 @dataclass
-class Known:
+class SavedCosts:
     """Ten milliseconds a dense head; by name what a kind's selection takes, and each of its heads."""
 
     kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -44,8 +50,8 @@ class Known:
 def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
     """Per head (error, density) of each method; what is not named loses everything, dense nothing."""
 
-    def curve(of):
-        return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*of.get(m, (1.0, 0.01)))
+    def curve(outcomes):
+        return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*outcomes.get(m, (1.0, 0.01)))
 
     return FakeJudge(*map(curve, heads))
 
@@ -54,7 +60,12 @@ def test_each_head_has_the_cheapest_that_holds():
     sure = {LOCAL: (0.2, 0.05), CHEAP: (0.04, 0.3), CLOSE: (0.01, 0.6), FINE: (0.03, 0.2)}
     heads = sure, sure | {FINE: (0.9, 0.2)}, sure | {FINE: (0.9, 0.2), CHEAP: (0.06, 0.3)}, {CLOSE: (0.06, 0.6)}
     judge = judge_of(*heads)
-    assert together(judge, Cheapest(None, BOUND, AMONG, Known()), BOUND)[0] == [FINE, CHEAP, CLOSE, Dense()]
+    assert choose_jointly(judge, CheapestSearch(None, BOUND, AMONG, SavedCosts()), BOUND)[0] == [
+        FINE,
+        CHEAP,
+        CLOSE,
+        Dense(),
+    ]
     # Two passes for two settings of a kind, one for each of the others, and one of what was chosen.
     assert len(judge.passes) == 5
     assert judge.passes[-1] == [FINE, CHEAP, CLOSE, Dense()]
@@ -64,10 +75,10 @@ def test_no_head_loses_more_than_so_many_times_what_the_default_does():
     """The sparsest of each kind that does not, by bisection: at most 15 passes for four kinds of 34 settings."""
     bound, lost = Bound(of_default=1.5), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
     judge = judge_of(lost, lost | dict.fromkeys([m for m in lost if m.kept_mass < 0.99], (float("nan"), 0.1)))
-    search = best(["top_p", "sale", "a_shape"])(SimpleNamespace(costs=Known()), bound)
-    methods, found = together(judge, search, bound)
-    assert [one.kept_mass for one in methods] == [0.95, 0.99]
-    assert [bound.share(of) for of in found] == pytest.approx([1 / 1.5, 0.2 / 1.5])
+    search = cheapest_strategy(["top_p", "sale", "a_shape"])(SimpleNamespace(costs=SavedCosts()), bound)
+    methods, results = choose_jointly(judge, search, bound)
+    assert [method.kept_mass for method in methods] == [0.95, 0.99]
+    assert [bound.used_fraction(result) for result in results] == pytest.approx([1 / 1.5, 0.2 / 1.5])
     assert len(judge.passes) <= sum(map(most_passes, (10, 9, 9, 6))) + 1
 
 
@@ -89,7 +100,7 @@ BOTH = ONE | {FINE: (0.04, 0.3)}
 )
 def test_selections_own_time_counts(kinds, heads, expected):
     judge = judge_of(*heads)
-    assert together(judge, Cheapest(None, BOUND, AMONG, Known(kinds)), BOUND)[0] == expected
+    assert choose_jointly(judge, CheapestSearch(None, BOUND, AMONG, SavedCosts(kinds)), BOUND)[0] == expected
     assert kind_of(CHEAP) == kind_of(CLOSE) != kind_of(FINE)
 
 
@@ -100,18 +111,21 @@ def test_no_choice_of_the_same_mean_error_keeps_less(seed):
     for _ in range(4):  # what keeps more loses less
         errors, kept = (sorted(rng.random() for _ in among) for _ in range(2))
         heads.append(dict(zip(among, zip(reversed(errors), kept), strict=True)))
-    held = holding(judged(judge_of(*heads), among), Bound(1.0))
+    held = methods_within_bound(judge_uniformly(judge_of(*heads), among), Bound(1.0))
     costs, layers = EstimatedCosts(2, selects=False), [held[:2], held[2:]]
     assert price_of(layers, costs, 1.0) == price_of(layers, costs, float("inf")) == 0.0
     for most_mean in (0.05, 0.2, 0.4):
         price = price_of(layers, costs, most_mean)
-        found = [method for layer in layers for method in choose(layer, costs, price)]
-        points = [(0.0, 1.0) if isinstance(one, Dense) else of[one] for one, of in zip(found, heads)]
+        chosen = [method for layer in layers for method in cheapest_methods(layer, costs, price)]
+        points = [
+            (0.0, 1.0) if isinstance(method, Dense) else points_of_head[method]
+            for method, points_of_head in zip(chosen, heads)
+        ]
         error, density = (fmean(point[i] for point in points) for i in range(2))
         assert error <= most_mean
-        for other in itertools.product(*([(0.0, 1.0), *one.values()] for one in heads)):
-            if fmean(one[0] for one in other) <= error:
-                assert fmean(one[1] for one in other) >= density - 1e-12
+        for other in itertools.product(*([(0.0, 1.0), *points_of_head.values()] for points_of_head in heads)):
+            if fmean(point[0] for point in other) <= error:
+                assert fmean(point[1] for point in other) >= density - 1e-12
 
 
 @pytest.mark.full
@@ -122,7 +136,7 @@ def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
     bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.005), "fast": Bound(0.5, 3.0, 4.0, mean=0.1)}
 
     def search(job, bound):
-        return Cheapest(job, bound, among, EstimatedCosts(HEADS, selects=False))
+        return CheapestSearch(job, bound, among, EstimatedCosts(HEADS, selects=False))
 
     def made():
         return run(make_job(tmp_path / "work"), search, bounds, "a test")

@@ -45,8 +45,8 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     assert profile.provenance.source.startswith(f"sparse-prefill profile {words[0]}")
     assert (profile.min_tokens, profile.provenance.seed) == (64, 0)
     layers = [i for i in range(profile.model.num_layers) if i not in profile.dense_layers]
-    found = {one for layer in layers for one in profile.methods_of(layer, profile.model.num_heads)} - {Dense()}
-    assert {name_of(one) for one in found} <= names
+    methods = {method for layer in layers for method in profile.methods_of(layer, profile.model.num_heads)} - {Dense()}
+    assert {name_of(method) for method in methods} <= names
     assert not list((tmp_path / "out.work").glob("*/"))  # captures are deleted
     assert json.loads((tmp_path / "out.work" / "job.json").read_text())["min_tokens"] == 64
     assert command("check", out, NEEDLE)[0] == 0
@@ -70,8 +70,8 @@ LEVEL = ("calibrate", "--method", "sale", "--level")
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_runs(words, problem, text, tmp_path):
-    given = ("--out", tmp_path / "out.yaml", "--text", text, "--tokens", 1024, "--count", 1, "--device", "cpu")
-    code, said = command(words[0], NEEDLE, *given, *words[1:])
+    options = ("--out", tmp_path / "out.yaml", "--text", text, "--tokens", 1024, "--count", 1, "--device", "cpu")
+    code, said = command(words[0], NEEDLE, *options, *words[1:])
     assert (code, problem in said) == (1, True), said
     assert list(tmp_path.iterdir()) == []
 

@@ -51,9 +51,9 @@ def test_measured_costs_are_split_by_heads_and_pairs(batches, tmp_path):
     assert (cost.head_ms, cost.group_ms, cost.full_ms) == (1.0, 1.0, 2.0)
     assert (costs.layer.base_ms, costs.layer.dense_ms) == (1.0, 30.1)
     assert head_ms(costs, method, 0.5) == 2.0
-    asked = len(costs.card.asked)
+    num_measured = len(costs.card.asked)
     assert costs.of(SpargeAttn(kept_mass=0.2)) == cost  # of the same kind
-    assert len(costs.card.asked) == asked
+    assert len(costs.card.asked) == num_measured
     assert costs.of(Dense()).full_ms == 2.0
     costs.card.ms["attend"] = 1.1
     assert costs.of(AShape(64, 128)).full_ms == 2.0  # nothing is faster per pair than dense attention
@@ -71,9 +71,9 @@ def test_estimates_go_by_pairs_and_known_shares():
     costs = EstimatedCosts(num_heads=8, full_ms=3.0)
     assert costs.layer.dense_ms == 24.0
     for method, share in ((Dense(), 0.0), (Sale(), 0.22), (SpargeAttn(), 0.023)):
-        of = costs.of(method)
+        cost = costs.of(method)
         # A third of a selection is paid whatever the number of heads.
-        assert (of.group_ms, of.head_ms) == (pytest.approx(8 * share), pytest.approx(2 * share))
+        assert (cost.group_ms, cost.head_ms) == (pytest.approx(8 * share), pytest.approx(2 * share))
         assert head_ms(costs, method, 0.5) == pytest.approx(1.5 + 2 * share)
     pairs = EstimatedCosts(num_heads=8, selects=False)
     assert head_ms(pairs, Sale(), 0.5) == 0.5

@@ -10,7 +10,14 @@ import torch
 from tests.helpers.calibration_cases import HEADS, make_job
 from tests.helpers.masks import mask_of
 from vllm_sparse_backend.calibration.head_errors import Bound, Errors, HeadResult
-from vllm_sparse_backend.calibration.layer_judge import CapturedLayer, RememberingJudge, Served, beyond, summary, unseen
+from vllm_sparse_backend.calibration.layer_judge import (
+    CapturedLayer,
+    RememberingJudge,
+    Served,
+    error_quantiles,
+    extrapolate_unseen,
+    summarize_errors,
+)
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.layer import layer_plan
@@ -37,7 +44,9 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor]:
         (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
         whole = torch.ones_like(mask).tril(first)
         scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
-        out, dense = (scores.masked_fill(~of, -torch.inf).softmax(-1) @ v[:, :last] for of in (mask, whole))
+        out, dense = (
+            scores.masked_fill(~kept_mask, -torch.inf).softmax(-1) @ v[:, :last] for kept_mask in (mask, whole)
+        )
         errors.append((out - dense).abs().sum(-1) / dense.abs().sum(-1))
         kept, causal = kept + mask.sum((1, 2)), causal + whole.sum((1, 2))
     return torch.cat(errors, 1), kept / causal
@@ -48,19 +57,21 @@ def test_figures_are_those_of_whole_matrices(layer):
     captures, judged = layer
     method = AShape(sink_tokens=64, local_tokens=64)
     outcomes = judged.figures([method] * HEADS)
-    found = [by_hand(*both, [method] * HEADS) for both in zip(captures, judged.prompts)]
-    for head, of in enumerate(outcomes):
-        errors = [errors[head] for errors, _ in found]
+    expected = [by_hand(captured, prompt, [method] * HEADS) for captured, prompt in zip(captures, judged.prompts)]
+    for head, result in enumerate(outcomes):
+        errors = [errors[head] for errors, _ in expected]
         assert len(errors[0]) == 600  # the first hundred positions are dense
-        assert of.error == pytest.approx(max(float(one.mean()) for one in errors), rel=1e-3)
+        assert result.error == pytest.approx(max(float(prompt_errors.mean()) for prompt_errors in errors), rel=1e-3)
         # Of 600 queries six have more, and of a thousandth none.
-        assert of.p99 == pytest.approx(max(float(one.sort().values[-7]) for one in errors), rel=1e-3)
-        assert of.p999 == pytest.approx(max(float(one.max()) for one in errors), rel=1e-3)
-        most, other = sorted((float(one.mean()) for one in errors), reverse=True)
-        assert of.unseen.error == pytest.approx(2 * most - other, rel=1e-3)
-        assert of.density == pytest.approx(float(found[0][1][head]))
-        assert 0.3 < of.density < 0.9
-    assert max(of.error for of in outcomes) > 0.01
+        assert result.p99 == pytest.approx(
+            max(float(prompt_errors.sort().values[-7]) for prompt_errors in errors), rel=1e-3
+        )
+        assert result.p999 == pytest.approx(max(float(prompt_errors.max()) for prompt_errors in errors), rel=1e-3)
+        most, other = sorted((float(prompt_errors.mean()) for prompt_errors in errors), reverse=True)
+        assert result.unseen.error == pytest.approx(2 * most - other, rel=1e-3)
+        assert result.density == pytest.approx(float(expected[0][1][head]))
+        assert 0.3 < result.density < 0.9
+    assert max(result.error for result in outcomes) > 0.01
 
 
 def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch):
@@ -97,9 +108,9 @@ SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, density=0.1)
 )
 def test_bounds(bound, figures, share, holds):
     assert bound.holds(figures) is holds
-    assert bound.share(figures) == pytest.approx(share, nan_ok=True)
+    assert bound.used_fraction(figures) == pytest.approx(share, nan_ok=True)
     halved = {name: number / (1 if name == "of_default" else 2) for name, number in bound.numbers.items()}
-    assert bound.less(0.5).numbers == halved
+    assert bound.with_margin(0.5).numbers == halved
 
 
 def test_what_a_head_loses_beside_the_default():
@@ -109,25 +120,27 @@ def test_what_a_head_loses_beside_the_default():
     default[:100] = 0.8
     errors = default.clone()
     errors[500:503, 0], errors[500:502, 1], errors[1000:, 2] = 0.7, 0.7, 0.25
-    assert summary(errors, default)[3].tolist() == pytest.approx([1.6, 1.0044, 1.555], abs=1e-3)
-    assert [of.tolist() for of in beyond(errors, 0.01, 0.04)] == [of.tolist() for of in beyond(default, 0.01, 0.04)]
+    assert summarize_errors(errors, default)[3].tolist() == pytest.approx([1.6, 1.0044, 1.555], abs=1e-3)
+    assert [quantile.tolist() for quantile in error_quantiles(errors, 0.01, 0.04)] == [
+        quantile.tolist() for quantile in error_quantiles(default, 0.01, 0.04)
+    ]
     # Next to nothing counts as a little.
-    assert summary(errors * 1e-3, default * 1e-4)[3].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)
-    assert math.isnan(summary(errors * math.nan, default)[3, 0])
+    assert summarize_errors(errors * 1e-3, default * 1e-4)[3].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)
+    assert math.isnan(summarize_errors(errors * math.nan, default)[3, 0])
 
 
 def test_figures_say_what_is_lost_beside_the_default(layer):
     _, judged = layer
-    assert {of.of_default for of in judged.figures([make_method("default", {})] * HEADS)} == {1.0}
-    assert all(of.of_default <= 1 for of in judged.figures([Dense()] * HEADS))
-    assert max(of.of_default for of in judged.figures([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
+    assert {result.of_default for result in judged.figures([make_method("default", {})] * HEADS)} == {1.0}
+    assert all(result.of_default <= 1 for result in judged.figures([Dense()] * HEADS))
+    assert max(result.of_default for result in judged.figures([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
 
 
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
     """The prompt with most lies 0.1 beyond the next; has as much; nothing has any."""
     prompts = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.2, 0.0], [0.2, 0.1, 0.0]], dtype=torch.float64)
-    assert unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
-    assert unseen(prompts[:1]).tolist() == prompts[0].tolist()
+    assert extrapolate_unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
+    assert extrapolate_unseen(prompts[:1]).tolist() == prompts[0].tolist()
 
 
 def test_what_was_judged_is_not_judged_again(layer, tmp_path):

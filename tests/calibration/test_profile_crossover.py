@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from tests.helpers.calibration_cases import HEADS, make_job
-from vllm_sparse_backend.calibration.profile_crossover import own_crossover
+from vllm_sparse_backend.calibration.profile_crossover import measure_crossover
 from vllm_sparse_kernels.attention import Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -53,17 +53,21 @@ def job(tmp_path):
     [(0.01, 2048, 20), (0.13, 3072, 64), (10.0, None, None)],
 )
 def test_the_least_length_at_which_own_heads_pay(job, fixed_ms, min_tokens, min_query_tokens):
-    found = own_crossover(job(fixed_ms), [WHOLE, LOCAL])
-    assert (found.device, found.engines, found.longest_tokens) == ("a card", ("quick",), 5000)
-    assert (found.min_tokens, found.min_query_tokens, found.pays) == (min_tokens, min_query_tokens, bool(min_tokens))
+    crossover = measure_crossover(job(fixed_ms), [WHOLE, LOCAL])
+    assert (crossover.device, crossover.engines, crossover.longest_tokens) == ("a card", ("quick",), 5000)
+    assert (crossover.min_tokens, crossover.min_query_tokens, crossover.pays) == (
+        min_tokens,
+        min_query_tokens,
+        bool(min_tokens),
+    )
     # Times differ from run to run; what was measured once is in the folder, and no capture is asked for again.
     again = job(0.0)
-    assert own_crossover(again, [WHOLE, LOCAL]) == found
+    assert measure_crossover(again, [WHOLE, LOCAL]) == crossover
     assert again.capturer.captured == []
-    assert own_crossover(job(0.0), [LOCAL, LOCAL]).min_tokens == 2048
+    assert measure_crossover(job(0.0), [LOCAL, LOCAL]).min_tokens == 2048
 
 
 def test_what_cannot_be_measured_is_left_out(job, tmp_path):
-    assert own_crossover(job(0.0), [WHOLE, WHOLE]) is None
-    assert own_crossover(job(0.0, num_tokens=4000), [LOCAL, LOCAL]) is None
-    assert own_crossover(make_job(tmp_path / "work"), [LOCAL, LOCAL]) is None  # no card
+    assert measure_crossover(job(0.0), [WHOLE, WHOLE]) is None
+    assert measure_crossover(job(0.0, num_tokens=4000), [LOCAL, LOCAL]) is None
+    assert measure_crossover(make_job(tmp_path / "work"), [LOCAL, LOCAL]) is None  # no card

@@ -35,9 +35,9 @@ def test_questions_stand_inside_with_their_answers(made):
         assert ids[0] == tokenizer.bos_token_id
         whole = tokenizer.decode(ids)
         facts = dict(re.findall(r"# The magic number of ([a-z ]+) is (\d{7})\.", whole))
-        asked = re.findall(r"# Question: what is the magic number of ([a-z ]+)\? Answer: (\d{7})\.", whole)
-        assert len(facts) == len(asked) == 4
-        for name, value in asked:
+        answered = re.findall(r"# Question: what is the magic number of ([a-z ]+)\? Answer: (\d{7})\.", whole)
+        assert len(facts) == len(answered) == 4
+        for name, value in answered:
             assert facts[name] == value
             assert whole.index(f"number of {name} is") < whole.index(f"number of {name}?")
         hops = dict(re.findall(r"# ([a-z ]+) has the number of ([a-z ]+)\.", whole))
@@ -72,12 +72,12 @@ def test_files_of_prompts_and_chats(tmp_path):
     tokenizer = load_tokenizer(NEEDLE)
     (tmp_path / "a.txt").write_text("one two three " * 50)
     lines = [{"text": "four"}, {"prompt": "fi\u2028ve"}, {"messages": [{"role": "user", "content": "six"}]}]
-    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(one, ensure_ascii=False) for one in lines) + "\n\n")
-    found = read_prompts(NEEDLE, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 64)
-    assert [len(ids) for ids in found.prompts[:1]] == [64]
-    assert all(ids[0] == tokenizer.bos_token_id for ids in found.prompts)
-    assert [tokenizer.decode(ids[1:]) for ids in found.prompts[1:3]] == ["four", "fi\u2028ve"]
-    assert "six" in tokenizer.decode(found.prompts[3])
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n")
+    prompt_set = read_prompts(NEEDLE, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 64)
+    assert [len(ids) for ids in prompt_set.prompts[:1]] == [64]
+    assert all(ids[0] == tokenizer.bos_token_id for ids in prompt_set.prompts)
+    assert [tokenizer.decode(ids[1:]) for ids in prompt_set.prompts[1:3]] == ["four", "fi\u2028ve"]
+    assert "six" in tokenizer.decode(prompt_set.prompts[3])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_files_of_prompts_and_chats(tmp_path):
         ("fine\n[1]", r"b\.jsonl:2: .*given \[1\], expected an object with messages"),
         ('fine\n{"text": 3}', r"b\.jsonl:2: .*expected an object with messages"),
         ('fine\n{"messages": [3]}', r"b\.jsonl:2: .*expected an object with messages, each with role"),
-        ("\n \n", r"b\.jsonl: given 'no prompt', expected one at least"),
+        ("\n \n", r"b\.jsonl: given 'no prompt', expected at least one prompt"),
     ],
 )
 def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):

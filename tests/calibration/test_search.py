@@ -10,8 +10,8 @@ from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes
 from vllm_sparse_backend.calibration import calibration_loop, minference
 from vllm_sparse_backend.calibration.head_costs import Cost, LayerCost
 from vllm_sparse_backend.calibration.head_errors import Bound
-from vllm_sparse_backend.calibration.search import Ladder, Search, halved, ladder_of, sparsest
-from vllm_sparse_backend.calibration.sparge_attn import Pairs
+from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, ladder_of, sparsest
+from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -35,9 +35,9 @@ def test_the_sparsest_setting_that_holds_in_few_passes(num_settings):
     ladder = LADDER[:num_settings]
     firsts = [0, num_settings // 3, num_settings - 1, num_settings]  # the first that holds; of the last head none
     judge = FakeJudge(*[by_theta(lambda theta, first=first: 1.0 if theta < first else 0.0) for first in firsts])
-    found = sparsest(judge, BOUND, dict.fromkeys(range(4), ladder))
+    results = sparsest(judge, BOUND, dict.fromkeys(range(4), ladder))
     expected = [*((ladder[first], True) for first in firsts[:-1]), (ladder[-1], False)]
-    assert [(one.method, one.holds) for one in found.values()] == expected
+    assert [(result.method, result.holds) for result in results.values()] == expected
     assert len(judge.passes) <= most_passes(num_settings)
 
 
@@ -47,24 +47,24 @@ def test_on_any_curve_the_bound_holds(seed):
     generator = random.Random(seed)
     errors = [generator.random() * 0.2 for _ in LADDER]
     judge = FakeJudge(by_theta(lambda theta: errors[int(theta)]))
-    one = sparsest(judge, BOUND, {0: LADDER})[0]
+    result = sparsest(judge, BOUND, {0: LADDER})[0]
     holding = [method.theta for method, seen in judge.judged(0).items() if BOUND.holds(seen)]
-    assert one.holds == bool(holding)
-    assert one.method.theta == (min(holding) if holding else 39)
-    assert one.figures == judge.curves[0](one.method)
+    assert result.holds == bool(holding)
+    assert result.method.theta == (min(holding) if holding else 39)
+    assert result.figures == judge.curves[0](result.method)
 
 
 def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
     judge = FakeJudge(*[by_theta(lambda theta, first=first: float(theta < first)) for first in (0, 7, 19, 99)])
-    assert Ladder(BOUND, LADDER).choose(judge, any_method) == [LADDER[0], LADDER[7], Dense(), Dense()]
+    assert LadderSearch(BOUND, LADDER).choose(judge, any_method) == [LADDER[0], LADDER[7], Dense(), Dense()]
     # The next one where a setting may not be had, as it missed the bound beside the others.
-    assert Ladder(BOUND, LADDER).choose(judge, lambda head, one: one != LADDER[7])[1] == LADDER[8]
+    assert LadderSearch(BOUND, LADDER).choose(judge, lambda head, method: method != LADDER[7])[1] == LADDER[8]
 
 
 def test_steps_are_halved_where_one_number_differs():
     ladder = [Sale(tau=0.2), Sale(tau=0.1), Sale(tau=0.1, channels="half"), Sale(tau=0.05, channels="half")]
     between = [Sale(tau=0.15), Sale(tau=0.075, channels="half")]
-    assert [one for one in halved(ladder) if one not in ladder] == between
+    assert [setting for setting in halved(ladder) if setting not in ladder] == between
     blocks = [AShape(64, 128), AShape(64, 256)]
     assert halved(blocks) == blocks
     assert halved([]) == []
@@ -76,8 +76,11 @@ class Given(Search):
     def __init__(self, *choices) -> None:
         self.choices = choices
 
-    def choose(self, judge, may):
-        return [next((one for one in of if may(i, one)), Dense()) for i, of in enumerate(self.choices)]
+    def choose(self, judge, is_allowed):
+        return [
+            next((method for method in methods if is_allowed(i, method)), Dense())
+            for i, methods in enumerate(self.choices)
+        ]
 
 
 def test_what_fails_beside_others_gives_way_until_all_hold():
@@ -88,10 +91,10 @@ def test_what_fails_beside_others_gives_way_until_all_hold():
         def judge(self, methods):
             self.passes.append(list(methods))
             mixed = len({type(method) for method in methods}) > 1
-            return [figures(0.2 if mixed and type(one) is AShape else 0.01, 0.5) for one in methods]
+            return [figures(0.2 if mixed and type(method) is AShape else 0.01, 0.5) for method in methods]
 
     judge = Layer(*[lambda method: figures(0.0, 1.0)] * 3)
-    methods, seen = calibration_loop.together(judge, Given([a_shape, lines], [a_shape], [blocks]), BOUND)
+    methods, seen = calibration_loop.choose_jointly(judge, Given([a_shape, lines], [a_shape], [blocks]), BOUND)
     assert methods == [lines, Dense(), blocks]
     assert judge.passes == [[a_shape, a_shape, blocks], methods]
     assert len(seen) == 3
@@ -100,16 +103,16 @@ def test_what_fails_beside_others_gives_way_until_all_hold():
 def test_a_search_that_always_fails_ends_dense():
     judge = FakeJudge(lambda method: figures(float("nan"), 0.5), lambda method: figures(0.2, 0.5))
     everything = [AnchorAttention(theta=float(i)) for i in range(30)]
-    assert calibration_loop.together(judge, Given(everything, everything), BOUND) == ([Dense()] * 2, None)
+    assert calibration_loop.choose_jointly(judge, Given(everything, everything), BOUND) == ([Dense()] * 2, None)
     assert len(judge.passes) == calibration_loop.MOST_ROUNDS
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "dense"])
 def test_ladders_are_of_their_method_and_have_its_own_settings(name):
     ladder = ladder_of(name)
-    assert {name_of(one) for one in ladder} == {name}
+    assert {name_of(setting) for setting in ladder} == {name}
     assert len(set(ladder)) == len(ladder) >= 5
-    assert any(one.group_key == METHODS[name].parameters().group_key for one in ladder)
+    assert any(setting.group_key == METHODS[name].parameters().group_key for setting in ladder)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +122,11 @@ def test_ladders_are_of_their_method_and_have_its_own_settings(name):
      ("anchor_attention:whole_blocks=true", "sample_tokens", 8)],
 )  # fmt: skip
 def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
-    search = calibration_loop.strategy(text, {"high": BOUND})(make_job(tmp_path), BOUND)
-    assert {getattr(one, field) for one in search.settings} == {value}
-    assert set(search.settings) > {one for one in ladder_of(text.split(":")[0]) if getattr(one, field) == value}
+    search = calibration_loop.parse_strategy(text, {"high": BOUND})(make_job(tmp_path), BOUND)
+    assert {getattr(setting, field) for setting in search.settings} == {value}
+    assert set(search.settings) > {
+        setting for setting in ladder_of(text.split(":")[0]) if getattr(setting, field) == value
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,9 +137,9 @@ def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
 )  # fmt: skip
 def test_what_cannot_be_calibrated_is_refused(text, more, problem):
     with pytest.raises(ConfigurationError, match=problem):
-        calibration_loop.strategy(text, {"high": BOUND}, **more)
+        calibration_loop.parse_strategy(text, {"high": BOUND}, **more)
     with pytest.raises(ConfigurationError, match="--method: given 'share_prefill', expected one of a_shape"):
-        calibration_loop.best(["share_prefill"])
+        calibration_loop.cheapest_strategy(["share_prefill"])
 
 
 # SpargeAttn
@@ -159,14 +164,14 @@ def sparge_head(least_tau: float, best_theta: float = 0.0, margin: float = -5.0,
 
 def test_sparge_attn_finds_pairs_and_margins():
     judge = FakeJudge(sparge_head(0.5), sparge_head(0.7, 0.5, -2.04), sparge_head(2.0), sparge_head(0.999))
-    found = Pairs(Bound(0.09, 0.09), skipping=True).choose(judge, any_method)
+    methods = SpargeAttnSearch(Bound(0.09, 0.09), skipping=True).choose(judge, any_method)
     # The second keeps 0.7² · 1.125, where at θ = 0 it would be 0.75²; the last leaves out next to nothing.
     expected = [SpargeAttn(0.5, 0.0, skip_margin=-5.0), SpargeAttn(0.7, 0.5, skip_margin=-2.1), Dense(), Dense()]
-    assert found == expected
+    assert methods == expected
     # Eight ninths of the bound are for the pair: 0.081 is too much where 0.09 is allowed in all.
     judge = FakeJudge(sparge_head(0.5, first=0.081))
-    assert Pairs(Bound(0.09, 0.09), skipping=True).choose(judge, any_method) == [Dense()]
-    assert Pairs(Bound(0.09, 0.09)).choose(judge, any_method) == [SpargeAttn(0.5, 0.0)]
+    assert SpargeAttnSearch(Bound(0.09, 0.09), skipping=True).choose(judge, any_method) == [Dense()]
+    assert SpargeAttnSearch(Bound(0.09, 0.09)).choose(judge, any_method) == [SpargeAttn(0.5, 0.0)]
 
 
 # MInference
@@ -206,10 +211,10 @@ def test_candidates_of_minference_cost_the_same():
     half, paper, double = minference.search_spaces(judge, Costs(), (0.5, 1.0, 2.0))
     assert paper[0] == minference.TARGET
     for budget, space in ((0.5, half), (1.0, paper), (2.0, double)):
-        assert [type(one) for one in space] == [type(one) for one in minference.CANDIDATES]
-        for one in space:
-            selection = 0.0 if isinstance(one, AShape) else 0.02
-            assert kept(one) + selection == pytest.approx(0.128 * budget, abs=75 / 40_000)  # half a step
+        assert [type(method) for method in space] == [type(method) for method in minference.CANDIDATES]
+        for method in space:
+            selection = 0.0 if isinstance(method, AShape) else 0.02
+            assert kept(method) + selection == pytest.approx(0.128 * budget, abs=75 / 40_000)  # half a step
 
 
 def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
@@ -220,8 +225,8 @@ def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
     assert len(list(minference.search_spaces(FakeJudge(pattern_head()), Costs(), budgets))) == 2
 
 
-def candidates(spaces, bound=BOUND) -> minference.Candidates:
-    search = minference.Candidates.__new__(minference.Candidates)
+def candidates(spaces, bound=BOUND) -> minference.MInferenceSearch:
+    search = minference.MInferenceSearch.__new__(minference.MInferenceSearch)
     search.bound, search.spaces = bound, spaces
     return search
 
@@ -231,7 +236,7 @@ def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():
     errors = {small[0]: (0.05, 0.2, 0.2, 0.2), small[1]: (0.02, 0.2, 0.2, 0.04), large[0]: (0.0, 0.05, 0.2, 0.0),
               large[1]: (0.0, 0.03, 0.2, 0.0)}  # fmt: skip
     heads = [lambda method, i=i: figures(errors[method][i], 0.95 if i == 3 else 0.5) for i in range(4)]
-    found = candidates([small, large]).choose(FakeJudge(*heads), any_method)
-    assert found == [small[1], large[1], Dense(), Dense()]  # of the last all keep nearly everything
-    again = candidates([small, large]).choose(FakeJudge(*heads), lambda head, one: one != small[1])
+    methods = candidates([small, large]).choose(FakeJudge(*heads), any_method)
+    assert methods == [small[1], large[1], Dense(), Dense()]  # of the last all keep nearly everything
+    again = candidates([small, large]).choose(FakeJudge(*heads), lambda head, method: method != small[1])
     assert again[0] == small[0]

@@ -17,8 +17,13 @@ from vllm_sparse_backend.calibration.calibration_loop import run
 from vllm_sparse_backend.calibration.head_clusters import attention_maps, cluster_heads, ward_labels
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
 from vllm_sparse_backend.calibration.layer_judge import Served
-from vllm_sparse_backend.calibration.layer_walk import Flow
-from vllm_sparse_backend.calibration.share_prefill import Choice, Sharing, survey_layer, worth
+from vllm_sparse_backend.calibration.layer_walk import LayerWalk
+from vllm_sparse_backend.calibration.share_prefill import (
+    SharePrefillSearch,
+    SharingOptions,
+    survey_layer,
+    worthwhile_clusters,
+)
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import Profile
 from vllm_sparse_backend.evaluation.report import write_json
@@ -77,13 +82,13 @@ def test_attention_maps_average_blocks(monkeypatch, score_bytes):
     monkeypatch.setattr(module, "SCORE_BYTES", score_bytes)
     generator = torch.Generator().manual_seed(5)
     q, k = torch.randn(70, 4, 8, generator=generator), torch.randn(70, 2, 8, generator=generator)
-    found = attention_maps(q, k, 0.7, 16)
-    assert (found.shape, found.dtype) == ((4, 16, 16), torch.float16)
+    maps = attention_maps(q, k, 0.7, 16)
+    assert (maps.shape, maps.dtype) == ((4, 16, 16), torch.float16)
     future = ~torch.ones(64, 64, dtype=torch.bool).tril()
     for head in range(4):
         scores = (q[:64, head] @ k[:64, head // 2].T * 0.7).masked_fill(future, -torch.inf)
         expected = scores.softmax(-1).view(16, 4, 16, 4).mean((1, 3))
-        torch.testing.assert_close(found[head].float(), expected / expected.max(), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(maps[head].float(), expected / expected.max(), rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="given 70 tokens, expected at least side = 80"):
         attention_maps(q, k, 0.7, 80)
 
@@ -119,21 +124,21 @@ def test_survey_asks_each_head_by_itself_and_in_its_cluster():
     judge = FakeJudge(head(0.8), head(0.7, 0.9), head(0.5, 0.99), head(0.5), head(0.9995, 0.8), head(0.3, 0.8))
     clusters = (0, 0, 0, NOISE, 1, 1)
     choices = survey_layer(judge, BOUND, LADDER, clusters)
-    assert [one.alone for one in choices] == [own(0.8), own(0.7), own(0.5), own(0.5), Dense(), own(0.3)]
+    assert [options.alone for options in choices] == [own(0.8), own(0.7), own(0.5), own(0.5), Dense(), own(0.3)]
     members = [own(0.8), own(0.9), own(0.99), None, own(0.8), None]  # the last keeps less by itself
     expected = [method and replace(method, cluster=number) for method, number in zip(members, clusters, strict=True)]
-    assert [one.shared for one in choices] == expected
-    assert [one.saved for one in choices] == pytest.approx([-0.2, 0.7 - 0.45, 0.5 - 0.495, 0, 0.6, 0])
+    assert [options.shared for options in choices] == expected
+    assert [options.saved for options in choices] == pytest.approx([-0.2, 0.7 - 0.45, 0.5 - 0.495, 0, 0.6, 0])
     # Nobody is ever judged in another's cluster, and a member's cluster is judged with all of its members.
-    assert {tuple(one.cluster for one in methods) for methods in judge.passes} == {clusters, (NOISE,) * 6}
+    assert {tuple(method.cluster for method in methods) for methods in judge.passes} == {clusters, (NOISE,) * 6}
     assert len(judge.passes) <= 2 * most_passes(len(LADDER))
     without = FakeJudge(head(0.8), head(0.7))
     survey_layer(without, BOUND, LADDER, (NOISE, NOISE))
     assert len(without.passes) <= most_passes(len(LADDER))
 
 
-def choice(cluster: int, saved: float | None = None) -> Choice:
-    return Choice(own(0.5), None if saved is None else SharePrefill(cluster=cluster), saved or 0.0)
+def choice(cluster: int, saved: float | None = None) -> SharingOptions:
+    return SharingOptions(own(0.5), None if saved is None else SharePrefill(cluster=cluster), saved or 0.0)
 
 
 def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
@@ -142,8 +147,8 @@ def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
     costs = [choice(1, -0.5), choice(1, 0.3)], [choice(1, 0.1)]
     alone = [choice(2, 0.3), choice(2)], [choice(2)]
     nothing = [choice(3, 0.0), choice(NOISE)], [choice(3, 0.0)]
-    layers = [[one for of in (pays, costs, alone, nothing) for one in of[layer]] for layer in range(2)]
-    assert worth(layers) == {0}
+    layers = [[options for case in (pays, costs, alone, nothing) for options in case[layer]] for layer in range(2)]
+    assert worthwhile_clusters(layers) == {0}
 
 
 def sharing_job(folder: Path, **changes: object) -> Job:
@@ -154,7 +159,7 @@ def sharing_job(folder: Path, **changes: object) -> Job:
 
 
 def searched(job: Job, bound: Bound = BOUND) -> Profile:
-    return run(job, partial(Sharing, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
+    return run(job, partial(SharePrefillSearch, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
 
 
 @pytest.mark.full
@@ -162,21 +167,21 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
     """Layer after layer it keeps what it says, and every head holds the bound; without captures it is made again."""
     job = sharing_job(tmp_path / "work")
     profile = searched(job)
-    of = profile.provenance
-    assert of.held_out["heads_within_bound"] == 1
+    provenance = profile.provenance
+    assert provenance.held_out["heads_within_bound"] == 1
     methods = [profile.methods_of(layer, HEADS) for layer in range(LAYERS)]
-    members = [[isinstance(one, SharePrefill) and one.cluster == 0 for one in layer] for layer in methods]
+    members = [[isinstance(method, SharePrefill) and method.cluster == 0 for method in layer] for layer in methods]
     assert members == [[True] * (HEADS - 1) + [False]] * LAYERS
-    density, error, p99 = (of.figures.rows(name, profile.model) for name in ("density", "error", "p99_error"))
+    density, error, p99 = (provenance.figures.rows(name, profile.model) for name in ("density", "error", "p99_error"))
     assert density[0][0] == 1  # the pivot, whose pattern the second layer takes too
     assert max(density[0][1:3] + density[1][:3]) < 0.5
     assert max(map(max, error)) <= 0.09
     assert max(map(max, p99)) <= 0.54
-    flow = Flow(job, "prompts")  # without others: what the heads are to each other is all there is
+    flow = LayerWalk(job, "prompts")  # without others: what the heads are to each other is all there is
     for layer, of_layer in enumerate(methods):
-        flow.others = tuple(one for i, other in enumerate(methods) if i != layer for one in other)
+        flow.others = tuple(method for i, other in enumerate(methods) if i != layer for method in other)
         figures_of = flow._read().figures(of_layer)
-        assert [one.density for one in figures_of] == pytest.approx(density[layer], rel=1e-3)
+        assert [result.density for result in figures_of] == pytest.approx(density[layer], rel=1e-3)
         flow.chosen.append(of_layer)
     job.clear()
     again = sharing_job(tmp_path / "work")
@@ -187,9 +192,9 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
 
 
 def test_a_cluster_that_is_left_with_one_head_is_dissolved():
-    search = Sharing.__new__(Sharing)
+    search = SharePrefillSearch.__new__(SharePrefillSearch)
     search.left = {0, 1}
     member = [replace(LADDER[0], cluster=number) for number in (0, 0, 1)]
-    assert search.again([member[:2], [member[2], Dense()]], 0.0)
+    assert search.should_repeat([member[:2], [member[2], Dense()]], 0.0)
     assert search.left == {0}
-    assert not search.again([member[:2], [Dense(), Dense()]], 0.0)
+    assert not search.should_repeat([member[:2], [Dense(), Dense()]], 0.0)

@@ -22,10 +22,10 @@ def test_it_is_what_was_measured(num_tokens: int, first_token_s: float, attentio
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_experts_per_tok", "n_shared_experts"])
-@pytest.mark.parametrize("given", ["4096", [4096, 8192], -1, 10**400], ids=["text", "list", "negative", "huge"])
-def test_widths_that_are_not_one_number(field: str, given: Any) -> None:
+@pytest.mark.parametrize("width", ["4096", [4096, 8192], -1, 10**400], ids=["text", "list", "negative", "huge"])
+def test_widths_that_are_not_one_number(field: str, width: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"^M/config\.json: {field}: given .*, expected one number"):
-        prefill_share(LLAMA_8B | {"head_dim": 128, field: given}, 8192, "M/config.json")
+        prefill_share(LLAMA_8B | {"head_dim": 128, field: width}, 8192, "M/config.json")
 
 
 def test_windows_and_chunks_stay_and_cost_what_is_within_them() -> None:

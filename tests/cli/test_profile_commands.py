@@ -72,7 +72,7 @@ def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path) -> 
 def test_without_a_file_or_a_model_there_is_nothing_to_check() -> None:
     _is_refused(run("check", "nosuch.yaml"), "no such file", "nosuch.yaml")
     for command in ("check", "show"):
-        says = "auto: which profile it is goes by the model: expected a MODEL too"
+        says = "auto: given no model, expected a MODEL too: the profile depends on it"
         _is_refused(run(command, "auto"), says)
 
 
@@ -123,16 +123,16 @@ def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
 
 
 def test_show(levelled: Path) -> None:
-    found = rows(run("show", levelled))
-    assert ["layers", "heads by method", "settings", "density", "p99 error"] in found
-    assert ["0", "4 sale", "1", "0.5"] in found
-    assert [row for row in found if row[0][:6] in ("bounds", "device")] == [
+    shown = rows(run("show", levelled))
+    assert ["layers", "heads by method", "settings", "density", "p99 error"] in shown
+    assert ["0", "4 sale", "1", "0.5"] in shown
+    assert [row for row in shown if row[0][:6] in ("bounds", "device")] == [
         ["bounds: error 0.05, p99 0.4"],
         ["device: a card"],
     ]
-    assert ["1", "2 a_shape, 2 sale", "2", "0.25", "0.03"] in found
-    assert ["6", "sale tau=0.01", "0-1"] in found
-    assert ["2", "a_shape sink_tokens=64 local_tokens=256", "1"] in found
+    assert ["1", "2 a_shape, 2 sale", "2", "0.25", "0.03"] in shown
+    assert ["6", "sale tau=0.01", "0-1"] in shown
+    assert ["2", "a_shape sink_tokens=64 local_tokens=256", "1"] in shown
     fast = rows(run("show", levelled, "--level", "fast"))
     assert ["0", "4 dense layer", "1"] in fast
     assert ["4", "sale tau=0.03", "1"] in fast

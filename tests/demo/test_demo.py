@@ -49,12 +49,12 @@ def test_refusals_come_before_a_server_starts(
 
 @pytest.mark.parametrize("tokens", [2000, 4096])
 def test_questions_ask_for_facts_of_the_text(tokens: int) -> None:
-    asked = make_questions(lambda text: len(text.split()), tokens)
-    text = asked[0].text
+    questions = make_questions(lambda text: len(text.split()), tokens)
+    text = questions[0].text
     assert tokens <= len(text.split()) < tokens * 1.1
     assert text.count("# The magic number of ") == NUM_FACTS
-    assert len(asked) == len(ASKED) == 2
-    for i, question in zip(ASKED, asked):
+    assert len(questions) == len(ASKED) == 2
+    for i, question in zip(ASKED, questions):
         assert question.text == text
         name = question.name
         assert question.question == f"# Question: what is the magic number of {name}?"

@@ -64,18 +64,18 @@ def test_the_message_ends_with_the_engines_own_error(tmp_path: Path) -> None:
 
 def test_a_reserved_port_is_nobody_elses_but_the_servers() -> None:
     held = [reserve_port() for _ in range(200)]
-    ports = {one.getsockname()[1] for one in held}
+    ports = {port.getsockname()[1] for port in held}
     assert len(ports) == len(held)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(held[0].getsockname())  # it does not say that it would share
-    for one in held[:3]:
-        address = one.getsockname()
+    for port in held[:3]:
+        address = port.getsockname()
         with socket.create_server(address) as server, socket.create_connection(address) as client:  # as vLLM listens
             with server.accept()[0] as got:
                 got.sendall(b"x")
             assert client.recv(1) == b"x"
-    for one in held:
-        one.close()
+    for port in held:
+        port.close()
 
 
 def test_files_are_found_from_the_servers_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,9 @@ def test_kubernetes(version: str) -> None:
 
 
 def test_kubernetes_names_fit_together() -> None:
-    documents = {one["kind"]: one for one in yaml.safe_load_all((KUBERNETES / "server.yaml").read_text())}
+    documents = {
+        document["kind"]: document for document in yaml.safe_load_all((KUBERNETES / "server.yaml").read_text())
+    }
     kinds = ("Service", "Deployment", "PersistentVolumeClaim", "NetworkPolicy")
     service, deployment, claim, policy = (documents[kind] for kind in kinds)
     monitor = yaml.safe_load((KUBERNETES / "servicemonitor.yaml").read_text())
@@ -133,8 +135,10 @@ def test_kubernetes_names_fit_together() -> None:
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert container["args"][container["args"].index("--tensor-parallel-size") + 1] == gpus
     assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
-    claimed = [one["persistentVolumeClaim"] for one in pod["spec"]["volumes"] if "persistentVolumeClaim" in one]
-    assert claim["metadata"]["name"] in {one["claimName"] for one in claimed}
+    claimed = [
+        volume["persistentVolumeClaim"] for volume in pod["spec"]["volumes"] if "persistentVolumeClaim" in volume
+    ]
+    assert claim["metadata"]["name"] in {volume["claimName"] for volume in claimed}
     assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
     assert policy["spec"]["ingress"][0]["ports"] == [{"port": "http"}]
     user = str(pod["spec"]["securityContext"]["runAsUser"])

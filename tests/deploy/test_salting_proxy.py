@@ -123,7 +123,7 @@ def asking(level: object) -> dict[str, Any]:
 def test_levels_have_salts_of_their_own_however_they_are_written(url: str) -> None:
     alike = [[0, 0.0, False, "exact"], [1, 1.0, True, "on"], ["fast"], [0.97], [0.5], ["default of None"]]
     salts = [{salt_of(url, **asking(level)) for level in levels} for levels in alike]
-    assert [len(found) for found in salts] == [1] * len(alike)
+    assert [len(salts_of_level) for salts_of_level in salts] == [1] * len(alike)
     assert len(set().union(*salts)) == len(alike)
 
 

@@ -57,11 +57,11 @@ class Stub(Api):
         at = {character: token for token, character in enumerate(starts)}
         stated = {match[1]: at[match.start(2)] for match in FACT.finditer(text)}
         likely = -math.log(self.perplexities[(len(self.prompts) - 1) % len(self.perplexities)])
-        found: list[dict | None] = [None, *(entry(token, likely) for token in ids[1:])]
+        logprobs: list[dict | None] = [None, *(entry(token, likely) for token in ids[1:])]
         for match in QUESTION.finditer(text):
             begin = at[match.start(2)]
-            found[begin + 6] = entry(ids[begin + 6], -9.0, self.rank(begin - stated[match[1]]))
-        return found
+            logprobs[begin + 6] = entry(ids[begin + 6], -9.0, self.rank(begin - stated[match[1]]))
+        return logprobs
 
     def metrics(self) -> str:
         """Of each prompt so far 100 causal pairs; a server that counts but keeps -1 ran nothing sparse."""
@@ -89,12 +89,12 @@ class Stub(Api):
             return 503, {"error": "try again"}
         self.prompts.append(body["prompt"])
         self.levels.append(body.get("vllm_xargs", {}).get("sparse_prefill"))
-        found = self.prompt_logprobs(body["prompt"])
+        logprobs = self.prompt_logprobs(body["prompt"])
         if fault == "refuse":
             return 400, {"error": "prompt too long"}
         if fault == "missing":
-            found[100] = entry(99999)
-        return 200, {"choices": [{"text": "x"} | ({} if fault == "cut" else {"prompt_logprobs": found})]}
+            logprobs[100] = entry(99999)
+        return 200, {"choices": [{"text": "x"} | ({} if fault == "cut" else {"prompt_logprobs": logprobs})]}
 
 
 def run(*args: object):
@@ -115,8 +115,8 @@ def test_a_server_that_loses_far_facts(folder: Path) -> None:
     stock, ours = Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1)
     ours.encode = stock.encode
     out = folder / "all.json"
-    with running(stock.at(folder)) as one, running(ours.at(folder)) as other:
-        urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
+    with running(stock.at(folder)) as stock_url, running(ours.at(folder)) as ours_url:
+        urls = ("--url", stock_url, "--label", "stock", "--url", f"{ours_url}/v1", "--label", "forgetful")
         result = run(*urls, *LENGTHS, "--json", out)
     assert result.exit_code == 0, result.output
     assert stock.prompts == ours.prompts
@@ -127,23 +127,23 @@ def test_a_server_that_loses_far_facts(folder: Path) -> None:
     cases = json.loads(out.read_text())["cases"]
     lost = [answer for case in cases if case["label"] == "forgetful" for answer in case["answers"]]
     assert all((answer["ranks"][-1] == 2) == (answer["distance"] >= 1024) for answer in lost)
-    found = {name: value for name, value, *_ in of_answers(cases)}
+    values = {name: value for name, value, *_ in of_answers(cases)}
     for length in (2000, 6000):
-        of = [answer for case in cases if case["tokens"] == length for answer in case["answers"]][24:]
-        near = sum(answer["distance"] < 1024 for answer in of)
+        answers = [answer for case in cases if case["tokens"] == length for answer in case["answers"]][24:]
+        near = sum(answer["distance"] < 1024 for answer in answers)
         assert 0 < near < 24
         name = f"answers inside the prompt, {length:,} tokens, stub-model"
-        assert found[f"forgetful, {name}: right"] == pytest.approx(near / 24, abs=1e-3)
-        assert found[f"stock, {name}: right"] == 1
-        assert found[f"forgetful, {name}: perplexity"] == 2
+        assert values[f"forgetful, {name}: right"] == pytest.approx(near / 24, abs=1e-3)
+        assert values[f"stock, {name}: right"] == 1
+        assert values[f"forgetful, {name}: perplexity"] == 2
     assert re.search(rf"forgetful +│ +6,000 +│ +{near} of 24 ", result.output)
 
 
 def test_the_change_of_perplexity_is_told_with_its_standard_error_over_prompts(folder: Path) -> None:
     stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1), folder / "all.json"
     ours.encode, ours.perplexities = stock.encode, [2.1, 2.2]
-    with running(stock) as one, running(ours) as other:
-        urls = ("--url", one, "--label", "stock", "--url", other, "--label", "ours")
+    with running(stock) as stock_url, running(ours) as ours_url:
+        urls = ("--url", stock_url, "--label", "stock", "--url", ours_url, "--label", "ours")
         result = run(*urls, *LENGTHS, "--json", out)
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["summary"]
@@ -199,9 +199,9 @@ def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
     stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1, kept_of_100=25), folder / "all.json"
     ours.encode = stock.encode  # tokens have the same ids
     with running(stock) as first, running(ours) as second:
-        given = ("--url", first, "--label", "stock", "--url", second, "--label", "ours", *LENGTHS, "--json", out)
+        options = ("--url", first, "--label", "stock", "--url", second, "--label", "ours", *LENGTHS, "--json", out)
         levels = ("--level", "high", "--level", "0")
-        result = run(*given, *levels)
+        result = run(*options, *levels)
         assert result.exit_code == 0, result.output
         number = len(stock.prompts)
         assert stock.levels == [None] * number  # it has none
@@ -210,15 +210,15 @@ def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
         cases = json.loads(out.read_text())["cases"]
         assert {case["label"] for case in cases} == {"stock", "ours high", "ours 0"}
         assert {c["density"] for c in cases if c["part"] == "density"} == {0.25}
-        assert run(*given, *levels, "--level", "fast").exit_code == 0  # only that is not there yet
+        assert run(*options, *levels, "--level", "fast").exit_code == 0  # only that is not there yet
         assert ours.levels == ["high"] * number + [0] * number + ["fast"] * number
 
 
 def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -> None:
     out = folder / "all.json"
-    with running(Stub(lambda distance: 1)) as one, running(Stub(lambda distance: 1)) as other:  # on two ports
-        assert run("--url", one, "--label", "a", *LENGTHS, "--json", out).exit_code == 0
-        result = run("--url", other, "--label", "a", *LENGTHS, "--json", out)
+    with running(Stub(lambda distance: 1)) as first, running(Stub(lambda distance: 1)) as second:  # on two ports
+        assert run("--url", first, "--label", "a", *LENGTHS, "--json", out).exit_code == 0
+        result = run("--url", second, "--label", "a", *LENGTHS, "--json", out)
     assert result.exit_code == 1
     assert "name another file" in result.stderr
 
@@ -230,8 +230,8 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_says_
     sparse, idle = Stub(lambda distance: 1, kept_of_100=30), Stub(lambda distance: 1, kept_of_100=-1)
     idle.encode, idle.reason = sparse.encode, reason
     out = folder / "all.json"
-    with running(sparse) as one, running(idle) as other:
-        urls = ("--url", one, "--label", "a", "--url", other, "--label", "b")
+    with running(sparse) as first, running(idle) as second:
+        urls = ("--url", first, "--label", "a", "--url", second, "--label", "b")
         result = run(*urls, "--lengths", 2000, "--facts", 4, "--count", 2, "--json", out)
     assert result.exit_code == 0, result.output
     cases = [case for case in json.loads(out.read_text())["cases"] if case["part"] == "density"]
@@ -241,9 +241,9 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_says_
 
 
 def test_tokenizers_that_differ_are_refused() -> None:
-    one, other = Stub(lambda distance: 1), Stub(lambda distance: 1)
+    stub, other = Stub(lambda distance: 1), Stub(lambda distance: 1)
     other.encode.ids["before all others"] = 1
-    with running(one) as first, running(other) as second:
+    with running(stub) as first, running(other) as second:
         result = run("--url", first, "--url", second, "--label", "a", "--label", "b", *LENGTHS)
     assert result.exit_code == 1
     assert "b: its tokenizer is another than the first server's" in result.stderr

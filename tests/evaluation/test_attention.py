@@ -42,13 +42,13 @@ def test_single_queries_recall_what_a_mask_leaves_them(captured):
 def test_chunks_are_measured_as_rows_of_their_own(captured):
     """Chunk by chunk, as the oracle sees one step with a row for each of them."""
     params = {"vertical_tokens": 20, "slash_tokens": 30}
-    asked = Plan.build(SparsePrefillConfig(method="vertical_slash", params=params), captured.shape)
-    (kept,) = measure_plans(captured, [Asked(asked)], 130, DEVICE).kept
+    plan = Plan.build(SparsePrefillConfig(method="vertical_slash", params=params), captured.shape)
+    (kept,) = measure_plans(captured, [Asked(plan)], 130, DEVICE).kept
     q, k, v = captured.read(1, DEVICE)
     pages = torch.arange(3, dtype=torch.int32, device=DEVICE)
     cache = PagedCache(*(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 51)).unflatten(0, (3, 128)) for x in (k, v)))
     rows = Rows((0, 130, 260), (130, 130, 73), (0, 130, 260), pages.expand(3, 3).contiguous())
-    index = select_layer(asked.layer(1), q, cache, rows, captured.scales[1])
+    index = select_layer(plan.layer(1), q, cache, rows, captured.scales[1])
     expected = measure(q, cache, index, captured.scales[1])
     assert kept.recall[1] == pytest.approx(expected.recall.tolist(), abs=1e-6)
     assert kept.density[1] == pytest.approx(expected.density.tolist(), abs=1e-12)

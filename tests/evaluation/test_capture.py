@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.capture import capture
 from vllm_sparse_backend.calibration import capture as module
-from vllm_sparse_backend.calibration.capture import Capture, held_capture
+from vllm_sparse_backend.calibration.capture import Capture, find_capture
 from vllm_sparse_backend.calibration.prompt_chunks import dense_attention
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -50,7 +50,7 @@ def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
     (weights,) = folder.glob("*.safetensors")
     *kept, last = weights.read_bytes()
     weights.write_bytes(bytes([*kept, last ^ 1]))  # as a model that was trained on
-    assert held_capture(folder, prompt, tmp_path) is None
+    assert find_capture(folder, prompt, tmp_path) is None
     other = capture(folder, prompt[:100], tmp_path)
     assert (other.num_tokens, other.prompt_sha256) == (100, module.prompt_sha256(prompt[:100]))
     assert len(other.read(0).q) == 100
@@ -58,7 +58,7 @@ def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
 
 def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
     windows = {"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
-    model = llama(of="Qwen2", use_sliding_window=True, **windows)
+    model = llama(family="Qwen2", use_sliding_window=True, **windows)
     captured = capture(model, list(range(90)), tmp_path / "capture")
     assert list(captured.scales) == [1]
     assert captured.left_out == {0: "a mask of its own (a sliding window, or chunks)"}
@@ -68,11 +68,11 @@ def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
 
 def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
     """Even if only some layers are such: what follows them would be captured of other hidden states."""
-    model = llama("sinks", of="GptOss", num_local_experts=2, pad_token_id=0)
+    model = llama("sinks", family="GptOss", num_local_experts=2, pad_token_id=0)
     said = f"{model.name}: given layers with learnt sinks, expected plain attention"
     with pytest.raises(ConfigurationError, match=said):
         capture(model, list(range(40)), tmp_path / "capture")
-    assert held_capture(model, list(range(40)), tmp_path / "capture") is None
+    assert find_capture(model, list(range(40)), tmp_path / "capture") is None
 
 
 def test_no_capture_is_an_error(tmp_path):

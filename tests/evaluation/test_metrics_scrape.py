@@ -38,11 +38,11 @@ def test_parse() -> None:
 
 def test_engines_add_up() -> None:
     """Each line with one engine's label, and once more with another's."""
-    one, both = parse(PAGE), parse(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
-    assert both.rows == one.rows + one.rows
-    assert both.attention == one.attention + one.attention
-    assert both.layers[0].kept_pairs == 2 * one.layers[0].kept_pairs
-    assert both.layers[0].density == one.layers[0].density
+    single, double = parse(PAGE), parse(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
+    assert double.rows == single.rows + single.rows
+    assert double.attention == single.attention + single.attention
+    assert double.layers[0].kept_pairs == 2 * single.layers[0].kept_pairs
+    assert double.layers[0].density == single.layers[0].density
 
 
 def test_dense_rows_alone_are_a_problem_with_their_reason() -> None:

@@ -87,11 +87,11 @@ def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
     result = run(*servers, *lengths, "--json", tmp_path / "all.json")
     assert result.exit_code == 0, result.output
     for label, density in (("x half", 0.5), ("x tenth", 0.1)):
-        own = [case for case in cases_of(tmp_path / "all.json") if case["label"] == label]
-        assert [case["part"] for case in own] == ["latency"] * 3 + ["density"]
-        assert [case["density"] for case in own[:3]] == [density] * 3
-        assert all(case["ttft_speed_up"] > 1.3 for case in own[:3])
-        assert own[-1]["density"] == pytest.approx(density)
+        cases = [case for case in cases_of(tmp_path / "all.json") if case["label"] == label]
+        assert [case["part"] for case in cases] == ["latency"] * 3 + ["density"]
+        assert [case["density"] for case in cases[:3]] == [density] * 3
+        assert all(case["ttft_speed_up"] > 1.3 for case in cases[:3])
+        assert cases[-1]["density"] == pytest.approx(density)
     # One prompt to all of them in turn, there and back; stock once, however many levels.
     of_900 = [name for name, prompt in log if len(prompt) == 900]
     assert of_900 == ["stock", "half", "tenth", "tenth", "half", "stock", "stock", "half", "tenth"]
@@ -129,15 +129,15 @@ def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, 
     names = ("a_shape", "profile streaming")
     assert parts == [(name, "latency") for name in names for _ in range(2)] + [(name, "density") for name in names]
     assert all(case["ttft_speed_up"] > 1.3 for case in cases_of(out) if case["part"] == "latency")
-    asked = [tuple(prompt) for _, prompt in log]
-    assert asked == asked[:6] * 3
+    prompts = [tuple(prompt) for _, prompt in log]
+    assert prompts == prompts[:6] * 3
 
 
 SERVERS = ("--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "said"),
     [
         (("--lengths", "-5"), "--lengths: given '-5', expected whole numbers above 0"),
         (("--lengths", "20+"), "--lengths: given '20+'"),
@@ -146,8 +146,8 @@ SERVERS = ("--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
         (("--settings", "{}"), "--settings: given with running servers, expected only with a MODEL"),
     ],
 )
-def test_what_cannot_be_asked_is_said(given, said):
-    result = run(*SERVERS, *given)
+def test_what_cannot_be_asked_is_said(options, said):
+    result = run(*SERVERS, *options)
     assert result.exit_code == 1
     assert said in result.stderr
 
@@ -204,22 +204,24 @@ def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
     """As vLLM 0.33 sends them after a long prompt: what lies between them is the client's, not the server's."""
     answer = Answer(0.5, 0.5 + 8e-6, 64, 8e-6)
     assert answer.token_s is None
-    assert serve_bench.Taken([answer]).token_ms is None
+    assert serve_bench.ServerResults([answer]).token_ms is None
     assert (
-        serve_bench.case_of("x", Length(40), serve_bench.Taken([answer]), serve_bench.Taken([answer]))["ours_pause_ms"]
+        serve_bench.case_of("x", Length(40), serve_bench.ServerResults([answer]), serve_bench.ServerResults([answer]))[
+            "ours_pause_ms"
+        ]
         < 0.01
     )
 
 
 def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
-    stock = serve_bench.Taken([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
-    ours = serve_bench.Taken([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
+    stock = serve_bench.ServerResults([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
+    ours = serve_bench.ServerResults([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
     case = serve_bench.case_of("x", Length(40), stock, ours)
     assert (case["stock_first_s"], case["ours_first_s"]) == (0.2, 0.1)
     assert case["ttft_speed_up"] == pytest.approx(2)
     assert case["stock_token_ms"] == pytest.approx(10) == case["ours_token_ms"]
     assert (case["failures"], case["said"]) == (1, ["ours: no"])
-    assert serve_bench.Taken([Answer(0.1, 0.1, 1)]).token_ms is None
+    assert serve_bench.ServerResults([Answer(0.1, 0.1, 1)]).token_ms is None
 
 
 def test_a_server_that_is_gone_is_named():
@@ -246,15 +248,15 @@ def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log)
     assert [serve_bench.repeats_of(Length(n), 21) for n in (1000, 20_000, 131_072)] == [21, 10, 3]
     assert serve_bench.repeats_of(Length(131_072), 2) == 2
     with running(Stub("stock", log, lambda n: 0)) as url:
-        asked = [Endpoint.connect("stock", url)] * 2
-        list(serve_bench.ask_in_turn(asked, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
+        servers = [Endpoint.connect("stock", url)] * 2
+        list(serve_bench.alternate_requests(servers, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
     assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
 
 
 def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
-    for given in ('{"method": "sales"}', '{"min_token": 1}', "{", "[1]", "none.yaml", '{"profile": "none"}'):
+    for text in ('{"method": "sales"}', '{"min_token": 1}', "{", "[1]", "none.yaml", '{"profile": "none"}'):
         with pytest.raises(BenchError, match="--settings"):
-            Settings.parse(given)
+            Settings.parse(text)
     assert Settings.parse('{"profile": "auto"}').values == {"profile": "auto"}  # is left to the server
     assert Settings.parse("streaming", model=BUNDLED).values == {"profile": "streaming"}
     for text, problem in (

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.folders import model_folder
 from tests.helpers.structured import structured
 from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, finish_capture, held_capture
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, find_capture, finish_capture
 from vllm_sparse_backend.calibration.layer_judge import Served
 from vllm_sparse_backend.calibration.prompts import PromptSet
 
@@ -33,7 +33,7 @@ class StructuredCapturer:
         return [self.capture(model, ids, folder) for ids, folder in zip(prompts, folders, strict=True)]
 
     def capture(self, model: Path, ids: Sequence[int], folder: Path) -> Capture:
-        if (held := held_capture(model, ids, folder)) is not None:
+        if (held := find_capture(model, ids, folder)) is not None:
             return held
         made = begin_capture(model, ids, folder)
         for layer in range(LAYERS):
@@ -46,8 +46,8 @@ class StructuredCapturer:
         return made
 
     def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
-        of = structured(num_tokens, 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
-        return LayerTensors(of.q, of.k, of.v), of.scale
+        tensors = structured(num_tokens, 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
+        return LayerTensors(tensors.q, tensors.k, tensors.v), tensors.scale
 
 
 class TopicCapturer(StructuredCapturer):

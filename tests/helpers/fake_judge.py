@@ -50,7 +50,7 @@ def of(setting: Callable[[Method], float], error: Callable[[float], float], dens
 
 
 def any_method(head: int, method: Method) -> bool:
-    """``May`` of the first round."""
+    """``IsAllowed`` of the first round."""
     return True
 
 

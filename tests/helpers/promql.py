@@ -18,10 +18,10 @@ def panels() -> list[dict[str, Any]]:
 
 def dashboard_queries() -> dict[str, str]:
     """By panel and letter, with Grafana's variables filled in."""
-    found = {f"{p['title']} {t['refId']}": t["expr"] for p in panels() for t in p["targets"]}
+    queries = {f"{p['title']} {t['refId']}": t["expr"] for p in panels() for t in p["targets"]}
     for variable, value in VARIABLES.items():
-        found = {name: query.replace(variable, value) for name, query in found.items()}
-    return found
+        queries = {name: query.replace(variable, value) for name, query in queries.items()}
+    return queries
 
 
 def documented_queries() -> dict[str, str]:

@@ -166,9 +166,9 @@ class Words:
         self.ids: dict[str, int] = {"<s>": 0}
 
     def __call__(self, text: str) -> list[int]:
-        found = re.findall(r"<s>", text) if text == "<s>" else self.split.findall(text)
-        assert "".join(found) == text
-        return [self.ids.setdefault(token, len(self.ids)) for token in found]
+        tokens = re.findall(r"<s>", text) if text == "<s>" else self.split.findall(text)
+        assert "".join(tokens) == text
+        return [self.ids.setdefault(token, len(self.ids)) for token in tokens]
 
     def decode(self, ids: list[int]) -> str:
         names = {i: token for token, i in self.ids.items()}

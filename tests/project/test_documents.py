@@ -34,19 +34,19 @@ AS_IT_WAS_THEN = ("CHANGELOG.md", "docs/results/README.md")
 NAMES = [name for name in (str(path.relative_to(ROOT)) for path in DOCUMENTS) if name not in AS_IT_WAS_THEN]
 
 
-def told(name: str, pattern: str) -> list[tuple[str, ...]]:
+def code_matches(name: str, pattern: str) -> list[tuple[str, ...]]:
     """What is set as code, on a line or in a block, a command over several lines being one."""
     text = (ROOT / name).read_text().replace("\\\n", " ")
     code = re.findall(r"`+([^`\n]+)`+", text)
     code += re.findall(r"^(?: {4}|\$ |(?=sparse-prefill|python|make))(.*)$", text, re.MULTILINE)
-    return [found for line in code for found in re.findall(pattern, line)]
+    return [match for line in code for match in re.findall(pattern, line)]
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], set[str]]]:
     """By path, the options of each command and of each group of commands."""
     yield path, {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
-    for name, one in getattr(command, "commands", {}).items():
-        yield from commands(one, (*path, name))
+    for name, subcommand in getattr(command, "commands", {}).items():
+        yield from commands(subcommand, (*path, name))
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
@@ -55,23 +55,23 @@ LEAVES = {path for path in COMMANDS if not any(other[:-1] == path for other in C
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_and_their_options(name: str) -> None:
-    for words, rest in told(name, r"(?:^|[\s/(])sparse-prefill((?: [a-z]+)+)([^|;&]*)"):
+    for words, arguments in code_matches(name, r"(?:^|[\s/(])sparse-prefill((?: [a-z]+)+)([^|;&]*)"):
         path = tuple(words.split())
         if path[:1] not in COMMANDS:
             continue  # a line of a log
         while path not in COMMANDS:
             path = path[:-1]
         assert path in LEAVES or path == tuple(words.split()), (name, words)
-        own = re.sub(r"'[^']*'|\"[^\"]*\"", "", rest)  # what is quoted may be another program's
-        assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", own)) <= COMMANDS[path], (name, words, rest)
+        unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", arguments)  # what is quoted may be another program's
+        assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", unquoted)) <= COMMANDS[path], (name, words, arguments)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_and_targets(name: str) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for module in told(name, r"python -m (benchmarks[\w.]+)"):
+    for module in code_matches(name, r"python -m (benchmarks[\w.]+)"):
         assert importlib.util.find_spec(str(module)) is not None, (name, module)
-    for target in told(name, r"^make ([a-z-]+)"):
+    for target in code_matches(name, r"^make ([a-z-]+)"):
         assert target in targets, (name, target)
 
 
@@ -86,7 +86,7 @@ def test_programs_and_targets(name: str) -> None:
 )
 def test_files(name: str, folder: str) -> None:
     """Paths, from the folder that the document speaks of or from the repository."""
-    files = [Path(str(found)) for found in told(name, r"^((?:\w+/)+\w+\.\w+)$")]
+    files = [Path(str(match)) for match in code_matches(name, r"^((?:\w+/)+\w+\.\w+)$")]
     assert files
     roots = (ROOT / folder, ROOT)
     assert [str(path) for path in files if not any((root / path).is_file() for root in roots)] == []
@@ -149,15 +149,15 @@ def unknown_metrics(text: str) -> set[str]:
 
 def unknown_labels(text: str) -> set[tuple[str, str]]:
     """(metric, label) of selectors that no sample of ours has, and ("", label) of groupings that no metric has."""
-    found = set()
+    unknown = set()
     for name, selector in SELECTOR.findall(text):
         known = {*SAMPLES[name].all_labels, *OF_TARGETS} if name in SAMPLES else set()
-        found |= {(name, label) for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector) if label not in known}
+        unknown |= {(name, label) for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector) if label not in known}
     known = {label for metric in METRICS.values() for label in metric.all_labels} | OF_TARGETS
     for labels in GROUPING.findall(text):
         if PREFIX in text:
-            found |= {("", label) for label in re.split(r"[,\s]+", labels.strip()) if label not in known}
-    return found
+            unknown |= {("", label) for label in re.split(r"[,\s]+", labels.strip()) if label not in known}
+    return unknown
 
 
 @pytest.mark.parametrize("path", METRIC_TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -168,7 +168,7 @@ def test_metrics_and_their_labels(path: Path) -> None:
     if path in MONITORING:
         assert unknown_labels(text) == set()
     else:
-        code = "\n".join(str(line) for line in told(str(path.relative_to(ROOT)), r"(.+)"))
+        code = "\n".join(str(line) for line in code_matches(str(path.relative_to(ROOT)), r"(.+)"))
         assert unknown_labels(code) == set()
 
 
@@ -217,9 +217,9 @@ def test_links(path: Path) -> None:
     for target, anchor in LINK.findall(re.sub(r"<!--.*?-->", "", path.read_text(), flags=re.DOTALL)):
         if "://" in target:
             continue
-        found = path.parent / target if target else path
-        assert found.exists(), (path.name, target)
-        assert not anchor or anchor in anchors(found), (path.name, target, anchor)
+        linked = path.parent / target if target else path
+        assert linked.exists(), (path.name, target)
+        assert not anchor or anchor in anchors(linked), (path.name, target, anchor)
 
 
 @pytest.mark.parametrize("document", settings_tables.DOCUMENTS)

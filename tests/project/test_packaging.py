@@ -41,7 +41,9 @@ def test_wheel_holds_both_packages_profiles_and_measurements(wheel: zipfile.ZipF
 def test_wheel_holds_the_needle_model(wheel: zipfile.ZipFile) -> None:
     files = {f"{MODEL}/{path.name}": path.stat().st_size for path in (ROOT / MODEL).iterdir()}
     assert f"{MODEL}/model.safetensors" in files
-    assert files == {one.filename: one.file_size for one in wheel.infolist() if one.filename.startswith(MODEL)}
+    assert files == {
+        member.filename: member.file_size for member in wheel.infolist() if member.filename.startswith(MODEL)
+    }
     assert sum(files.values()) <= 8_000_000
 
 
@@ -51,7 +53,7 @@ def test_sdist_holds_the_needle_model(tmp_path: Path) -> None:
     (path,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    assert {f"{MODEL}/{one.name}" for one in (ROOT / MODEL).iterdir()} <= names
+    assert {f"{MODEL}/{file.name}" for file in (ROOT / MODEL).iterdir()} <= names
 
 
 def test_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model and prompts to a profile, in a folder that a run which was broken off is taken up from.
+"""One calibration run: a model, its prompts, and the folder from which an interrupted run resumes.
 
-The folder holds ``job.json``, what is calibrated on what; captures, ``prompts-0``, ``held-out-0`` and so on, until a
-profile is written; ``costs.json``; and a file for each layer with what came of all that was judged there. Each of these
-is put there whole or not at all. Searches ask again from their beginning what such a file answers at once, so a run
-that was broken off ends with the same profile, and another search on the same prompts starts from what is known.
+The folder holds ``job.json``, which identifies the run; captures (``prompts-0``, ``held-out-0`` and so on) until the
+profile is written; ``costs.json``; and one file for each layer with the outcomes of all methods judged there. Each file
+is written whole or not at all. A resumed search starts from the beginning and reads outcomes from these files, so an
+interrupted run ends with the same profile, and another search on the same prompts reuses known outcomes.
 
-On a disk a capture takes (heads + 2 · kv heads) · head_dim elements for each token and layer: 13 GB for a prompt of
+A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each token and layer: 13 GB for a prompt of
 32,768 tokens of Llama-3.1-8B.
 """
 
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from vllm_sparse_backend.calibration.capture import Capture, capture_each, weights_sha256
+from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, weights_sha256
 from vllm_sparse_backend.calibration.external import read_json
 from vllm_sparse_backend.calibration.head_costs import PAIR_MS, Costs, EstimatedCosts, MeasuredCosts
 from vllm_sparse_backend.calibration.layer_judge import LayerPrompt, Served
@@ -31,7 +31,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.layer_timing import Layer
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import versions, write_json
 from vllm_sparse_kernels.attention import Engine
 from vllm_sparse_kernels.engine_trial import Batch
@@ -40,25 +40,25 @@ from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 OTHERS_BYTES = 2 << 30
-"""More than this process has for itself beside torch's memory."""
+"""Device memory outside torch that this process may hold itself; more belongs to other processes."""
 
 Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Capture]]
-"""Captures prompts of a model into folders, those that are not there yet."""
+"""Captures the prompts of a model into folders; a folder that already holds its capture is left as it is."""
 
 
 @dataclass(frozen=True)
-class Tell:
-    """What a run reports of its progress."""
+class JobProgress:
+    """Callbacks through which a run reports its progress."""
 
     begin: Callable[[str, int], None] = lambda what, steps: None
-    """A stage, and how many steps it has."""
+    """Called with the name of a stage and its number of steps."""
     step: Callable[[], None] = lambda: None
     say: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is calibrated, and on what. Equal jobs make equal profiles, if they read the same costs."""
+    """The inputs of a calibration. Equal jobs produce equal profiles if they read the same costs."""
 
     model: Path
     prompts: PromptSet
@@ -67,29 +67,31 @@ class Job:
     folder: Path
     device: str = "cpu"
     seed: int | None = None
-    """Of the prompts; None where they are the operator's own."""
+    """Seed of made prompts; None for the operator's own prompts."""
     says_min_tokens: bool = False
-    """Whether the profile has the positions up to which all is dense, or leaves them to the server."""
+    """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
     capturer: Capturer | None = None
-    """None: transformers, on this device."""
-    tell: Tell = field(default_factory=Tell)
+    """None to capture with transformers on ``device``."""
+    progress: JobProgress = field(default_factory=JobProgress)
 
     @cached_property
     def shape(self) -> ModelShape:
+        """Layers, heads and head size of the model."""
         return ModelShape.from_folder(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """References compute in float32, and a CPU's own bfloat16 is slow."""
+        """The dtype to capture in: bfloat16 on CUDA; float32 on a CPU, whose bfloat16 is slow."""
         return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
 
     @property
     def device_name(self) -> str:
+        """Name of the CUDA device, or ``CPU``."""
         return torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else "CPU"
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What outcomes and costs depend on, as JSON has it."""
+        """Everything that outcomes and costs depend on, as plain JSON values."""
         made_of = {
             "model": self.model.resolve().name, "shape": asdict(self.shape), "weights": weights_sha256(self.model),
             "prompts": self.prompts.sha256, "held_out": self.held_out.sha256, **asdict(self.served),
@@ -101,8 +103,13 @@ class Job:
     def _parts(self) -> dict[str, PromptSet]:
         return {"prompts": self.prompts, "held-out": self.held_out}
 
-    def enter(self) -> None:
-        """Make the folder, or see that it holds this very job. Raises ConfigurationError naming what differs."""
+    def open_folder(self) -> None:
+        """Create the job's folder, or check that it holds this very job.
+
+        Raises:
+            ConfigurationError: The folder holds another job (the message names what differs), or a prompt has at most
+                ``served.min_tokens`` tokens, so nothing of it would go sparse.
+        """
         shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
         if shortest <= self.served.min_tokens:
             expected = f"prompts of more than {self.served.min_tokens} tokens, up to which all is dense"
@@ -118,6 +125,7 @@ class Job:
 
     @cached_property
     def costs(self) -> Costs:
+        """Times of selection and attention: measured on a CUDA device, estimated elsewhere."""
         if self.card is not None:
             return MeasuredCosts(self.card, self.folder / "costs.json", self.first_batches)
         rows = chunk_rows(
@@ -127,47 +135,62 @@ class Job:
         return EstimatedCosts(self.shape.num_heads, full_ms)
 
     def first_batches(self) -> list[Batch]:
-        """The first prompt's chunks in the first layer that can go sparse."""
+        """Load the first prompt's chunks of the first layer that can go sparse.
+
+        Returns:
+            One batch for each chunk in which a server would prefill the prompt, on the job's device.
+        """
         captured = self.captures["prompts"][0]
         return LayerPrompt.read(captured, self.layers[0], self.served, torch.device(self.device)).batches
 
     @cached_property
     def card(self) -> Card | None:
-        """A CUDA device, with those engines alone that a trial finds right, as a server has it at its start."""
+        """The CUDA device with the engines that pass a trial, as a server has it at startup; None on a CPU."""
         card = Card() if self.device.startswith("cuda") else None
         if card is not None:
-            card.engines = self.right(card.engines)
-            self.warn_of_others(card.device)
+            card.engines = self.correct_engines(card.engines)
+            self.warn_of_other_processes(card.device)
         return card
 
-    def warn_of_others(self, device: torch.device) -> None:
-        """Say so where other processes have memory of the device, and so may compute on it."""
+    def warn_of_other_processes(self, device: torch.device) -> None:
+        """Report when other processes hold device memory, as their work would distort measured times.
+
+        Args:
+            device: The CUDA device.
+        """
         free, total = torch.cuda.mem_get_info(device)
         if (held := total - free - torch.cuda.memory_reserved(device)) > OTHERS_BYTES:
             why = "what they compute counts in the times by which heads get their methods"
-            self.tell.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
+            self.progress.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
 
-    def right(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
-        """Those that attend rightly over all of a made prompt with the model's heads, and those that refuse to."""
+    def correct_engines(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
+        """Drop engines whose attention over a made prompt with the model's heads is wrong.
+
+        Args:
+            engines: Attention engines by name.
+
+        Returns:
+            The engines that attend correctly, and those that refuse this kind of attention.
+        """
         shape, device = self.shape, torch.device(self.device)
         heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype=self.dtype)
         plan = layer_plan([Dense()] * shape.num_heads)
-        layer = Layer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
+        layer = TimedLayer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
         layer.select()
         able = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
         wrong = {name: why for name, engine in able.items() if (why := layer.wrong(engine))}
         for name, why in wrong.items():
-            self.tell.say(f"engine {name} not taken: {why}")
+            self.progress.say(f"engine {name} not taken: {why}")
         return {name: engine for name, engine in engines.items() if name not in wrong}
 
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:
-        """Of ``prompts`` and of ``held-out``: what is missing of either is captured, with one load of the model."""
+        """Captures of ``prompts`` and ``held-out``; missing ones are made with one load of the model."""
         prompts = [ids for prompt_set in self._parts.values() for ids in prompt_set.prompts]
         folders = self._capture_folders()
         self._check_disk([ids for ids, folder in zip(prompts, folders) if not (folder / "capture.json").exists()])
-        self.tell.say(f"capturing {len(prompts)} prompts")
-        run = self.capturer or partial(capture_each, device=self.device, dtype=self.dtype)
+        self.progress.say(f"capturing {len(prompts)} prompts")
+        run = self.capturer or partial(capture_prompts, device=self.device, dtype=self.dtype)
         captures = list(run(self.model, prompts, folders))
         cut = len(self.prompts.prompts)
         return {"prompts": captures[:cut], "held-out": captures[cut:]}
@@ -189,9 +212,17 @@ class Job:
             problem = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left"
             raise ConfigurationError(f"{problem}: name a larger one with --work, or ask for fewer or shorter prompts")
 
-    def remembered(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, of the type ``form``, from the folder if it is there. Raises ConfigurationError if it
-        can't be read."""
+    def load_or_make(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
+        """Read a value from the job's folder, or compute it and write it there first.
+
+        Args:
+            name: Name of the file, without ``.json``.
+            form: The value's type, as pydantic validates it.
+            make: Computes the value, as plain JSON values.
+
+        Returns:
+            The value as an instance of ``form``. A file that cannot be read raises ConfigurationError.
+        """
         path = self.folder / f"{name}.json"
         if not path.exists():
             write_json(path, make())
@@ -199,13 +230,13 @@ class Job:
 
     @cached_property
     def layers(self) -> list[int]:
-        """Those that can go sparse. It is written down, as captures are deleted."""
+        """Numbers of the layers that can go sparse, kept in a file as captures are deleted."""
         of_model = Annotated[int, Field(ge=0, lt=self.shape.num_layers)]
         form = Annotated[list[of_model], Field(min_length=1)]
-        return list(self.remembered("layers", form, lambda: sorted(self.captures["prompts"][0].scales)))
+        return list(self.load_or_make("layers", form, lambda: sorted(self.captures["prompts"][0].scales)))
 
     def clear(self) -> None:
-        """Delete the captures: they are most of the folder, and can be made again."""
+        """Delete the captures: they take most of the folder's space, and can be made again."""
         for folder in self._capture_folders():
             shutil.rmtree(folder, ignore_errors=True)
         self.__dict__.pop("captures", None)

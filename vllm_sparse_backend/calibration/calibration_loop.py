@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of all calibration: layers in order, each judged with what those before hand on to it.
+"""The loop of all calibration: layers in order, each judged with the state that earlier layers leave to it.
 
-A search chooses for a layer, and its choice is judged as a whole: heads share an index (``width.py``), and some depend
-on other heads, so that what held apart may miss the bound together. A head that does may not have that method, and the
-search chooses anew, until all hold. What is written was judged so, and then on the held-out prompts.
+A search chooses methods for a layer, and the choice is then judged as a whole: heads share an index
+(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly. A
+head that misses it loses that method, and the search chooses again until all heads hold. The profile holds methods that
+were judged this way, and then judged on the held-out prompts.
 """
 
 from collections import defaultdict
@@ -13,17 +14,17 @@ from itertools import count
 from typing import Any
 
 from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.cheapest_method import Cheapest
+from vllm_sparse_backend.calibration.cheapest_method import CheapestSearch
 from vllm_sparse_backend.calibration.head_clusters import require_scipy
 from vllm_sparse_backend.calibration.head_costs import EstimatedCosts
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.calibration.layer_walk import walk
-from vllm_sparse_backend.calibration.minference import Candidates
-from vllm_sparse_backend.calibration.profile_builder import Found, OfLayers, mean_error, profile_of
-from vllm_sparse_backend.calibration.profile_crossover import own_crossover
-from vllm_sparse_backend.calibration.search import Ladder, Search, halved, ladder_of
-from vllm_sparse_backend.calibration.share_prefill import Sharing
-from vllm_sparse_backend.calibration.sparge_attn import Pairs
+from vllm_sparse_backend.calibration.minference import MInferenceSearch
+from vllm_sparse_backend.calibration.profile_builder import FiguresByLayer, LevelResult, mean_error, profile_of
+from vllm_sparse_backend.calibration.profile_crossover import measure_crossover
+from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, ladder_of
+from vllm_sparse_backend.calibration.share_prefill import SharePrefillSearch
+from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.profile import Profile
@@ -44,46 +45,62 @@ PAPERS = (*NO_MEAN, "sparge_attn")
 """Those whose paper states more than to go along a ladder."""
 
 
-def calibrated() -> list[str]:
-    """Methods that ``strategy`` takes."""
+def calibratable_methods() -> list[str]:
+    """List the methods that ``parse_strategy`` accepts.
+
+    Returns:
+        Their names, sorted.
+    """
     return sorted({*PAPERS, *(name for name, spec in METHODS.items() if spec.ladder)})
 
 
-def by_themselves() -> list[str]:
-    """Methods whose heads depend on no other layer's: what ``best`` chooses from."""
+def independent_methods() -> list[str]:
+    """List the methods whose heads depend on no other layer: those ``cheapest_strategy`` chooses from.
+
+    Returns:
+        Their names, in the registry's order.
+    """
     return [name for name, spec in METHODS.items() if spec.ladder and spec.full.unshared == spec.full]
 
 
-def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = None) -> Strategy:
-    """How one method is calibrated under these bounds.
+def parse_strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = None) -> Strategy:
+    """Return the search that calibrates one method.
 
-    ``text``: its name, by which its ladder's settings are taken that differ from the method's defaults in the searched
-    numbers alone; or NAME:FIELD=VALUE,FIELD=VALUE for those of the ladder that have these values. ``distance``:
-    SharePrefill's. Raises ConfigurationError naming what can't be.
+    Args:
+        text: The method's name, which selects the part of its ladder that differs from the defaults in the searched
+            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values.
+        bounds: The bound of each level, by the level's name.
+        distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
+
+    Returns:
+        A function that makes the search for a job and a bound.
+
+    Raises:
+        ConfigurationError: The method is unknown, or does not support these values, a bound of the mean, or a distance.
     """
     name, _, fields = text.partition(":")
-    if name not in calibrated():
-        raise ConfigurationError(f"--method: {not_one_of(name, calibrated())}")
+    if name not in calibratable_methods():
+        raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
     if distance is not None and name != "share_prefill":
         raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
     if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
         raise ConfigurationError(f"--level: given a bound of the mean of all heads, expected none with --method {name}")
     if name == "minference":
-        return Candidates
+        return MInferenceSearch
     settings = _settings(name.split("+")[0], fields)
     if name == "share_prefill":
         require_scipy()
         if distance is not None and not distance > 0:
             raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
-        return partial(Sharing, ladder=settings, distance=distance)
+        return partial(SharePrefillSearch, ladder=settings, distance=distance)
     every = halved(settings if fields else ladder_of(name.split("+")[0]))
 
     def search(job: Job, bound: Bound) -> Search:
         if bound.has_mean:
-            return Cheapest(job, bound, every, EstimatedCosts(job.shape.num_heads, selects=False))
+            return CheapestSearch(job, bound, every, EstimatedCosts(job.shape.num_heads, selects=False))
         if name in PAPERS:
-            return Pairs(bound, skipping="+" in name)
-        return Ladder(bound, halved(halved(settings)))
+            return SpargeAttnSearch(bound, skipping="+" in name)
+        return LadderSearch(bound, halved(halved(settings)))
 
     return search
 
@@ -105,45 +122,71 @@ def _settings(name: str, fields: str) -> list[Any]:
     return [setting for setting in matching if setting.group_key == matching[0].group_key]
 
 
-def best(methods: Sequence[str]) -> Strategy:
-    """All settings of these methods compete in time."""
+def cheapest_strategy(methods: Sequence[str]) -> Strategy:
+    """Return the search in which all settings of several methods compete in time.
+
+    Args:
+        methods: Names from ``independent_methods``.
+
+    Returns:
+        A function that makes the search for a job and a bound.
+
+    Raises:
+        ConfigurationError: A method is unknown, or its heads depend on other layers.
+    """
     for name in methods:
-        if name not in by_themselves():
-            raise ConfigurationError(f"--method: {not_one_of(name, by_themselves())}")
+        if name not in independent_methods():
+            raise ConfigurationError(f"--method: {not_one_of(name, independent_methods())}")
     settings = [setting for name in methods for setting in ladder_of(name)]
-    return lambda job, bound: Cheapest(job, bound, settings, job.costs)
+    return lambda job, bound: CheapestSearch(job, bound, settings, job.costs)
 
 
 def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
-    """The profile that a search finds, with a level for each bound, checked on the held-out prompts.
+    """Calibrate: search methods for every level's bound and check them on the held-out prompts.
 
-    Raises ConfigurationError where no head of any layer holds the first bound.
+    Args:
+        job: Model, prompts and folder.
+        how: Makes the search for a bound.
+        bounds: The bound of each level, by name; the first is the profile's own level.
+        source: The command, for the profile's provenance.
+
+    Returns:
+        The profile. ConfigurationError is raised where no head of any layer holds the first bound.
     """
-    job.enter()
+    job.open_folder()
     findings = {}
     for name, bound in bounds.items():
-        within = bound.less(MARGIN)
+        within = bound.with_margin(MARGIN)
         search = how(job, within)
         while True:
-            choose = partial(together, search=search, bound=within)
+            choose = partial(choose_jointly, search=search, bound=within)
             methods, figures = walk(job, "prompts", search.others, choose)
-            if not search.again(methods, mean_error(figures, job.shape.num_heads)):
+            if not search.should_repeat(methods, mean_error(figures, job.shape.num_heads)):
                 break
         held_out = _held_out(job, search, methods, bound)
-        findings[name] = Found(bound, methods, figures, held_out, own_crossover(job, methods))
+        findings[name] = LevelResult(bound, methods, figures, held_out, measure_crossover(job, methods))
     return profile_of(job, findings, source)
 
 
-def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
-    """What a search chooses for a layer once all heads hold the bound with it."""
+def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
+    """Choose methods for a layer until all of its heads hold the bound when they run together.
+
+    Args:
+        judge: Judges the layer's heads.
+        search: Chooses methods among those still allowed.
+        bound: The bound that each sparse head must hold.
+
+    Returns:
+        The method of each head, and the figures of that joint choice; None in place of figures if every head is dense.
+    """
     failed: dict[int, set[Method]] = defaultdict(set)
     given_up: set[int] = set()
 
-    def may(head: int, method: Method) -> bool:
+    def is_allowed(head: int, method: Method) -> bool:
         return head not in given_up and method not in failed[head]
 
     for rounds in count(1):
-        methods = search.choose(judge, may)
+        methods = search.choose(judge, is_allowed)
         sparse = [head for head, method in enumerate(methods) if not isinstance(method, Dense)]
         if not sparse:
             break
@@ -158,7 +201,7 @@ def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Meth
     return methods, None
 
 
-def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bound: Bound) -> OfLayers:
+def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bound: Bound) -> FiguresByLayer:
     def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[HeadResult] | None]:
         of_layer = methods[judge.layer]
         dense = all(isinstance(method, Dense) for method in of_layer)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries (after rotary embedding), keys and values of every layer of a Hugging Face model, for one prompt.
 
-An attention function, registered through transformers' own interface, writes what it is given to disk, layer by layer,
-and goes on with torch's scaled dot product attention: memory holds one layer. A capture is a folder of
+An attention function, registered through the interface of transformers, writes its inputs to disk layer by layer and
+continues with torch's scaled dot product attention, so memory holds one layer. A capture is a folder of
 
 * ``layer-000.safetensors`` and so on: ``q`` [num_tokens, num_heads, head_dim], ``k`` and ``v`` [num_tokens,
   num_kv_heads, head_dim], in the dtype that the model ran in;
-* ``capture.json``, written last: what was captured, and layers that were left out as they never go sparse.
+* ``capture.json``, written last: what was captured, and which layers were left out because they never go sparse.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_backend.calibration.external import needed, read_json, readable, safetensors, writable
+from vllm_sparse_backend.calibration.external import read_json, readable, require_module, safetensors, writable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -30,7 +30,7 @@ TAIL_BYTES = 64 << 10
 
 
 class LayerTensors(NamedTuple):
-    """One layer's share of a capture."""
+    """Queries, keys and values of one captured layer."""
 
     q: torch.Tensor  # [num_tokens, num_heads, head_dim]
     k: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
@@ -48,14 +48,25 @@ class Capture:
     num_tokens: int
     prompt_sha256: str
     scales: dict[int, float]
-    """Per captured layer, what multiplies q·k."""
+    """For each captured layer, what multiplies q·k."""
     left_out: dict[int, str]
-    """Per other layer, why it is not there."""
+    """For each other layer, why it was left out."""
     weights_sha256: str = ""
     """``weights_sha256`` of the model."""
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
-        """One of the layers that ``scales`` names. Raises ConfigurationError where its file cannot be read."""
+        """Load one captured layer.
+
+        Args:
+            layer: A layer that ``scales`` names.
+            device: Where to put the tensors.
+
+        Returns:
+            q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim].
+
+        Raises:
+            ConfigurationError: The layer's file is missing or cannot be read.
+        """
         if not self._path(layer).is_file():
             raise ConfigurationError(f"{self._path(layer)}: missing; capture the prompt again")
         with readable(self._path(layer), "tensors"):
@@ -63,7 +74,13 @@ class Capture:
             return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
 
     def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
-        """Write a layer, its tensors contiguous."""
+        """Write one layer to the capture's folder.
+
+        Args:
+            layer: The layer's number.
+            tensors: Its contiguous queries, keys and values.
+            scale: What multiplies q·k.
+        """
         with whole_file(self._path(layer)) as path, writable(path):
             safetensors().save_file(tensors._asdict(), path)
         self.scales[layer] = scale
@@ -73,7 +90,17 @@ class Capture:
 
     @staticmethod
     def open(folder: Path) -> "Capture":
-        """The capture in a folder. Raises ConfigurationError where there is none, or it cannot be read."""
+        """Open the capture in a folder.
+
+        Args:
+            folder: Folder that ``finish_capture`` completed.
+
+        Returns:
+            The capture, with ``folder`` as its place.
+
+        Raises:
+            ConfigurationError: The folder holds no capture, or one that cannot be read.
+        """
         path = folder / "capture.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
@@ -81,38 +108,51 @@ class Capture:
         return dataclasses.replace(capture, folder=folder)
 
 
-def capture_each(
+def capture_prompts(
     model: Path,
     prompts: Sequence[Sequence[int]],
     folders: Sequence[Path],
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[Capture]:
-    """Run ``model``, a folder in Hugging Face's format, on prompts, and write what its layers attend with.
+    """Run a model on prompts and write the inputs of its attention layers to disk.
 
-    The model is loaded once, and not at all if all captures are there. Raises ConfigurationError where transformers is
-    missing or no layer has plain causal attention.
+    The model is loaded once, and not at all if all captures exist.
+
+    Args:
+        model: Model folder in Hugging Face's format.
+        prompts: Token ids of each prompt.
+        folders: Where each prompt's capture goes; a capture of the same prompt and model there is reused.
+        device: Where the model runs.
+        dtype: The dtype of the model, and of the captured tensors.
+
+    Yields:
+        Each prompt's capture, in order. Missing transformers, and a model without plain causal attention, raise
+        ConfigurationError.
     """
     network: Any = None
     for token_ids, folder in zip(prompts, folders, strict=True):
-        if (made := held_capture(model, token_ids, folder)) is None:
+        if (capture := find_capture(model, token_ids, folder)) is None:
             network = network or _Network(model, device, dtype)
-            made = begin_capture(model, token_ids, folder)
-            network.run(token_ids, made)
-            finish_capture(made)
-        yield made
+            capture = begin_capture(model, token_ids, folder)
+            network.run(token_ids, capture)
+            finish_capture(capture)
+        yield capture
 
 
 def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
-    """Tokens of a prompt that is captured.
+    """Return the number of tokens of a captured prompt.
 
     Args:
         model: The model's folder.
-        tokens: What ``--tokens`` names, or None.
-        default: Tokens where that is None and the model has as many positions; otherwise all that it has.
+        tokens: The value of ``--tokens``, or None.
+        default: Tokens where ``tokens`` is None and the model has as many positions; otherwise all that it has.
+
+    Returns:
+        The number of tokens.
 
     Raises:
-        ConfigurationError: ``model`` is no folder here (nothing is fetched), or has fewer positions than ``tokens``.
+        ConfigurationError: ``model`` is no local folder (nothing is fetched), or has fewer positions than ``tokens``.
     """
     config = read_config(model)
     stretched = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor")
@@ -126,8 +166,17 @@ def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
     return tokens
 
 
-def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
-    """The capture of this prompt by this model, if ``folder`` holds it."""
+def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
+    """Return the capture of this prompt by this model, if the folder holds it.
+
+    Args:
+        model: Model folder.
+        token_ids: The prompt.
+        folder: Where the capture may be.
+
+    Returns:
+        The capture, or None if the folder holds none or another one.
+    """
     if not (folder / "capture.json").is_file():
         return None
     held, wanted = Capture.open(folder), _empty(model, token_ids, folder)
@@ -135,7 +184,16 @@ def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
-    """An empty one in ``folder``, whatever that held. Layers are put into it with ``Capture.add``."""
+    """Begin a capture, replacing any that the folder held.
+
+    Args:
+        model: Model folder.
+        token_ids: The prompt.
+        folder: Where the capture goes; created if missing.
+
+    Returns:
+        A capture without layers, which ``Capture.add`` fills.
+    """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
@@ -147,16 +205,23 @@ def _empty(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {}, weights_sha256(model))
 
 
-def finish_capture(made: Capture) -> None:
-    """Say that it is whole. Raises ConfigurationError where it has no layer."""
-    if not made.scales:
-        raise ConfigurationError(f"{made.model}: no layer to capture: {made.left_out or 'none called attention'}")
+def finish_capture(capture: Capture) -> None:
+    """Mark a capture as complete by writing its ``capture.json``.
+
+    Args:
+        capture: The capture with all of its layers.
+
+    Raises:
+        ConfigurationError: It has no layer.
+    """
+    if not capture.scales:
+        raise ConfigurationError(f"{capture.model}: no layer to capture: {capture.left_out or 'none called attention'}")
     # Put there whole or not at all: a capture that was broken off is none. Its folder may be moved.
-    write_json(made.folder / "capture.json", dataclasses.asdict(made) | {"folder": "."})
+    write_json(capture.folder / "capture.json", dataclasses.asdict(capture) | {"folder": "."})
 
 
 class _Network:
-    """A model of transformers whose layers write down what they attend with. Memory holds one layer's tensors."""
+    """A transformers model whose layers write their attention inputs to disk. Memory holds one layer's tensors."""
 
     def __init__(self, model: Path, device: str, dtype: torch.dtype) -> None:
         transformers = _transformers()
@@ -166,14 +231,14 @@ class _Network:
             module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *more_arguments: Any,
             scaling: float | None = None, **more: Any,
         ) -> Any:  # fmt: skip
-            """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
-            _refuse_unlike(self.made.model, more)
+            """Write query [1, num_heads, num_tokens, head_dim] and key, value [1, num_kv_heads, ...]; then attend."""
+            _refuse_unlike(self.capture.model, more)
             if mask is not None:
-                self.made.left_out[module.layer_idx] = "a mask of its own (a sliding window, or chunks)"
+                self.capture.left_out[module.layer_idx] = "a mask of its own (a sliding window, or chunks)"
             else:
                 scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
                 parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-                self.made.add(module.layer_idx, LayerTensors(*parts), scale)
+                self.capture.add(module.layer_idx, LayerTensors(*parts), scale)
             return plain(module, query, key, value, mask, *more_arguments, scaling=scaling, **more)
 
         transformers.AttentionInterface.register(ATTENTION, record)
@@ -185,14 +250,14 @@ class _Network:
         self.network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
         self.device = device
 
-    def run(self, token_ids: Sequence[int], made: Capture) -> None:
-        self.made = made
+    def run(self, token_ids: Sequence[int], capture: Capture) -> None:
+        self.capture = capture
         with torch.inference_mode():
             self.network(torch.tensor([list(token_ids)], device=self.device), use_cache=False)
 
 
 def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
-    """Raise ConfigurationError where a layer's attention is not the plain one, with which the capture goes on."""
+    """Raise ConfigurationError where a layer's attention is not the plain one that the capture continues with."""
     for keyword, what in (("softcap", "a soft cap on their scores"), ("s_aux", "learnt sinks")):
         if more.get(keyword) is not None:
             raise ConfigurationError(
@@ -202,8 +267,13 @@ def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
 
 
 def weights_sha256(model: Path) -> str:
-    """Of a model folder's config, and of its weights by their files' names, sizes and last 64 KiB: a model that was
-    trained on is another one.
+    """Hash a model's config and weights; the weights by their files' names, sizes and last 64 KiB.
+
+    Args:
+        model: Model folder.
+
+    Returns:
+        The hexadecimal digest, which changes when the model is trained further.
     """
     digest = hashlib.sha256((model / "config.json").read_bytes())
     for file in sorted(file for kind in ("*.safetensors", "*.bin", "*.pt") for file in model.glob(kind)):
@@ -216,23 +286,51 @@ def weights_sha256(model: Path) -> str:
 
 
 def prompt_sha256(token_ids: Sequence[int]) -> str:
-    """Of the token ids in decimal, with spaces between."""
+    """Hash a prompt.
+
+    Args:
+        token_ids: The prompt, or several prompts in a row.
+
+    Returns:
+        The hexadecimal digest of the token ids in decimal, separated by spaces.
+    """
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The tokenizer of a model's folder, by transformers."""
+    """Load a model's tokenizer with transformers.
+
+    Args:
+        model: Model folder.
+
+    Returns:
+        The tokenizer. One that is missing or cannot be read raises ConfigurationError.
+    """
     with readable(model, "tokenizer"):
         return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
-    """The begin-of-sequence token, if it has one: whether or not it adds it, models are trained with it."""
+    """Return the tokens that begin every prompt, as models are trained with them.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+
+    Returns:
+        The begin-of-sequence token, whether or not the tokenizer adds it; empty if it has none.
+    """
     return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
 def default_text() -> Path:
-    """The installed vLLM's sources. They are not imported."""
+    """Return the folder of the installed vLLM's sources, the default text of prompts; vLLM is not imported.
+
+    Returns:
+        The package's folder.
+
+    Raises:
+        ConfigurationError: vLLM is not installed.
+    """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError("text: not given, and vllm, whose sources are the default, is not installed")
@@ -240,4 +338,4 @@ def default_text() -> Path:
 
 
 def _transformers() -> Any:
-    return needed("transformers", "capturing needs transformers, which comes with vLLM")
+    return require_module("transformers", "capturing needs transformers, which comes with vLLM")

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per head the cheapest of all methods whose output error holds the bound; dense where none does. (No paper has this.)
+"""Cheapest method for each head whose output error holds the bound; dense where none does.
 
-Of each kind of method the sparsest setting that holds is found by bisection. What a selection takes beside its heads is
-paid once for each kind in a layer (``costs.py``), so the choice is one for the whole layer: of all sets of up to
-``MOST_KINDS`` kinds and dense attention, the one in which heads with their cheapest settings take least time together.
+No paper describes this search.
 
-A bound of the mean over all heads (``Bound.mean``) is kept to by a price of error. Heads take what costs least in time
-and error together; at one price for the whole model no other choice of the same mean error costs less (heads then have
-equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds, once every layer is judged under
-every candidate.
+For each kind of method, bisection finds the sparsest setting that holds. Each kind in a layer also costs a fixed time
+for its selection (``head_costs.py``), so the choice is made for the whole layer: among all sets of up to ``MOST_KINDS``
+kinds plus dense attention, the one in which the heads' cheapest settings take the least time in total.
+
+A bound of the mean over all heads (``Bound.mean``) becomes a price of error: heads minimise time plus price · error. At
+one price for the whole model, no other choice of the same mean error costs less (all heads then have equal slopes:
+Lagrange). ``price_of`` finds the lowest price at which the mean holds, once every layer is judged under every
+candidate.
 """
 
 import math
@@ -21,55 +23,77 @@ from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_costs import Costs, head_ms, kind_of
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.calibration.layer_walk import walk
-from vllm_sparse_backend.calibration.search import May, Search, sparsest
+from vllm_sparse_backend.calibration.search import IsAllowed, Search, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 Held = list[dict[Method, HeadResult]]
-"""Of each head methods that hold the bound, and what came of them."""
+"""For each head, the methods that hold the bound, with their figures."""
 
 MOST_KINDS = 3
-"""Of sparse methods in a layer: each has a selection of its own."""
+"""Sparse kinds of methods in a layer at most: each kind adds a selection."""
 
 PRICE_STEPS = 40
-"""Of a bisection between a thousandth and a million times what a dense head costs."""
+"""Steps of the bisection between ``LEAST_PRICE`` and a million times the cost of a dense head."""
 
 LEAST_PRICE = 1e-3
-"""Of what a dense head costs."""
+"""Lowest price of error, as a multiple of the cost of a dense head."""
 
 DEARER = 1.25
-"""By which a price rises where heads that were chosen by it miss the mean once they are judged together."""
+"""Factor by which the price rises when the heads chosen by it miss the mean once they are judged together."""
 
 
-class Cheapest(Search):
-    """Of each head what costs least of settings that hold the bound, its error included at one price for all heads.
+class CheapestSearch(Search):
+    """Search for the methods that cost a layer least among settings that hold the bound.
 
-    ``among``: of each kind the sparsest setting first.
+    With a bound of the mean, cost includes error at one price for all heads of the model. ``among`` lists the
+    candidates, within each kind the sparsest setting first.
     """
 
     def __init__(self, job: Job, bound: Bound, among: Sequence[Method], costs: Costs) -> None:
         self.bound, self.among, self.costs = bound, among, costs
         self.price = 0.0
-        """What an error of 1 is worth, in the unit of costs."""
+        """Price of an error of 1, in ms."""
         if bound.has_mean:
             dense: list[Method] = [Dense()] * job.shape.num_heads
-            held_by_layer = walk(job, "prompts", (), lambda judge: (dense, holding(judged(judge, among), bound)))[1]
+            held_by_layer = walk(
+                job, "prompts", (), lambda judge: (dense, methods_within_bound(judge_uniformly(judge, among), bound))
+            )[1]
             layers = [of_layer for of_layer in held_by_layer if of_layer is not None]
             # Layers that never go sparse have no error, and are part of the mean.
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        """Choose the layer's cheapest methods among those that hold the bound and are allowed.
+
+        Args:
+            judge: Judges the layer's heads.
+            is_allowed: Whether a head may have a method.
+
+        Returns:
+            One method for each head, ``Dense()`` where nothing cheaper holds.
+        """
         if not self.bound.has_mean:
-            return choose(sparsest_of_kinds(judge, self.bound, self.among, may), self.costs)
-        held = holding(judged(judge, self.among), self.bound)
+            return cheapest_methods(sparsest_of_kinds(judge, self.bound, self.among, is_allowed), self.costs)
+        held = methods_within_bound(judge_uniformly(judge, self.among), self.bound)
         allowed = [
-            {method: seen for method, seen in head_results.items() if may(i, method)}
+            {method: seen for method, seen in head_results.items() if is_allowed(i, method)}
             for i, head_results in enumerate(held)
         ]
-        return choose(allowed, self.costs, self.price)
+        return cheapest_methods(allowed, self.costs, self.price)
 
-    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """What does not hold beside other heads is chosen anew, and may lose more than when the price was found."""
+    def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+        """Raise the price of error if the joint choice misses the bound of the mean.
+
+        A head whose method fails beside other heads gets another one, whose error may exceed what the price assumed.
+
+        Args:
+            methods: The chosen method of each layer and head.
+            mean_error: Their mean error over all heads of the model.
+
+        Returns:
+            Whether the mean misses its bound, so that the model is chosen for again at the higher price.
+        """
         if mean_error <= self.bound.mean:
             return False
         dense_ms = self.costs.layer.dense_ms / len(methods[0])
@@ -77,25 +101,51 @@ class Cheapest(Search):
         return True
 
 
-def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], may: May) -> Held:
-    """Of each head the sparsest method of each kind that holds the bound: where no error has a price, the cheapest."""
+def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed) -> Held:
+    """Find each head's sparsest setting of each kind that holds the bound: the cheapest where error has no price.
+
+    Args:
+        judge: Judges the layer's heads.
+        bound: The bound that a setting must hold.
+        among: Candidates, within each kind the sparsest first.
+        is_allowed: Whether a head may have a method.
+
+    Returns:
+        For each head, at most one method of each kind, with its figures.
+    """
     held: Held = [{} for _ in range(judge.num_heads)]
     for kind in dict.fromkeys(map(kind_of, among)):
         ladder = [method for method in among if kind_of(method) == kind]
-        ladders = {head: [method for method in ladder if may(head, method)] for head in range(judge.num_heads)}
+        ladders = {head: [method for method in ladder if is_allowed(head, method)] for head in range(judge.num_heads)}
         for head, result in sparsest(judge, bound, ladders).items():
             if result.holds:
                 held[head][result.method] = result.figures
     return held
 
 
-def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
-    """What comes of each where all heads of the layer have it."""
+def judge_uniformly(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
+    """Judge each method with all heads of the layer on it.
+
+    Args:
+        judge: Judges the layer's heads.
+        among: Methods.
+
+    Returns:
+        By method, the figures of each head.
+    """
     return {method: judge.judge([method] * judge.num_heads) for method in among}
 
 
-def holding(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Held:
-    """Of each head the methods that hold the bound."""
+def methods_within_bound(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Held:
+    """Filter the methods of each head by the bound.
+
+    Args:
+        figures: By method, the figures of each head.
+        bound: The bound to hold.
+
+    Returns:
+        For each head, the methods that hold the bound, with their figures.
+    """
     num_heads = len(next(iter(figures.values())))
     return [
         {method: results[head] for method, results in figures.items() if bound.holds(results[head])}
@@ -104,15 +154,21 @@ def holding(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Hel
 
 
 def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Costs, most_mean: float) -> float:
-    """The least price of error at which heads that choose by it have a mean error of at most ``most_mean``.
+    """Find the lowest price of error at which the chosen methods' mean error is within a limit.
 
-    ``layers``: ``holding`` of every layer. 0 where what is cheapest holds it.
+    Args:
+        layers: For each layer, the result of ``methods_within_bound``.
+        costs: Times of selection and attention.
+        most_mean: Limit of the mean error over all heads of these layers.
+
+    Returns:
+        The price in ms for an error of 1; 0 if the cheapest methods are within the limit.
     """
 
     def holds(price: float) -> bool:
         errors = []
         for heads in layers:
-            chosen = zip(heads, choose(heads, costs, price), strict=True)
+            chosen = zip(heads, cheapest_methods(heads, costs, price), strict=True)
             errors += [results[method].error if method in results else 0.0 for results, method in chosen]
         return fmean(errors) <= most_mean
 
@@ -126,11 +182,20 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Cos
     return high
 
 
-def choose(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: float = 0.0) -> list[Method]:
-    """The methods that cost the layer least, of those that each head may have; every head may be dense."""
+def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: float = 0.0) -> list[Method]:
+    """Choose the methods that cost a layer least.
+
+    Args:
+        holding: For each head, the methods that it may have, with their figures; every head may also be dense.
+        costs: Times of selection and attention.
+        price: Price in ms of an error of 1.
+
+    Returns:
+        One method for each head.
+    """
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
-    cheapest = [_cheapest_of_kinds(may, costs, price) for may in holding]
+    cheapest = [_cheapest_of_kinds(results, costs, price) for results in holding]
     group_ms = {kind: costs.of(kind).group_ms for offers_by_kind in cheapest for kind in offers_by_kind}
     base_ms = costs.layer.base_ms
     best_ms, best = costs.layer.dense_ms, [dense] * len(holding)
@@ -149,11 +214,11 @@ def choose(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: 
 
 
 def _cheapest_of_kinds(
-    may: Mapping[Method, HeadResult], costs: Costs, price: float
+    results: Mapping[Method, HeadResult], costs: Costs, price: float
 ) -> dict[Method, tuple[float, Method]]:
-    """By kind what its cheapest setting costs, error included, and that."""
+    """Return, for each kind, the cost of its cheapest setting in ms (error included) and that setting."""
     cheapest: dict[Method, tuple[float, Method]] = {}
-    for method, figures in may.items():
+    for method, figures in results.items():
         timed = head_ms(costs, method, figures.density) + price * figures.error, method
         kind = kind_of(method)
         if kind not in cheapest or timed[0] < cheapest[kind][0]:

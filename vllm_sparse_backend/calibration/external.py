@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be missing or damaged, and is not ours to mend: libraries, and files on the disk."""
+"""Libraries and files that may be missing or damaged: every failure becomes a ConfigurationError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,19 @@ from pydantic import TypeAdapter
 from vllm_sparse_backend.config.errors import ConfigurationError
 
 
-def needed(module: str, why: str) -> Any:
-    """The module of a library. Raises ConfigurationError, which begins with ``why``, where it cannot be imported."""
+def require_module(module: str, why: str) -> Any:
+    """Import a module of a library.
+
+    Args:
+        module: The module's full name.
+        why: What needs it and how to get it; the error message begins with this.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigurationError: It cannot be imported.
+    """
     try:
         return import_module(module)
     except ImportError as error:
@@ -21,15 +32,30 @@ def needed(module: str, why: str) -> Any:
 
 
 def safetensors() -> Any:
-    """Its part for torch."""
-    return needed("safetensors.torch", "captures need safetensors, which comes with vLLM")
+    """Import ``safetensors.torch``.
+
+    Returns:
+        The module. Without it, ConfigurationError is raised.
+    """
+    return require_module("safetensors.torch", "captures need safetensors, which comes with vLLM")
 
 
 @contextmanager
 def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
-    """Whatever goes wrong with a file or folder is one error; ``mend`` says what to do.
+    """Turn any failure to read a file or folder into one ConfigurationError.
 
-    What a folder lacks, or a file holds in pieces, its readers tell in exceptions of many kinds.
+    Readers raise many kinds of exceptions for missing and damaged files.
+
+    Args:
+        path: The file or folder, which the message names.
+        what: What is read from it.
+        mend: What the operator can do, or nothing.
+
+    Yields:
+        Nothing; the reading happens in the block.
+
+    Raises:
+        ConfigurationError: The block raised any exception.
     """
     try:
         yield
@@ -42,7 +68,17 @@ def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong while a library writes a file, as on a full disk, into ConfigurationError."""
+    """Turn any failure of a library to write a file, as on a full disk, into a ConfigurationError.
+
+    Args:
+        path: The file or folder, which the message names.
+
+    Yields:
+        Nothing; the writing happens in the block.
+
+    Raises:
+        ConfigurationError: The block raised any exception.
+    """
     try:
         yield
     except Exception as error:
@@ -51,6 +87,15 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path, form: Any, mend: str = "delete it") -> Any:
-    """What a JSON file holds, as a value of the type ``form``. Raises ConfigurationError where it is none."""
+    """Read a JSON file as a value of a type.
+
+    Args:
+        path: The file.
+        form: The type, as pydantic validates it.
+        mend: What the operator can do about a damaged file.
+
+    Returns:
+        The value. A file that cannot be read as ``form`` raises ConfigurationError.
+    """
     with readable(path, "contents", mend):
         return TypeAdapter(form).validate_json(path.read_bytes(), strict=True)

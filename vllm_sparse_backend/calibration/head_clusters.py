@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of heads with alike attention, for SharePrefill (arXiv:2505.19578, section 5.2 and appendices A.4 and C).
+"""Clusters of heads with similar attention, for SharePrefill (arXiv:2505.19578, section 5.2, appendices A.4 and C).
 
-Each head's attention on one prompt, pooled to a square map, goes through an autoencoder with 64 latent values; heads
-are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise. What is made
-of them for a profile, ``share_prefill.py`` has.
+Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values;
+heads are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise.
+``share_prefill.py`` turns the clusters into a profile.
 
-What the paper leaves open, and how it is settled here:
+What the paper leaves open, and the choice here:
 
 * Maps have the side of the one cluster file in the authors' repository, 1,936, or what a shorter prompt allows.
 * Maps are divided by their largest value, as the decoder ends in a sigmoid.
 * Representations are standardised, each value over all heads.
 * The linkage is Ward's: cut at 40, the distance in the name of that file, other linkages of standardised
   representations would join all heads.
-* Training stops when an epoch has not lowered the loss by a thousandth for 50 epochs. A GPU multiplies in bfloat16.
+* Training stops when the loss has not dropped by a thousandth for 50 epochs. A GPU multiplies in bfloat16.
 
-**Memory.** Maps take half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the 1,024 of an 8B
-model (at a side of 512 0.5 GB), on the host and, for training, on the device. Making them takes a layer's queries and
-keys there and about 1 GB beside; training 1 GB for the autoencoder of that side and Adam's state, and some 5 GB for a
-batch (``BATCH_PIXELS``).
+**Memory.** Maps take half precision, 7.5 MB for each head at that side: 0.5 GB for 64 heads, 7.7 GB for the 1,024 of an
+8B model (at a side of 512 0.5 GB), on the host and, for training, on the device. Making them takes a layer's queries
+and keys there, and about 1 GB more; training takes 1 GB for the autoencoder of that side and Adam's state, and some
+5 GB for a batch (``BATCH_PIXELS``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,48 +27,63 @@ import torch
 from torch import nn
 
 from vllm_sparse_backend.calibration.capture import Capture
-from vllm_sparse_backend.calibration.external import needed
+from vllm_sparse_backend.calibration.external import require_module
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 
 LATENT = 64
 SHRINK = 16
-"""Two poolings by 4: what a map's side must be a multiple of."""
+"""A map's side is a multiple of this: the encoder pools twice by 4."""
 
 SIDE = 1936
 MAP_SIDE = 64
-"""Where heads are told apart for a benchmark, not for a profile."""
+"""Side of maps in benchmarks; profiles use larger ones."""
 
 SCORE_BYTES = 1 << 28
-"""Of a layer's float32 scores that are made at a time; what comes of them takes as much three times over."""
+"""Float32 scores of a layer computed at a time; intermediate results take about three times as much."""
 
 EPOCHS, PATIENCE = 1000, 50
 LEARNING_RATE = 1e-3
 
 BATCH = 64
 BATCH_PIXELS = BATCH * 512 * 512
-"""Of all maps of a batch: larger maps come in smaller batches."""
+"""Pixels of all maps in a batch: larger maps come in smaller batches."""
 
 DISTANCE = 10.0
-"""Up to which heads are joined unless told; 40 in the name of the authors' file."""
+"""Default linkage distance up to which heads are joined; the authors' file name says 40."""
 
 MIN_HEADS = 5
-"""Of a cluster: heads of smaller ones are noise."""
+"""Fewest heads in a cluster: heads of smaller ones are noise."""
 
 Clusters = tuple[tuple[int, ...], ...]
-"""Per layer the cluster of each head, −1 for noise."""
+"""For each layer, the cluster of each head; −1 for noise."""
 
 
 def map_side(num_tokens: int) -> int:
-    """The paper's side, or the largest that so many tokens fill."""
+    """Return the side of attention maps for a prompt.
+
+    Args:
+        num_tokens: Tokens of the prompt.
+
+    Returns:
+        The paper's side, or the largest multiple of 16 that the prompt fills.
+    """
     return min(SIDE, num_tokens // SHRINK * SHRINK)
 
 
 def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
-    """Causal attention of a layer's heads, averaged over ``side`` × ``side`` blocks of equal width.
+    """Average the causal attention of a layer's heads over ``side`` × ``side`` blocks of equal width.
 
-    q [num_tokens, num_heads, head_dim] and k [num_tokens, num_kv_heads, head_dim], the same tokens; those that do not
-    fill a block at the end are left out. Returns [num_heads, side, side] float16 on the host, each map divided by its
-    largest value.
+    Args:
+        q: [num_tokens, num_heads, head_dim].
+        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Tokens at the end that fill no block are left out.
+        scale: What multiplies q·k.
+        side: Blocks in each direction.
+
+    Returns:
+        [num_heads, side, side] float16 on the host, each map divided by its largest value.
+
+    Raises:
+        ValueError: The prompt has fewer tokens than ``side``.
     """
     width = len(q) // side
     if width == 0:
@@ -79,7 +94,7 @@ def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) ->
 
 
 def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width: int) -> torch.Tensor:
-    """The heads q [num_tokens, group, head_dim] of one kv head."""
+    """Return the maps of the heads q [num_tokens, group, head_dim] of one kv head."""
     num_tokens, group = side * width, q.shape[1]
     queries, keys = q[:num_tokens].transpose(0, 1).float() * scale, k[:num_tokens].float()
     blocks = max(1, SCORE_BYTES // (4 * group * num_tokens * width))  # rows of the maps at a time
@@ -94,7 +109,17 @@ def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width
 
 
 def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
-    """Encoder and decoder of table 3 of the paper, for maps of any side that divides by 16."""
+    """Build the encoder and decoder of the paper's table 3.
+
+    Args:
+        side: Side of the maps, a multiple of 16.
+
+    Returns:
+        Encoder [n, 1, side, side] → [n, 64], and decoder of the reverse.
+
+    Raises:
+        ValueError: ``side`` is not a multiple of 16.
+    """
     if side % SHRINK:
         raise ValueError(f"autoencoder: given maps of side {side}, expected a multiple of {SHRINK}")
     small = side // SHRINK
@@ -115,9 +140,15 @@ def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
 def representations(
     maps: Sequence[torch.Tensor] | torch.Tensor, device: str | torch.device = "cpu", epochs: int = EPOCHS
 ) -> torch.Tensor:
-    """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal maps.
+    """Train an autoencoder on maps and return their latent values; deterministic for equal maps.
 
-    Maps are brought to ``device``, where training runs; they may be of any scale and dtype.
+    Args:
+        maps: n maps [side, side] of any scale and dtype, which are moved to ``device``.
+        device: Where training runs.
+        epochs: Epochs at most.
+
+    Returns:
+        [n, 64] float32 on ``device``.
     """
     side, device, held = maps[0].shape[-1], torch.device(device), [head_map.to(device) for head_map in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
@@ -151,7 +182,15 @@ def representations(
 
 
 def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
-    """Labels of the clusters that Ward's linkage of points [n, d] forms up to ``distance``."""
+    """Cluster points with Ward's linkage.
+
+    Args:
+        points: [n, d].
+        distance: Linkage distance up to which clusters are joined.
+
+    Returns:
+        The label of each point.
+    """
     if len(points) < 2:
         return [0] * len(points)
     hierarchy = require_scipy()
@@ -160,14 +199,30 @@ def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
 
 
 def require_scipy() -> Any:
-    """scipy's hierarchical clustering. Raises ConfigurationError where there is none."""
-    return needed("scipy.cluster.hierarchy", "clusters need scipy (pip install 'vllm-sparse-backend[calibrate]')")
+    """Import scipy's hierarchical clustering.
+
+    Returns:
+        The module ``scipy.cluster.hierarchy``. Without scipy, ConfigurationError is raised.
+    """
+    return require_module(
+        "scipy.cluster.hierarchy", "clusters need scipy (pip install 'vllm-sparse-backend[calibrate]')"
+    )
 
 
 def cluster_heads(
     maps: Sequence[torch.Tensor] | torch.Tensor, distance: float = DISTANCE, device: str = "cpu", epochs: int = EPOCHS
 ) -> Clusters:
-    """Clusters of all heads from the maps [num_heads, side, side] of each layer, numbered from 0 by first member."""
+    """Cluster all heads of a model by their attention maps.
+
+    Args:
+        maps: For each layer, [num_heads, side, side].
+        distance: Linkage distance up to which heads are joined.
+        device: Where the autoencoder is trained.
+        epochs: Epochs of training at most.
+
+    Returns:
+        For each layer, the cluster of each head, numbered from 0 by first member; −1 for noise.
+    """
     num_heads = len(maps[0])
     latent = representations([head_map for layer in maps for head_map in layer], device, epochs)
     spread = latent.std(0)
@@ -181,7 +236,17 @@ def cluster_heads(
 
 
 def head_clusters(captured: Capture, device: str, side: int = MAP_SIDE, distance: float = DISTANCE) -> Clusters:
-    """SharePrefill's clusters from a captured prompt; heads of layers that were not captured are noise."""
+    """Compute SharePrefill's clusters from a captured prompt.
+
+    Args:
+        captured: The prompt's capture.
+        device: Where maps are made and the autoencoder is trained.
+        side: Side of the attention maps.
+        distance: Linkage distance up to which heads are joined.
+
+    Returns:
+        For each layer, the cluster of each head; heads of layers that were not captured are noise.
+    """
     layers = sorted(captured.scales)
     maps = []
     for layer in layers:

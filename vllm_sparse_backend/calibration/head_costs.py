@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What selection and attention of one head take on this device, method by method: what searches weigh error against.
+"""Time that one head's selection and attention take on this device, by method: what searches weigh error against.
 
-Heads of a layer that are selected together (``Method.group_key``: a *kind* of method) share what their selection takes
-whatever their number. So a kind has three costs: of its selection on any heads at all, of each head more, and of
+Heads of a layer that are selected together (``Method.group_key``: a *kind* of method) share a fixed time of their
+selection. So a kind has three costs: its selection whatever the number of heads, its selection for each head, and
 attention to all pairs, of which a head pays the share that it keeps. They are measured once, on the first layer that
-can go sparse, and written down: searches that read the same file of costs decide alike.
+can go sparse, and saved: searches that read the same file of costs make the same decisions.
 
-Without a CUDA device references select and attend, whose times say nothing of a server's: costs are then estimates, by
-kept pairs and what methods say of themselves (``MethodSpec.cost``).
+Without a CUDA device the references select and attend, and their times do not represent a server's: costs are then
+estimated from kept pairs and the relative cost in each method's description (``MethodSpec.cost``).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from vllm_sparse_backend.calibration.external import read_json
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.layer_timing import Layer
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import write_json
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
@@ -33,41 +33,59 @@ from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 
 PAIR_MS = 7.6e-10 / 128
-"""Of one channel: FlashAttention-3 on an H200."""
+"""Time in ms of attention to one pair, for one channel of a head: FlashAttention-3 on an H200."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one kind of method, on one layer and all served chunks of the first prompt."""
+    """Times of one kind of method in one layer, over all served chunks of the first prompt."""
 
     group_ms: float
-    """Selection, whatever the number of heads."""
+    """Selection's share that does not depend on the number of heads."""
     head_ms: float
-    """Selection of each of them."""
+    """Selection for each head."""
     full_ms: float
-    """Attention of a head to every pair."""
+    """Attention of a head to all pairs."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Whatever methods a layer's heads have."""
+    """Times of a layer that do not depend on its heads' methods."""
 
     base_ms: float
-    """Attention to next to nothing."""
+    """Attention that keeps almost nothing."""
     dense_ms: float
-    """The whole layer by the dense backend."""
+    """Dense attention of the whole layer."""
 
 
 class Costs(Protocol):
-    def of(self, method: Method) -> Cost: ...
+    """Source of the times that a search weighs."""
+
+    def of(self, method: Method) -> Cost:
+        """Return the times of a method's kind.
+
+        Args:
+            method: A method; its kind is its ``group_key``.
+
+        Returns:
+            Times in ms over the first prompt.
+        """
 
     @property
-    def layer(self) -> LayerCost: ...
+    def layer(self) -> LayerCost:
+        """Times in ms of a layer that do not depend on its heads' methods."""
 
 
 @lru_cache(maxsize=4096)
 def kind_of(method: Method) -> Method:
-    """Equal for methods that a layer selects together."""
+    """Return the key that is equal for methods which a layer selects together.
+
+    Args:
+        method: A method.
+
+    Returns:
+        The method's ``group_key``, cached.
+    """
     return method.group_key
 
 
@@ -77,51 +95,77 @@ def _name(method: Method) -> str:
 
 
 def head_ms(costs: Costs, method: Method, density: float) -> float:
-    """What one head more of its kind takes."""
+    """Return the time that one more head of a method's kind takes.
+
+    Args:
+        costs: Times of selection and attention.
+        method: The head's method.
+        density: Share of its pairs that the head keeps.
+
+    Returns:
+        Time in ms over the first prompt.
+    """
     cost = costs.of(method)
     return cost.head_ms + density * cost.full_ms
 
 
 @dataclass(frozen=True)
 class EstimatedCosts:
-    """By pairs, and the share of dense attention's time that a selection takes by its method's description."""
+    """Costs from the number of pairs and each method's described share of dense attention's time."""
 
     num_heads: int
     full_ms: float = 1.0
-    """Of a head's attention to all pairs."""
+    """Time in ms of a head's attention to all pairs."""
     selects: bool = True
-    """False: kept pairs are all that counts, for searches of what is sparsest, on no device in particular."""
+    """False to count kept pairs only, for searches of the sparsest methods on no particular device."""
 
     def of(self, method: Method) -> Cost:
         # A third of what a selection takes does not depend on the number of heads.
+        """Estimate the times of a method's kind; a third of its selection does not depend on the heads.
+
+        Args:
+            method: A method.
+
+        Returns:
+            Times in ms, in proportion to ``full_ms``.
+        """
         selection = METHODS[name_of(method)].cost * self.full_ms * self.selects
         return Cost(self.num_heads * selection / 3, selection * 2 / 3, self.full_ms)
 
     @property
     def layer(self) -> LayerCost:
+        """Estimated times of a layer: dense attention takes ``full_ms`` for each head."""
         return LayerCost(0.0, self.num_heads * self.full_ms)
 
 
 @dataclass
-class Known:
-    """What a file of costs holds."""
+class SavedCosts:
+    """Costs measured so far, as their file holds them."""
 
     layer: LayerCost | None
     kinds: dict[str, Cost]
 
 
 class MeasuredCosts:
-    """Times of a CUDA device, each measured when it is first asked for, and kept in a file.
+    """Times on a CUDA device, each measured when it is first needed and saved in a file.
 
-    ``batches`` gives the served chunks of the layer that they are measured on. The file lies in a job's folder, and is
-    of that job.
+    ``batches`` returns the served chunks of the layer to measure on. The file lies in a job's folder and is valid
+    for that job only.
     """
 
     def __init__(self, card: Card, path: Path, batches: Callable[[], Sequence[Batch]]) -> None:
         self.card, self.path, self.batches = card, path, batches
-        self.known: Known = read_json(path, Known) if path.exists() else Known(None, {})
+        self.known: SavedCosts = read_json(path, SavedCosts) if path.exists() else SavedCosts(None, {})
 
     def of(self, method: Method) -> Cost:
+        """Return the times of a method's kind, measuring and saving them first if they are unknown.
+
+        Args:
+            method: A method.
+
+        Returns:
+            Times in ms, rounded to three digits.
+        """
         if (name := _name(method)) not in self.known.kinds:
             self.known.kinds[name] = self._measure(method, self.batches())
             write_json(self.path, asdict(self.known))
@@ -129,6 +173,7 @@ class MeasuredCosts:
 
     @property
     def layer(self) -> LayerCost:
+        """Times of the layer, measured and saved first if they are unknown."""
         if self.known.layer is None:
             self.known.layer = self._measure_layer(self.batches())
             write_json(self.path, asdict(self.known))
@@ -156,11 +201,11 @@ class MeasuredCosts:
         taken = self._ms(batches, [self._attentions(plain, "plain"), dense])
         return LayerCost(_rounded(taken["plain"]), _rounded(taken["dense"]))
 
-    def _attentions(self, layers: Sequence[Layer], name: str) -> list[Any]:
+    def _attentions(self, layers: Sequence[TimedLayer], name: str) -> list[Any]:
         return [(name, partial(layer.attend, layer.engine(self.card.engines))) for layer in layers]
 
     def _ms(self, batches: Sequence[Batch], contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
-        """Medians; nothing is kept from one pass to the next."""
+        """Return the median time of each name; no state is kept from one pass to the next."""
 
         def new_pass() -> None:
             for batch in batches:
@@ -169,12 +214,12 @@ class MeasuredCosts:
         return {name: median(ms) for name, ms in self.card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
 
 
-def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[Layer]:
-    return [Layer.of(batch, layer_plan(methods), AUTO) for batch in batches]
+def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[TimedLayer]:
+    return [TimedLayer.of(batch, layer_plan(methods), AUTO) for batch in batches]
 
 
-def _alone(layer: Layer, method: Method) -> Layer:
-    """The same layer, of which the first head alone selects: it has room for all heads."""
+def _alone(layer: TimedLayer, method: Method) -> TimedLayer:
+    """Return the layer with only the first head selecting; its index keeps room for all heads."""
     head = layer.served.head_ids[0][:1]
     engine = choose_select_engine(SelectSpec(method, head.device, layer.batch.cache.head_dim)).engine
     served = replace(layer.served, groups=layer_plan([method]), head_ids=(head,), select_engines=(engine,))

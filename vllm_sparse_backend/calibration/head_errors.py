@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method does to each head of a layer, on captured prompts: error of its output, density; and bounds of these.
+"""Effect of a method on each head of a layer, on captured prompts: output error and density; and bounds of these.
 
-A search asks a ``LayerJudge`` what came of one method for each head; it knows nothing of captures or devices.
+A search asks a ``LayerJudge`` for the figures of one method for each head, and knows nothing of captures or devices.
 """
 
 import math
@@ -12,19 +12,19 @@ from typing import NamedTuple, Protocol
 from vllm_sparse_kernels.methods.base import Method
 
 BEYOND_P99 = 0.01
-"""The share of queries that ``HeadResult.p99`` leaves out: those that retrieve are few, and means hide them."""
+"""Share of queries above ``HeadResult.p99``: few queries retrieve, and means hide them."""
 BEYOND_P999 = 0.001
-"""The same of ``HeadResult.p999``: queries that look up an answer may be no more than a hundredth of a prompt's."""
+"""Share of queries above ``HeadResult.p999``: queries that look up an answer may be under a hundredth of a prompt's."""
 
 LEAST_ERROR = 0.02
-"""What the default counts as losing where it loses less: a head that must do better would be dense for nothing."""
+"""Lower limit of the default's error in ratios: demanding less error than this would make heads dense needlessly."""
 
 ERRORS = ("error", "p99", "p999", "mean")
-"""Of ``Bound``, those that are errors as they are."""
+"""Fields of ``Bound`` that are errors themselves, not ratios."""
 
 
 class Errors(NamedTuple):
-    """What ``HeadResult`` has of these names."""
+    """The errors of ``HeadResult``, by the same names."""
 
     error: float
     p99: float
@@ -34,61 +34,85 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Of one head under one method, over the queries of all prompts, selected and attended chunk by chunk as served.
+    """Figures of one head under one method, over the queries of all prompts, selected and attended chunk by chunk.
 
-    A query's error is ‖o − õ‖₁ / ‖o‖₁: o is its output under dense attention, õ under the method. Of several prompts
-    errors are those of the one where they are largest: a bound that holds, holds on each.
+    A query's error is ‖o − õ‖₁ / ‖o‖₁, with o its output under dense attention and õ under the method. With several
+    prompts, each error is the largest over the prompts: a bound that holds, holds on each prompt.
     """
 
     error: float
     """Mean over queries."""
     p99: float
-    """A hundredth of queries (``BEYOND_P99``) has more."""
+    """Error that a hundredth of queries (``BEYOND_P99``) exceeds."""
     p999: float
-    """A thousandth of queries (``BEYOND_P999``) has more."""
+    """Error that a thousandth of queries (``BEYOND_P999``) exceeds."""
     of_default: float
-    """The least k for which the head loses k times what it loses under the server's default: its mean is at most k
-    times that (or ``LEAST_ERROR``), and a thousandth of queries, each beside itself, has more than k − 1 more.
+    """Error relative to the server's default: the smallest k for which the mean error is at most k times the default's
+    (or ``LEAST_ERROR``), and at most a thousandth of queries exceed their own error under the default by k − 1.
 
-    Means and tails by themselves do not tell who is hit: heads that look everywhere have a tail of 0.8 under the
+    Means and tails alone do not show which queries are hit: heads that attend everywhere have a tail of 0.8 under the
     default, from queries that lose nothing, and a method with the same tail may lose every lookup.
     """
     density: float
-    """Kept pairs over causal pairs."""
+    """Kept pairs divided by causal pairs."""
     unseen: Errors | None = None
-    """What a prompt that was not seen may have, by leave-one-out: as far beyond these prompts as the one with most lies
-    beyond the others; of a single prompt what that has."""
+    """Errors to expect on an unseen prompt, by leave-one-out: the largest plus its distance to the second largest; with
+    a single prompt, its own errors."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The most error that a head may have."""
+    """Upper limits of a head's error."""
 
     error: float = math.inf
-    """Of ``HeadResult.error``."""
+    """Limit of ``HeadResult.error``."""
     p99: float = math.inf
-    """Of ``HeadResult.p99``."""
+    """Limit of ``HeadResult.p99``."""
     p999: float = math.inf
-    """Of ``HeadResult.p999``."""
+    """Limit of ``HeadResult.p999``."""
     mean: float = math.inf
-    """Of the mean of all heads' ``HeadResult.error``, dense ones too: a matter of the whole model."""
+    """Limit of the mean of ``HeadResult.error`` over all heads of the model, dense ones included."""
     of_default: float = math.inf
-    """Of ``HeadResult.of_default``."""
+    """Limit of ``HeadResult.of_default``."""
 
     @property
     def has_mean(self) -> bool:
+        """Whether the mean over all heads is limited."""
         return math.isfinite(self.mean)
 
-    def less(self, margin: float) -> "Bound":
-        """What searches keep to: all but a share of the errors; ``of_default`` is of the same prompts, and stays."""
+    def with_margin(self, margin: float) -> "Bound":
+        """Tighten the bound for a search, leaving a margin for unseen prompts.
+
+        ``of_default`` stays: it compares two methods on the same prompts.
+
+        Args:
+            margin: Share of each error limit to take off.
+
+        Returns:
+            The tighter bound.
+        """
         return replace(self, **{name: getattr(self, name) * (1 - margin) for name in ERRORS})
 
     def holds(self, figures: HeadResult) -> bool:
-        """On unseen prompts too, as far as ``HeadResult.unseen`` can tell. Never for what is no number."""
+        """Return whether a head holds the bound, on unseen prompts too as far as ``HeadResult.unseen`` predicts.
+
+        Args:
+            figures: The head's figures.
+
+        Returns:
+            True if every limit holds; False where a figure is NaN.
+        """
         return all(share <= 1 for share in self._shares(figures.unseen or figures))
 
-    def share(self, figures: HeadResult) -> float:
-        """How much of the bound the head takes up on these prompts: above 1 it does not hold."""
+    def used_fraction(self, figures: HeadResult) -> float:
+        """Return how much of the bound a head uses on these prompts.
+
+        Args:
+            figures: The head's figures.
+
+        Returns:
+            The largest ratio of error to limit; above 1 the bound does not hold.
+        """
         return max(self._shares(figures))
 
     def _shares(self, errors: HeadResult | Errors) -> list[float]:
@@ -96,15 +120,22 @@ class Bound:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """By name, those that bind."""
+        """The finite limits by name."""
         return {name: most for name in (*ERRORS, "of_default") if math.isfinite(most := getattr(self, name))}
 
 
 class LayerJudge(Protocol):
-    """One layer on captured prompts."""
+    """Judge of one layer on captured prompts."""
 
     layer: int
     num_heads: int
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """What comes of one method for each head. All heads are selected and attended in one pass of each chunk."""
+        """Judge one method for each head; all heads are selected and attended in one pass of each chunk.
+
+        Args:
+            methods: One method for each head.
+
+        Returns:
+            The figures of each head.
+        """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a model on captured prompts, selected and attended as a server on this device would prefill it.
 
-On a CUDA device kernels select, and the engine attends that the server would choose; elsewhere the references do both.
-All that a layer needs lies on the device at a time: queries, keys, values and dense outputs of every prompt, in the
-model's dtype: (2 · heads + 2 · kv heads) · head_dim elements for each token of the prompts, 20 KB for Llama-3.1-8B; of
-one chunk two outputs in float32 and an index; and 8 bytes for each token and head (errors, and the default's).
+On a CUDA device kernels select, and the engine that the server would choose attends; elsewhere the references do both.
+The device holds one layer at a time: queries, keys, values and dense outputs of every prompt in the model's dtype, that
+is (2 · heads + 2 · kv heads) · head_dim elements for each token, 20 KB for Llama-3.1-8B; for one chunk, two outputs in
+float32 and an index; and 8 bytes for each token and head (errors under the method and under the default).
 """
 
 import copy
@@ -34,35 +34,47 @@ from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import Method
 
 State = dict[Hashable, Any]
-"""``Rows.state`` of a chunk: what methods keep from layer to layer."""
+"""``Rows.state`` of a chunk: the state that methods hand from layer to layer."""
 
 Outcome = tuple[torch.Tensor, torch.Tensor]
-"""Of one prompt, on the device: each query's error [num_queries, num_heads]; pairs kept [num_heads], float64."""
+"""For one prompt, on the device: errors [num_queries, num_heads] float32; kept pairs [num_heads] float64."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """How prompts are prefilled."""
+    """How a server prefills the prompts: chunk size, and the length of the dense start, both in tokens."""
 
     chunk_tokens: int = 8192
     min_tokens: int = 0
-    """Positions from which on rows go sparse; those before are dense and not judged."""
+    """First position that goes sparse; earlier ones are dense and not judged."""
 
 
 @dataclass(frozen=True)
 class LayerPrompt:
-    """A layer's part of one prompt, on the device, in the chunks in which a server would prefill it."""
+    """One layer's part of a prompt on the device, in the chunks in which a server would prefill it."""
 
     batches: list[Batch]
     dense: list[torch.Tensor]
-    """Of each chunk [query_len, num_heads, head_dim]: its output under dense attention."""
+    """For each chunk, its output under dense attention [query_len, num_heads, head_dim]."""
     before: Sequence[State] = ()
-    """Of each chunk, what the layers before have left; nothing unless given."""
+    """For each chunk, the state that earlier layers left; empty if there is none."""
 
     @staticmethod
     def read(
         captured: Capture, layer: int, served: Served, device: torch.device, before: Sequence[State] = ()
     ) -> "LayerPrompt":
+        """Load a captured layer and compute its output under dense attention.
+
+        Args:
+            captured: The prompt's capture.
+            layer: A captured layer's number.
+            served: How a server prefills the prompt.
+            device: Where the tensors go.
+            before: For each chunk, the state that earlier layers left; empty if there is none.
+
+        Returns:
+            The layer's chunks and their dense outputs.
+        """
         tensors, scale = captured.read(layer, device), captured.scales[layer]
         cache = PagedCache(paged(tensors.k), paged(tensors.v))
         rows = chunk_rows(captured.num_tokens, served.chunk_tokens, device, served.min_tokens)
@@ -74,12 +86,22 @@ class LayerPrompt:
 
     @property
     def num_pairs(self) -> int:
+        """Causal (query, key) pairs of all chunks, for one head."""
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
     def passes(
         self, groups: LayerPlan, engines: Mapping[str, Engine] | None
     ) -> Iterator[tuple[torch.Tensor, SparseIndex, State]]:
-        """Of each chunk the output, what was kept, and what is left to the next layer. On a CPU no engines."""
+        """Select and attend chunk by chunk.
+
+        Args:
+            groups: The layer's heads, grouped by method.
+            engines: Attention engines of a CUDA device by name; None or empty to use the references.
+
+        Yields:
+            For each chunk: output [query_len, num_heads, head_dim], the index of kept keys, and the state left to the
+            next layer.
+        """
         for i, batch in enumerate(self.batches):
             rows = replace(batch.rows)  # nothing is kept from pass to pass
             rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
@@ -90,6 +112,15 @@ class LayerPrompt:
             yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
 
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> Outcome:
+        """Compare the output under a method with the dense output, for all chunks.
+
+        Args:
+            groups: The layer's heads, grouped by method.
+            engines: Attention engines of a CUDA device by name; None to use the references.
+
+        Returns:
+            Errors [num_queries, num_heads] float32, and kept pairs [num_heads] float64.
+        """
         errors, pairs = [], []
         for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -98,24 +129,42 @@ class LayerPrompt:
         return torch.cat(errors), torch.stack(pairs).sum(0).double()
 
 
-def summary(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
-    """``Errors`` [4, num_heads] float64 of queries [num_queries, num_heads] under a method, and under the default."""
+def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
+    """Reduce queries' errors to the four figures of ``Errors``.
+
+    Args:
+        errors: [num_queries, num_heads], under the method.
+        of_default: [num_queries, num_heads], under the server's default.
+
+    Returns:
+        [4, num_heads] float64, in the order of ``Errors``.
+    """
     mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
-    (more,) = beyond(errors - of_default, BEYOND_P999)
-    return torch.stack((mean, *beyond(errors, BEYOND_P99, BEYOND_P999), torch.maximum(mean / default, 1 + more)))
+    (more,) = error_quantiles(errors - of_default, BEYOND_P999)
+    return torch.stack(
+        (mean, *error_quantiles(errors, BEYOND_P99, BEYOND_P999), torch.maximum(mean / default, 1 + more))
+    )
 
 
-def beyond(of_queries: torch.Tensor, *shares: float) -> list[torch.Tensor]:
-    """[num_heads] float64 for each share: what this share of queries has more than."""
+def error_quantiles(of_queries: torch.Tensor, *shares: float) -> list[torch.Tensor]:
+    """Return upper quantiles of queries' errors.
+
+    Args:
+        of_queries: [num_queries, num_heads].
+        shares: Shares of queries that exceed the quantile.
+
+    Returns:
+        [num_heads] float64 for each share.
+    """
     ordered = of_queries.sort(0).values
     return [ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in shares]
 
 
 class CapturedLayer:
-    """What methods do to one layer of captured prompts; ``engines`` are those of a CUDA device, None on a CPU.
+    """Effect of methods on one layer of captured prompts.
 
-    ``before``: of each prompt's chunks, what the layers before have left; nothing unless given. ``others``: methods of
-    heads of other layers.
+    ``engines`` are those of a CUDA device, None on a CPU. ``before`` holds, for each prompt's chunks, the state that
+    earlier layers left. ``others`` are methods of heads of other layers.
     """
 
     def __init__(
@@ -135,39 +184,60 @@ class CapturedLayer:
         ]
 
     def after(self, methods: Sequence[Method]) -> list[list[State]]:
-        """Of each prompt's chunks, what the layer leaves to the next if its heads have these methods."""
+        """Run the layer and return the state that it leaves to the next layer.
+
+        Args:
+            methods: One method for each head.
+
+        Returns:
+            For each prompt, the state of each chunk.
+        """
         groups = layer_plan(methods, self.others)
         return [[dict(state) for *_, state in prompt.passes(groups, self.engines)] for prompt in self.prompts]
 
     @cached_property
     def _of_default(self) -> list[torch.Tensor]:
-        """Of each prompt, queries' errors under the server's default."""
+        """Errors under the server's default method, for each prompt [num_queries, num_heads] float32."""
         default = [make_method("default", {})] * self.prompts[0].batches[0].num_heads
         groups = layer_plan(default, self.others)
         return [prompt.outcome(groups, self.engines)[0] for prompt in self.prompts]
 
     def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
+        """Run the layer on all prompts and measure each head.
+
+        Args:
+            methods: One method for each head.
+
+        Returns:
+            For each head, the largest errors over the prompts, and the density over all prompts.
+        """
         groups = layer_plan(methods, self.others)
         outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
         errors = torch.stack(
-            [summary(of_method, default) for (of_method, _), default in zip(outcomes, self._of_default)]
+            [summarize_errors(of_method, default) for (of_method, _), default in zip(outcomes, self._of_default)]
         )
         density = torch.stack([kept for _, kept in outcomes]).sum(0) / sum(prompt.num_pairs for prompt in self.prompts)
-        rows = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
+        rows = torch.cat((errors.amax(0), density[None], extrapolate_unseen(errors))).T.tolist()
         return [HeadResult(error, p99, p999, k, kept, Errors(*more)) for error, p99, p999, k, kept, *more in rows]
 
 
-def unseen(errors: torch.Tensor) -> torch.Tensor:
-    """``HeadResult.unseen`` of what prompts have, along the first dimension; of a single one what it has."""
+def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
+    """Extrapolate errors to an unseen prompt: the largest plus its distance to the second largest.
+
+    Args:
+        errors: [num_prompts, 4, num_heads].
+
+    Returns:
+        [4, num_heads]; a single prompt's own errors.
+    """
     ordered = errors.sort(0).values
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
 
 
 class RememberingJudge:
-    """A ``LayerJudge`` that writes down what it has judged, and reads the layer only for what it has not.
+    """A ``LayerJudge`` that saves its outcomes and loads the layer only for unknown ones.
 
-    ``path`` holds this layer's figures, all of one set of prompts; whoever breaks off loses what came after the last
+    ``path`` holds this layer's figures, all for one set of prompts; an interruption loses outcomes since the last
     ``save``.
     """
 
@@ -178,9 +248,21 @@ class RememberingJudge:
 
     @cached_property
     def captured(self) -> CapturedLayer:
+        """The layer, loaded when it is first needed."""
         return self._read()
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
+        """Return known figures, or run the layer.
+
+        Args:
+            methods: One method for each head.
+
+        Returns:
+            The figures of each head.
+
+        Raises:
+            ValueError: The number of methods differs from the number of heads.
+        """
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
         # All fields of all methods; of equal ones those of one.
@@ -190,6 +272,7 @@ class RememberingJudge:
         return self.known[key]
 
     def save(self) -> None:
+        """Write all outcomes to ``path``, if there are new ones."""
         if len(self.known) > self.num_saved:
             write_json(self.path, {key: [asdict(result) for result in results] for key, results in self.known.items()})
             self.num_saved = len(self.known)

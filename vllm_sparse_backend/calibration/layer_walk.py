@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a model in order, each judged with what the layers before hand on to it (``Rows.state``).
+"""Layers of a model in order, each judged with the state that earlier layers hand to it (``Rows.state``).
 
-Some methods' heads look at heads of earlier layers. What a layer is given follows from what those before were chosen to
-do and from nothing behind it: layers that are judged in order, each as it will be served, are judged jointly.
+Some methods' heads use results of heads in earlier layers. A layer's input state follows from the methods chosen for
+earlier layers, and from no later layer: layers that are judged in order, each as it will be served, are judged jointly.
 
-**Memory.** Beside a layer's own (``judge.py``), where heads depend on others, the state of each chunk of each prompt,
-twice: of SharePrefill 4 bytes for each pair of a tile of queries and a block of keys, by clusters; 0.3 MB a cluster for
-a prompt of 32,768.
+**Memory.** In addition to a layer's own (``layer_judge.py``), where heads depend on others: the state of each chunk of
+each prompt, twice. For SharePrefill this is 4 bytes for each pair of a tile of queries and a block of keys, for each
+cluster; 0.3 MB a cluster for a prompt of 32,768 tokens.
 """
 
 import hashlib
@@ -22,31 +22,36 @@ from vllm_sparse_backend.config.method_parameters import parameters_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-Of = TypeVar("Of")
+ResultT = TypeVar("ResultT")
 
 
-class Flow:
-    """The model so far, on the prompts or on the held-out ones.
+class LayerWalk:
+    """The model up to the current layer, on the prompts or on the held-out prompts.
 
-    ``sharing``: methods that other heads have, where those of a layer need some (``Method.sharing``). Outcomes are
-    remembered in the job's folder by what the layers before hand on, which takes nothing but which heads share.
+    ``others``: methods of heads in other layers, for methods that need some (``Method.sharing``). Outcomes are saved
+    in the job's folder under a name that depends on which heads of earlier layers share, as nothing else affects a
+    layer's input.
     """
 
     def __init__(self, job: Job, kind: str, others: Sequence[Method] = ()) -> None:
         self.job, self.kind, self.others = job, kind, tuple(others)
         self.chosen: list[list[Method]] = []
-        """Of the layers so far, each head's."""
+        """Chosen method of each layer so far and each head."""
         self._states: list[list[State]] = []
         self._passed = 0
 
     def judge(self) -> RememberingJudge:
-        """Of the next layer."""
+        """Return the judge of the next layer.
+
+        Returns:
+            A judge whose file holds the layer's known outcomes.
+        """
         layer = len(self.chosen)
         name = f"{self.kind}-layer-{layer:03}{self._handed_on()}.json"
         return RememberingJudge(layer, self.job.shape.num_heads, self.job.folder / name, self._read)
 
     def _handed_on(self) -> str:
-        handed = [[_given(method) for method in heads] for heads in self.chosen]
+        handed = [[_shared_parameters(method) for method in heads] for heads in self.chosen]
         if not any(map(any, handed)):
             return ""
         text = json.dumps([heads if any(heads) else None for heads in handed])
@@ -71,15 +76,22 @@ def walk(
     job: Job,
     kind: str,
     others: Sequence[Method],
-    choose: Callable[[RememberingJudge], tuple[Sequence[Method], Of | None]],
-) -> tuple[list[list[Method]], list[Of | None]]:
-    """All layers in order: of each the methods of its heads, and what else ``choose`` has of it.
+    choose: Callable[[RememberingJudge], tuple[Sequence[Method], ResultT | None]],
+) -> tuple[list[list[Method]], list[ResultT | None]]:
+    """Choose methods for all layers in order; layers that never go sparse are dense.
 
-    Layers that never go sparse are dense, and have None.
+    Args:
+        job: Model, prompts and folder.
+        kind: ``prompts`` or ``held-out``.
+        others: Methods of heads in other layers, for methods that need some.
+        choose: Returns a layer's methods from its judge, and any further result.
+
+    Returns:
+        For each layer, the method of each head; and for each layer the further result, None for layers never sparse.
     """
-    flow = Flow(job, kind, others)
-    results: list[Of | None] = []
-    job.tell.begin("layers", len(job.layers))
+    flow = LayerWalk(job, kind, others)
+    results: list[ResultT | None] = []
+    job.progress.begin("layers", len(job.layers))
     for layer in range(job.shape.num_layers):
         if layer not in job.layers:
             flow.chosen.append([Dense()] * job.shape.num_heads)
@@ -90,22 +102,36 @@ def walk(
         judge.save()
         flow.chosen.append(list(methods))
         results.append(of_layer)
-        job.tell.step()
+        job.progress.step()
     return flow.chosen, results
 
 
 def needs_others(method: Method) -> bool:
-    """Whether what a head does depends on other heads."""
+    """Return whether a head's selection depends on other heads.
+
+    Args:
+        method: The head's method.
+
+    Returns:
+        True for methods that share patterns between heads.
+    """
     return method.unshared != method
 
 
-def _given(method: Method) -> dict[str, Any] | None:
-    """What of a head counts for later layers: of SharePrefill not its γ."""
+def _shared_parameters(method: Method) -> dict[str, Any] | None:
+    """Return the parameters of a head that affect later layers; SharePrefill's γ does not."""
     return parameters_of(method.sharing) if needs_others(method) else None
 
 
-def first_judge(job: Job) -> RememberingJudge:
-    """Of the first layer that can go sparse, on the prompts."""
-    flow = Flow(job, "prompts")
+def first_layer_judge(job: Job) -> RememberingJudge:
+    """Return the judge of the first layer that can go sparse, on the prompts.
+
+    Args:
+        job: Model, prompts and folder.
+
+    Returns:
+        The judge; all earlier layers are dense.
+    """
+    flow = LayerWalk(job, "prompts")
     flow.chosen = [[Dense()] * job.shape.num_heads] * job.layers[0]
     return flow.judge()

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """MInference's pattern for each head (arXiv:2407.02490, section 3.2, Algorithm 1; appendix C.2 and table 7).
 
-Table 7's candidates, an A-shape, four vertical-slashes and a block-sparse one, are first brought to equal cost, that of
-the A-shape with 1,024 and 4,096 tokens: a setting is changed in steps until it costs as much. Then the candidate with
-the least output error is the head's.
+The candidates of table 7 (an A-shape, four vertical-slashes and a block-sparse pattern) are first resized in steps to
+equal cost, that of the A-shape with 1,024 and 4,096 tokens. Each head then gets the candidate with the least output
+error.
 
 What the paper leaves open, and where this departs from it:
 
 * Cost is time on this device: selection and attention of all heads of the first layer that can go sparse, with the
-  candidate, as served (``costs.py``). The paper counts what its kernels compute, and selection not at all.
-* What changes in a step: the larger of a candidate's two numbers, so that it stays what it is, by 50 tokens. A step of
-  block-sparse is one block of 64 keys, where the paper's 50 would be 3,200 of them.
-* A candidate whose smallest setting costs too much, or that keeps all where it costs as much, is left out where
-  Algorithm 1 would not end.
-* Of the candidates that hold ``bound`` the one with the least error is taken, of those that leave out a tenth of the
-  head's pairs or more: scattered slashes may keep them all. Where there is none, the head runs dense.
-* Beyond the paper: several budgets, multiples of the paper's cost. Each head takes the smallest at which a candidate
-  holds the bound. The paper has one. Those as dear as dense attention are left out.
+  candidate, as served (``head_costs.py``). The paper counts the work of its kernels, and ignores selection.
+* A step changes the larger of a candidate's two numbers by 50 tokens, so its character stays. A step of block-sparse is
+  one block of 64 keys, as the paper's 50 would be 50 blocks, 3,200 keys.
+* A candidate whose smallest setting costs too much, or that keeps everything at this cost, is left out; Algorithm 1
+  would not terminate.
+* Among the candidates that hold ``bound`` and leave out at least a tenth of the head's pairs (scattered slashes may
+  keep them all), the one with the least error is taken. Where there is none, the head runs dense.
+* Beyond the paper: several budgets, multiples of the paper's cost. Each head takes the smallest budget at which a
+  candidate holds the bound. Budgets as expensive as dense attention are left out.
 
-Heads of one pattern differ in their numbers within one launch.
+Heads of one pattern may differ in their numbers within one launch.
 """
 
 from bisect import bisect_left
@@ -29,8 +29,8 @@ from typing import Any
 from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_costs import Costs, head_ms
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import first_judge
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, May, Search, judge_all
+from vllm_sparse_backend.calibration.layer_walk import first_layer_judge
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Search, judge_all
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -38,7 +38,7 @@ from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 TARGET = AShape(sink_tokens=1024, local_tokens=4096)
-"""Whose cost is the paper's budget t."""
+"""The candidate whose cost is the paper's budget t."""
 
 CANDIDATES = (
     TARGET,
@@ -48,36 +48,45 @@ CANDIDATES = (
     VerticalSlash(vertical_tokens=3000, slash_tokens=200),
     BlockSparse(top_blocks=100),
 )
-"""Table 7."""
+"""Candidates of the paper's table 7."""
 
 SIZES: dict[type[Method], tuple[str, ...]] = {
     AShape: ("local_tokens",), VerticalSlash: ("slash_tokens", "vertical_tokens"), BlockSparse: ("top_blocks",),
 }  # fmt: skip
-"""What a step may change."""
+"""Fields that a step may change."""
 
 STEP, MOST_STEPS = 50, 4096
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
-"""Of the paper's cost; the paper has 1 alone."""
+"""Budgets as multiples of the paper's cost; the paper has 1 only."""
 
 Space = tuple[Method, ...]
 """Candidates of equal cost."""
 
 
-class Candidates(Search):
-    """Of the cheapest space with one that holds the bound, the candidate of the least error."""
+class MInferenceSearch(Search):
+    """Search for the candidate of least error in the smallest budget where one holds the bound."""
 
     def __init__(self, job: Job, bound: Bound, budgets: Sequence[float] = BUDGETS) -> None:
-        judge = first_judge(job)
+        judge = first_layer_judge(job)
         self.bound, self.spaces = bound, list(search_spaces(judge, job.costs, budgets))
         judge.save()
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        """Choose each head's candidate.
+
+        Args:
+            judge: Judges the layer's heads.
+            is_allowed: Whether a head may have a method.
+
+        Returns:
+            One method for each head, ``Dense()`` where no candidate holds in any budget.
+        """
         chosen: list[Method | None] = [None] * judge.num_heads
         for space in self.spaces:
             passes = [judge_all(judge, self.bound, [candidate] * judge.num_heads) for candidate in space]
             for head, judged in enumerate(zip(*passes, strict=True)):
                 holding = [result for result in judged if result.holds and result.sparsity >= LEAST_SPARSITY]
-                allowed = [result for result in holding if may(head, result.method)]
+                allowed = [result for result in holding if is_allowed(head, result.method)]
                 if chosen[head] is None and allowed:
                     chosen[head] = min(allowed, key=lambda result: result.figures.error).method
             if None not in chosen:
@@ -86,7 +95,16 @@ class Candidates(Search):
 
 
 def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> Iterator[Space]:
-    """The candidates of each budget, the cheapest first: at most twelve passes a candidate."""
+    """Resize the candidates to each budget; takes at most twelve passes for each candidate.
+
+    Args:
+        judge: Judges the first layer that can go sparse.
+        costs: Times of selection and attention.
+        budgets: Multiples of the paper's cost.
+
+    Yields:
+        The candidates of each budget that is cheaper than dense attention, the cheapest budget first.
+    """
     dense_ms = _cost(judge, costs, Dense())[0]
     for budget in sorted(budgets):
         aim = budget * _cost(judge, costs, TARGET)[0]
@@ -99,7 +117,15 @@ def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> 
 
 
 def resized(candidate: Method, steps: int) -> Method:
-    """ChangeSpace: the candidate with so many steps as its larger number, and what it had beside whole steps."""
+    """Resize a candidate (the paper's ChangeSpace).
+
+    Args:
+        candidate: An A-shape, vertical-slash or block-sparse method.
+        steps: Whole steps of its larger number; the remainder of a step is kept.
+
+    Returns:
+        The resized candidate.
+    """
     number, field = max((getattr(candidate, field), field) for field in SIZES[type(candidate)])
     step = 1 if isinstance(candidate, BlockSparse) else STEP
     changes: dict[str, Any] = {field: steps * step + number % step}
@@ -107,7 +133,7 @@ def resized(candidate: Method, steps: int) -> Method:
 
 
 def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> Method | None:
-    """The candidate in the size that costs next to ``aim``; None where none does, or where it keeps all then."""
+    """Return the candidate in the size closest in cost to ``aim`` (ms); None if none fits or it keeps everything."""
 
     def taken(steps: int) -> float:
         return _cost(judge, costs, resized(candidate, steps))[0]
@@ -121,7 +147,7 @@ def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> M
 
 
 def _cost(judge: LayerJudge, costs: Costs, method: Method) -> tuple[float, float]:
-    """Time of a layer all of whose heads have this method, in ms, and the share of the pairs that it leaves out."""
+    """Return the time in ms of a layer with this method on all heads, and the share of pairs that it leaves out."""
     densities = [result.density for result in judge.judge([method] * judge.num_heads)]
     shared = costs.of(method).group_ms + costs.layer.base_ms
     taken = shared + sum(head_ms(costs, method, density) for density in densities)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search found, as a profile: methods of all heads, what came of them, and on what that was judged."""
+"""Profiles from search results: methods of all heads, their figures, and the prompts that these were judged on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,24 +16,28 @@ from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-OfLayers = list[list[HeadResult] | None]
-"""Of each layer what came of its heads; None for layers that never go sparse."""
+FiguresByLayer = list[list[HeadResult] | None]
+"""For each layer, the figures of its heads; None for layers that never go sparse."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found for one bound: methods by layer and head of the whole model, and what came of them."""
+class LevelResult:
+    """Search result for one bound: the method of each layer and head of the whole model, with figures."""
 
     bound: Bound
     methods: list[list[Method]]
-    figures: OfLayers
-    """On the prompts."""
-    held_out: OfLayers
+    figures: FiguresByLayer
+    """Figures on the prompts."""
+    held_out: FiguresByLayer
     crossover: ProfileCrossover | None = None
 
     def summary(self) -> dict[str, float]:
-        """Of the held-out prompts, over the heads that are not dense: what part of them holds the bound; the most that
-        a head takes of it; means."""
+        """Summarise the held-out prompts over the heads that are not dense.
+
+        Returns:
+            The share of heads within the bound, the largest used fraction of it, and mean errors, to four digits; empty
+            if all heads are dense.
+        """
         sparse = [
             result
             for methods, figures in zip(self.methods, self.held_out)
@@ -42,7 +46,7 @@ class Found:
         ]
         if not sparse:
             return {}
-        shares = [self.bound.share(result) for result in sparse]
+        shares = [self.bound.used_fraction(result) for result in sparse]
         figures = {
             "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
             "most_of_bound": max(shares),
@@ -57,25 +61,47 @@ class Found:
 
     @property
     def density(self) -> float:
-        """Mean over all layers' heads."""
+        """Mean density over all layers' heads."""
         left_out = sum(1 - result.density for layer in self.figures for result in layer or ())
         return 1 - left_out / sum(map(len, self.methods))
 
 
 def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -> float:
-    """Of all heads of the model; those of layers that have no figures are dense."""
+    """Return the mean error over all heads of the model; heads of layers without figures are dense.
+
+    Args:
+        figures: For each layer, the figures of its heads or None.
+        num_heads: Heads of a layer.
+
+    Returns:
+        The mean of ``HeadResult.error``.
+    """
     return sum(result.error for layer in figures for result in layer or ()) / (len(figures) * num_heads)
 
 
-def profile_of(job: Job, findings: Mapping[str, Found], source: str) -> Profile:
-    """The first is the profile's own level; others at which nothing goes sparse are left out, as ``exact`` is one."""
+def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Profile:
+    """Build the profile from each level's result.
+
+    Levels without any sparse head are left out, as they would equal ``exact``.
+
+    Args:
+        job: Model, prompts and folder.
+        findings: Results by the level's name; the first is the profile's own level.
+        source: The command, for the provenance.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ConfigurationError: The first level has no sparse head.
+    """
     levels = {
         name: Level.of_heads(finding.methods, provenance_of(job, finding, source), finding.crossover)
         for name, finding in findings.items()
         if any(not isinstance(method, Dense) for layer in finding.methods for method in layer)
     }
     if (first := next(iter(findings))) not in levels:
-        # Another in its place would be what requests get that name none.
+        # Another level in its place would become the default of requests.
         numbers = ":".join(f"{x:g}" for x in findings[first].bound.numbers.values())
         why = f"{source}: no head holds the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}: expected a larger one, or longer prompts")
@@ -88,7 +114,17 @@ def profile_of(job: Job, findings: Mapping[str, Found], source: str) -> Profile:
     })  # fmt: skip
 
 
-def provenance_of(job: Job, finding: Found, source: str) -> Provenance:
+def provenance_of(job: Job, finding: LevelResult, source: str) -> Provenance:
+    """Record how a level was made: versions, device, prompts, bounds and figures.
+
+    Args:
+        job: Model, prompts and folder.
+        finding: The level's result.
+        source: The command.
+
+    Returns:
+        The level's provenance.
+    """
     rows: dict[str, profile_figures.PerHead] = {
         name: [[getattr(result, of_name) for result in layer] if layer else None for layer in finding.figures]
         for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))

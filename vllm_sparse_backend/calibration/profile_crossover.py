@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which lengths on a profile's own heads are faster than dense attention on this card.
+"""Prompt lengths from which a profile's heads are faster than dense attention on this card.
 
-Measured as `bench crossover` measures a method, on the longest of the profile's own prompts: every head with the method
-it was given, every layer on the engine that a server takes. It stands in the profile, where ``auto`` reads it.
+Measured as `bench crossover` measures a method, on the longest of the profile's prompts: every head with its own
+method, every layer on the engine that a server takes. The profile holds the result, where ``auto`` reads it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from vllm_sparse_backend.config.crossover_table import ProfileCrossover
 from vllm_sparse_backend.config.method_parameters import parameters_of
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.evaluation.attention_prompts import Prompt
-from vllm_sparse_backend.evaluation.crossover_bench import SHORTEST_TOKENS, against_dense, both_ladders, climb_down
+from vllm_sparse_backend.evaluation.crossover_bench import SHORTEST_TOKENS, against_dense, climb_down, crossover_ladders
 from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.layer_timing import layers_of
 from vllm_sparse_kernels.layer import layer_plan
@@ -28,14 +28,22 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.rows import ceil_div
 
 MOST_LAYERS = 8
-"""That are timed, of those that are not dense, all over the model: they lie on the device together."""
+"""Sparse layers timed at most, spread over the model; the device holds them all at once."""
 
 Methods = Sequence[Sequence[Method]]
-"""By layer and head, of the whole model."""
+"""The method of each layer and head of the model."""
 
 
-def own_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
-    """None where nothing can be measured: without a CUDA device, on short prompts, and of what is dense throughout."""
+def measure_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
+    """Measure the crossover of a profile's methods, or read it from the job's folder.
+
+    Args:
+        job: Model, prompts and folder.
+        methods: The method of each layer and head.
+
+    Returns:
+        The crossover; None without a CUDA device, on short prompts, or if every head is dense.
+    """
     longest = max(map(len, job.prompts.prompts))
     sparse = [layer for layer, heads in enumerate(methods) if any(not isinstance(method, Dense) for method in heads)]
     if job.card is None or not sparse or longest < 2 * SHORTEST_TOKENS:
@@ -43,7 +51,7 @@ def own_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
     text = json.dumps([[parameters_of(method) for method in heads] for heads in methods])
     card, layers = job.card, sparse[:: ceil_div(len(sparse), MOST_LAYERS)]
     name = f"crossover-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    crossover: ProfileCrossover = job.remembered(
+    crossover: ProfileCrossover = job.load_or_make(
         name, ProfileCrossover, lambda: _measured(job, card, methods, layers).model_dump()
     )
     return crossover
@@ -66,11 +74,11 @@ def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> 
     def climb(name: str, rungs: Mapping[int, tuple[int, int]]) -> Generator[dict[str, Any], None, None]:
         least[name] = yield from climb_down(rungs, measure)
 
-    ladders = both_ladders(captured.num_tokens, job.served.chunk_tokens)
-    job.tell.begin("lengths", sum(map(len, ladders.values())))
+    ladders = crossover_ladders(captured.num_tokens, job.served.chunk_tokens)
+    job.progress.begin("lengths", sum(map(len, ladders.values())))
     for name, rungs in ladders.items():
         for _ in climb(name, rungs):
-            job.tell.step()
+            job.progress.step()
     return ProfileCrossover(
         device=card.name, engines=tuple(sorted(engines)), longest_tokens=captured.num_tokens, **least
     )

@@ -20,7 +20,7 @@ from vllm_sparse_kernels.methods.base import Method
 PATTERNS_FORM = "MInference's patterns, a list of one object for each layer"
 CLUSTERS_FORM = "SharePrefill's clusters, an object with clusters and shared_clusters"
 
-Made = TypeVar("Made")
+ItemT = TypeVar("ItemT")
 
 PATTERNS: dict[str, Callable[[int, int], Method]] = {
     "vertical_and_slash": lambda a, b: make_method("vertical_slash", {"vertical_tokens": a, "slash_tokens": b}),
@@ -33,18 +33,26 @@ Count = Annotated[StrictInt, Field(ge=0)]
 
 
 class ClusterFile(Section):
-    """What such a file holds."""
+    """Contents of SharePrefill's cluster file."""
 
     clusters: dict[Number, list[tuple[Count, Count]]]
-    """Each one's layers and heads."""
+    """Layer and head of each member, by cluster."""
     shared_clusters: list[StrictStr]
 
 
 def import_profile(path: str | Path, model: str | Path) -> Profile:
-    """The profile that says the same as a foreign file, for the model in this folder (or its config.json).
+    """Convert a file of MInference or SharePrefill to a profile.
 
-    Such files do not name their model. Raises ``ConfigurationError`` naming file and place where the file is malformed
-    or of no known form, or the two do not fit each other.
+    Args:
+        path: The foreign JSON file, which does not name its model.
+        model: The model's folder, or its config.json.
+
+    Returns:
+        The profile with the file's patterns or clusters.
+
+    Raises:
+        ConfigurationError: The file is malformed, of no known form, or does not fit the model. The message names file
+            and place.
     """
     path = Path(path)
     shape = ModelShape.from_folder(Path(model))
@@ -104,8 +112,8 @@ def _method(entry: object) -> Method:
     raise ValueError(unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]"))
 
 
-def _each(what: str, entries: Iterable[object], make: Callable[[Any], Made]) -> list[Made]:
-    """What ``make`` makes of each one; its ValueError says which of them it is."""
+def _each(what: str, entries: Iterable[object], make: Callable[[Any], ItemT]) -> list[ItemT]:
+    """Apply ``make`` to each entry; a ValueError names the entry."""
     made = []
     for number, entry in enumerate(entries):
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A captured prompt in the chunks in which a server prefills it: their rows, its pages, and dense attention to it."""
+"""Chunks of a captured prompt as a server prefills it: rows, pages, and dense attention."""
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_sparse_backend.calibration.capture import LayerTensors
 from vllm_sparse_kernels import Rows
@@ -12,9 +12,16 @@ PAGE_TOKENS = 128
 
 
 def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
-    """The steps in which a server prefills the prompt, its pages in order, less the first ``min_tokens`` positions.
+    """Return the steps in which a server prefills a prompt, from position ``min_tokens`` on.
 
-    A chunk that crosses that border is cut in two there.
+    Args:
+        num_tokens: Tokens of the prompt, in pages numbered in order.
+        chunk_tokens: Tokens of a step.
+        device: Where the block table goes.
+        min_tokens: Dense positions at the start, which are left out; a chunk that crosses this border is cut there.
+
+    Returns:
+        The rows of each step, one sequence each.
     """
     table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
     spans = [
@@ -24,13 +31,28 @@ def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tok
 
 
 def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
-    """Causal attention over all keys: [num_tokens, num_heads, head_dim]."""
+    """Compute causal attention over all keys.
+
+    Args:
+        tensors: q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim].
+        scale: What multiplies q·k.
+
+    Returns:
+        [num_tokens, num_heads, head_dim], in q's dtype.
+    """
     q, k, v = (x.transpose(0, 1)[None] for x in tensors)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def paged(x: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, num_kv_heads, head_dim] as pages; places past the end are NaN."""
+    """Split keys or values into pages of 128 tokens.
+
+    Args:
+        x: [num_tokens, num_kv_heads, head_dim].
+
+    Returns:
+        [num_pages, 128, num_kv_heads, head_dim]; places past the end are NaN.
+    """
     padding = -len(x) % PAGE_TOKENS
-    return F.pad(x, (0, 0, 0, 0, 0, padding), value=float("nan")).unflatten(0, (-1, PAGE_TOKENS))
+    return pad(x, (0, 0, 0, 0, 0, padding), value=float("nan")).unflatten(0, (-1, PAGE_TOKENS))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to calibrate on: the operator's own, or made here of a text with questions and their answers inside.
+"""Prompts to calibrate on: the operator's own, or made from a text with questions and answers inserted.
 
-The heads that retrieve show themselves where something is looked up, and sparse attention loses most there. So made
-prompts hold, all over a text, *threads* of three kinds: facts that are asked for and answered further on (`eval
-answers` asks the same), values that are handed from name to name before one of these is asked for (several hops), and
-passages of another text that come twice. Together they take about a third of a prompt, and never more than half of it,
-however many tokens a tokenizer makes of a line: so that the hundredth of its
-queries with the largest errors is among those that look something up.
+Heads that retrieve are active where something is looked up, and sparse attention loses most there. So made prompts
+contain *threads* of three kinds, spread over a text: facts that are stated and later asked for and answered (as in
+`eval answers`), values that are handed from name to name before one of the names is asked for (several hops), and
+passages of another text that occur twice. Together they take about a third of a prompt and never more than half,
+whatever the tokenizer, so that the hundredth of queries with the largest errors includes lookups.
 """
 
 import json
@@ -25,7 +24,7 @@ from vllm_sparse_backend.evaluation.prompt_texts import read_text
 
 Encode = Callable[[str], list[int]]
 Thread = list[list[int]]
-"""Lines as token ids, in the order in which a prompt has them."""
+"""Lines as token ids, in the order in which they appear in a prompt."""
 
 TEMPLATES = Templates()
 FIRST_HOP, HOP = "# The number of {name} is {value}.", "# {name} has the number of {other}."
@@ -34,11 +33,11 @@ QUESTION = "# Question: what is the number of {name}? Answer: {value}."
 PASSAGE_TOKENS = (16, 256)
 
 MOST_CHARS = 16
-"""That a token has in the mean: no more of a text is made into tokens."""
+"""Upper estimate of a token's mean length; limits how much of a text is tokenized."""
 
 KINDS = ("retrieval", "hops", "repeats")
 TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
-"""Of a prompt: so long a stretch has one of them on average."""
+"""Tokens of a prompt for each thread of a kind, on average."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,23 @@ class PromptSet:
 
     @property
     def sha256(self) -> str:
-        """Of all of them, in their order."""
+        """Hash of all prompts in order."""
         return prompt_sha256([x for prompt in self.prompts for x in (len(prompt), *prompt)])
 
 
 def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> PromptSet:
-    """``count`` prompts of ``num_tokens``, equal for equal arguments.
+    """Make prompts from a text; equal arguments give equal prompts.
 
-    ``text``: a text file or a folder. ``part``: 0 or 1; the two are either half of it, and have no text in common.
-    Raises ConfigurationError where the text is too short.
+    Args:
+        model: Model folder, for its tokenizer.
+        text: A text file, or a folder of *.py and *.md.
+        num_tokens: Tokens of each prompt.
+        count: Number of prompts.
+        seed: Seed of threads and their places.
+        part: 0 or 1: which half of the text to use. The halves have no text in common.
+
+    Returns:
+        The prompts. A text that is too short, or prompts too short for their threads, raise ConfigurationError.
     """
     tokenizer = load_tokenizer(model)
 
@@ -109,7 +116,7 @@ def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_star
 
 
 def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
-    """At least ``wanted`` tokens of one half of the text."""
+    """Return at least ``wanted`` tokens of one half of the text."""
     whole = read_text(text)
     half = whole[len(whole) // 2 :] if part else whole[: len(whole) // 2]
     ids = encode(half[: wanted * MOST_CHARS])
@@ -149,7 +156,7 @@ def _threads(
 
 
 def _lines(names: Sequence[str], value: int) -> list[str]:
-    """What states a fact, or hands a value on from name to name, and what asks for it and answers."""
+    """Return the lines that state a value, hand it from name to name, and ask for it with the answer."""
     if len(names) == 1:
         return [line.format(name=names[0], value=value) for line in (TEMPLATES.fact, TEMPLATES.question)]
     hops = [HOP.format(name=name, other=other) for other, name in pairwise(names)]
@@ -158,10 +165,21 @@ def _lines(names: Sequence[str], value: int) -> list[str]:
 
 
 def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptSet:
-    """The operator's own: a .jsonl file has a prompt on each line, any other is one; what is longer is cut short.
+    """Read the operator's own prompts.
 
-    A line is an object with ``messages``, which the model's chat template turns into text, or with ``text`` or
-    ``prompt``. Raises ConfigurationError naming file and line.
+    Each line of a .jsonl file is a prompt: an object with ``messages``, which the model's chat template turns into
+    text, or with ``text`` or ``prompt``. Any other file is one prompt.
+
+    Args:
+        model: Model folder, for its tokenizer.
+        files: The files.
+        num_tokens: Longer prompts are cut to this number of tokens.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ConfigurationError: A file cannot be read or holds no prompt. The message names file and line.
     """
     tokenizer = load_tokenizer(model)
     start = begin_ids(tokenizer)
@@ -173,7 +191,7 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptS
             raise ConfigurationError(f"{where}: {unexpected(f'{len(ids)} tokens', 'a prompt')}")
         prompts.append(tuple(ids[:num_tokens]))
     if not prompts:
-        raise ConfigurationError(f"{', '.join(map(str, files))}: {unexpected('no prompt', 'one at least')}")
+        raise ConfigurationError(f"{', '.join(map(str, files))}: {unexpected('no prompt', 'at least one prompt')}")
     return PromptSet(tuple(prompts))
 
 

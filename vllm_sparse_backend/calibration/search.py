@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search is, and the one that most methods need: along a ladder, the sparsest setting that holds the bound.
+"""The interface of searches, and the one that most methods use: the sparsest setting on a ladder that holds the bound.
 
-Where a paper states a procedure of its own, it is a search of its own (``minference.py``, ``sparge_attn.py``,
-``share_prefill.py``); the loop that all of them run in is ``calibrate.py``.
+Methods whose papers state their own procedure have their own search (``minference.py``, ``sparge_attn.py``,
+``share_prefill.py``); ``calibration_loop.py`` runs all of them.
 """
 
 from abc import ABC, abstractmethod
@@ -18,31 +18,47 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 LEAST_SPARSITY = 0.1
-"""Share of the pairs that a head must leave out to be worth its selection: what SpargeAttn's authors' code asks for."""
+"""Share of pairs that a head must leave out to be worth its selection, as in SpargeAttn's code."""
 
-Of = TypeVar("Of", bound=Method)
+MethodT = TypeVar("MethodT", bound=Method)
 
-May = Callable[[int, Method], bool]
-"""Whether a head may have a method: one that missed the bound beside the other heads' methods it may not."""
+IsAllowed = Callable[[int, Method], bool]
+"""Whether a head may have a method: not one that missed the bound jointly with other heads."""
 
 
 class Search(ABC):
-    """Chooses for one layer after the other."""
+    """Search that chooses methods for one layer after the other."""
 
     others: Sequence[Method] = ()
-    """Methods that heads of other layers may have, where a layer's need some (``Method.sharing``)."""
+    """Methods that heads of other layers may have, for methods that need some (``Method.sharing``)."""
 
     @abstractmethod
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
-        """One method for each head, ``Dense()`` where none that it may have holds the bound."""
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        """Choose the methods of one layer.
 
-    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """Whether the whole model is to be chosen for once more, now that this has come of it."""
+        Args:
+            judge: Judges the layer's heads.
+            is_allowed: Whether a head may have a method.
+
+        Returns:
+            One method for each head, ``Dense()`` where no allowed method holds the bound.
+        """
+
+    def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+        """Return whether to choose for the whole model again; a search adjusts itself before it returns True.
+
+        Args:
+            methods: The chosen method of each layer and head.
+            mean_error: Their mean error over all heads of the model.
+
+        Returns:
+            False, unless a search overrides this.
+        """
         return False
 
 
 class Judged(NamedTuple):
-    """A method of one head and what came of it."""
+    """A head's method with its figures, and whether these hold the bound."""
 
     method: Method
     figures: HeadResult
@@ -50,29 +66,46 @@ class Judged(NamedTuple):
 
     @property
     def sparsity(self) -> float:
+        """Share of causal pairs that the method leaves out."""
         return 1 - self.figures.density
 
 
 def judge_all(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> list[Judged]:
-    """One pass."""
+    """Judge one method for each head in one pass.
+
+    Args:
+        judge: Judges the layer's heads.
+        bound: The bound to hold.
+        methods: One method for each head.
+
+    Returns:
+        The outcome of each head.
+    """
     figures = judge.judge(methods)
     return [Judged(method, of_head, bound.holds(of_head)) for method, of_head in zip(methods, figures, strict=True)]
 
 
 def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Method]]) -> dict[int, Judged]:
-    """For each head the first setting found that holds the bound; where none does, the last one, which does not.
+    """Find, by bisection, the sparsest setting of each head's ladder that holds the bound.
 
-    ``ladders``: for each head that is asked about its settings, the sparsest first. A pass takes one method for each
-    head, so that each step of the bisection judges all heads, each at the middle of its own range: at most
-    ⌈log2(n + 1)⌉ passes for ladders of n settings. What is returned was judged itself: a curve of errors that is not
-    monotone costs sparsity, never the bound.
+    A pass takes one method for each head, so each step of the bisection judges all heads, each at the middle of its own
+    range: at most ⌈log2(n + 1)⌉ passes for ladders of n settings. The returned setting was judged itself, so an error
+    curve that is not monotone costs sparsity but never violates the bound.
+
+    Args:
+        judge: Judges the layer's heads.
+        bound: The bound to hold.
+        ladders: By head, its settings, the sparsest first; heads that are missing are not searched.
+
+    Returns:
+        By head, the setting that holds; where none does, the last one, with ``holds`` false.
     """
     low = dict.fromkeys(ladders, 0)
     high = {head: len(ladder) for head, ladder in ladders.items()}
     sparsest_by_head: dict[int, Judged] = {}
     while going := [head for head in ladders if low[head] < high[head]]:
         middles = {head: (low[head] + high[head]) // 2 for head in ladders}
-        # Heads that are done are judged along as they were, others as one that is asked about: no more launches.
+        # Finished heads keep their method, and heads without a ladder take an active head's: no extra launches.
         methods = {head: ladder[min(middles[head], len(ladder) - 1)] for head, ladder in ladders.items() if ladder}
         along = methods[going[0]]
         judged = judge_all(judge, bound, [methods.get(head, along) for head in range(judge.num_heads)])
@@ -87,30 +120,60 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
 
 
 def sparse_enough(judged: Judged | None) -> Method:
-    """The method if it holds and leaves out ``LEAST_SPARSITY``, else dense."""
+    """Return a judged method if it is worth its selection, else dense.
+
+    Args:
+        judged: A head's outcome, or None.
+
+    Returns:
+        The method if it holds the bound and leaves out at least ``LEAST_SPARSITY`` of the pairs; otherwise ``Dense()``.
+    """
     return judged.method if judged and judged.holds and judged.sparsity >= LEAST_SPARSITY else Dense()
 
 
-class Ladder(Search):
-    """Of each head the sparsest setting of a ladder that holds the bound."""
+class LadderSearch(Search):
+    """Search for each head's sparsest setting of one ladder that holds the bound."""
 
     def __init__(self, bound: Bound, settings: Sequence[Method]) -> None:
         self.bound, self.settings = bound, settings
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        """Choose each head's sparsest allowed setting that holds the bound.
+
+        Args:
+            judge: Judges the layer's heads.
+            is_allowed: Whether a head may have a method.
+
+        Returns:
+            One method for each head, ``Dense()`` where none holds or too little is left out.
+        """
         heads = range(judge.num_heads)
-        ladders = {head: [setting for setting in self.settings if may(head, setting)] for head in heads}
+        ladders = {head: [setting for setting in self.settings if is_allowed(head, setting)] for head in heads}
         judged = sparsest(judge, self.bound, ladders)
         return [sparse_enough(judged.get(head)) for head in heads]
 
 
 def ladder_of(name: str) -> list[Method]:
-    """A method's own ladder, from its folder's description: the sparsest setting of each kind first."""
+    """Return a method's ladder from its description.
+
+    Args:
+        name: The method's name.
+
+    Returns:
+        Its settings, within each kind the sparsest first.
+    """
     return [make_method(name, setting) for setting in METHODS[name].ladder]
 
 
-def halved(ladder: Sequence[Of]) -> list[Of]:
-    """A setting more between two that differ in one number."""
+def halved(ladder: Sequence[MethodT]) -> list[MethodT]:
+    """Insert a setting between neighbours that differ in one float parameter.
+
+    Args:
+        ladder: Settings of one method.
+
+    Returns:
+        The ladder with the midpoints inserted.
+    """
     finer = list(ladder[:1])
     for before, after in pairwise(ladder):
         differing = [field.name for field in fields(after) if getattr(before, field.name) != getattr(after, field.name)]

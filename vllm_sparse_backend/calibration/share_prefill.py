@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: clusters of the first prompt's heads, and for each head the γ that holds a bound.
+"""SharePrefill: clusters from the first prompt's heads, and for each head the γ that holds a bound.
 
-The paper (arXiv:2505.19578) has one γ for all heads, and its clusters hold wherever heads are alike. What follows is
-ours; its δ and τ stay. Which pattern a head takes over depends on heads of its own and of earlier layers; but who
-shares depends on clusters, never on γ (``methods/share_prefill/method.py``), and nothing depends on later layers.
+The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is ours;
+the paper's δ and τ stay. Which pattern a head takes over depends on heads of its own and of earlier layers; but which
+heads share depends on the clusters only, never on γ (``methods/share_prefill/method.py``), and nothing depends on later
+layers.
 
-1. *Survey*, with all clusters as they were found. Each head is asked for the least γ of its own vertical-slash that
-   holds the bound, then, as a member of its cluster, for the least γ of whatever it does there. Members that are dense
-   whatever their γ are pivots.
-2. *Choice.* A head leaves its cluster if it does not hold the bound there or keeps no less than by itself. A cluster is
-   dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which they take in
-   prompts where they are none. By itself a head is dense where no γ holds or less than a tenth is left out.
-3. The whole model is then judged as chosen (``calibrate.py``): heads that do not hold the bound leave their cluster,
-   and those that still do not become dense. If a cluster is left with one member, it is dissolved and all judged again.
+1. *Survey*, with all clusters as computed. For each head, find the least γ of its own vertical-slash that holds the
+   bound; then, as a member of its cluster, the least γ there. Members that are dense at any γ are pivots.
+2. *Choice.* A head leaves its cluster if it misses the bound there or keeps no less than alone. A cluster is dissolved
+   unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which they use in prompts
+   where they are not pivots. Alone, a head is dense where no γ holds or less than a tenth is left out.
+3. The whole model is then judged as chosen (``calibration_loop.py``): heads that miss the bound leave their cluster,
+   and those that still miss it become dense. A cluster left with one member is dissolved and all is judged again.
 
-A server on several tensor-parallel ranks shares within each rank only; what is judged here is one rank's.
+A server on several tensor-parallel ranks shares within each rank only; the figures here are for one rank.
 """
 
 from collections import Counter, defaultdict
@@ -26,7 +26,7 @@ from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_clusters import DISTANCE, Clusters, head_clusters, map_side
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
 from vllm_sparse_backend.calibration.layer_walk import needs_others, walk
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, May, Search, halved, sparse_enough, sparsest
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Search, halved, sparse_enough, sparsest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -34,24 +34,24 @@ from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What one head may do."""
+class SharingOptions:
+    """Options of one head: its own pattern, or its cluster's."""
 
     alone: Method
-    """By itself."""
+    """The head's method outside any cluster."""
     shared: SharePrefill | None = None
-    """In its cluster, if it holds the bound there and keeps no more than by itself; always where it is a pivot."""
+    """The head's method in its cluster, if it holds the bound and keeps no more than alone; always for a pivot."""
     saved: float = 0.0
-    """Share of pairs that sharing saves; below 0 of a pivot."""
+    """Share of pairs that sharing saves; negative for a pivot."""
 
 
-class Sharing(Search):
-    """Of each head what saves most: its cluster's pattern, its own lines, or nothing."""
+class SharePrefillSearch(Search):
+    """Search for what saves most for each head: its cluster's pattern, its own lines, or neither."""
 
     def __init__(self, job: Job, bound: Bound, ladder: Sequence[SharePrefill], distance: float | None = None) -> None:
         distance = DISTANCE if distance is None else distance
         side = map_side(min(map(len, job.prompts.prompts)))
-        clusters = job.remembered(
+        clusters = job.load_or_make(
             f"clusters-{distance:g}",
             Clusters,
             lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance),
@@ -61,26 +61,43 @@ class Sharing(Search):
         ]
         fine = halved(halved(ladder))
 
-        def survey(judge: LayerJudge) -> tuple[list[SharePrefill], list[Choice]]:
+        def survey(judge: LayerJudge) -> tuple[list[SharePrefill], list[SharingOptions]]:
             of_heads = clusters[judge.layer]
             return [replace(ladder[0], cluster=number) for number in of_heads], survey_layer(
                 judge, bound, fine, of_heads
             )
 
         choices_by_layer = walk(job, "prompts", self.others, survey)[1]
-        self.choices = [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in choices_by_layer]
-        self.left = worth(self.choices)
+        self.choices = [of_layer or [SharingOptions(Dense())] * job.shape.num_heads for of_layer in choices_by_layer]
+        self.left = worthwhile_clusters(self.choices)
         self._require_any()
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        """Choose each head's method from its options, the cluster's pattern first.
+
+        Args:
+            judge: Judges the layer's heads.
+            is_allowed: Whether a head may have a method.
+
+        Returns:
+            One method for each head.
+        """
         chosen: list[Method] = []
         for head, choice in enumerate(self.choices[judge.layer]):
             shared = [choice.shared] if choice.shared and choice.shared.cluster in self.left else []
-            chosen.append(next((method for method in (*shared, choice.alone) if may(head, method)), Dense()))
+            chosen.append(next((method for method in (*shared, choice.alone) if is_allowed(head, method)), Dense()))
         return chosen
 
-    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """Where a cluster is left with one head, which then has nobody to share with."""
+    def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+        """Dissolve clusters that are left with a single head, which has no partner to share with.
+
+        Args:
+            methods: The chosen method of each layer and head.
+            mean_error: Not used.
+
+        Returns:
+            Whether any cluster was dissolved.
+        """
         members = Counter(method.sharing for method in chain.from_iterable(methods) if needs_others(method))
         numbers = {
             method.cluster for method, count in members.items() if count > 1 and isinstance(method, SharePrefill)
@@ -97,10 +114,20 @@ class Sharing(Search):
 
 def survey_layer(
     judge: LayerJudge, bound: Bound, ladder: Sequence[SharePrefill], clusters: Sequence[int]
-) -> list[Choice]:
-    """What each head may do; ``clusters`` has the cluster of each."""
+) -> list[SharingOptions]:
+    """Find the options of each head of a layer.
+
+    Args:
+        judge: Judges the layer's heads.
+        bound: The bound to hold.
+        ladder: Settings by γ, the sparsest first.
+        clusters: The cluster of each head, −1 for noise.
+
+    Returns:
+        The options of each head.
+    """
     alone = sparsest(judge, bound, dict.fromkeys(range(judge.num_heads), ladder))
-    choices = [Choice(sparse_enough(judged)) for judged in alone.values()]
+    choices = [SharingOptions(sparse_enough(judged)) for judged in alone.values()]
     if set(clusters) == {NOISE}:
         return choices
     members = {head: [replace(setting, cluster=number) for setting in ladder] for head, number in enumerate(clusters)}
@@ -111,14 +138,21 @@ def survey_layer(
             continue
         if judged.method == members[head][0] and judged.sparsity < LEAST_SPARSITY:  # a pivot
             lines = alone_method if isinstance(alone_method, SharePrefill) else ladder[-1]
-            choices[head] = Choice(alone_method, replace(lines, cluster=number), saved)
+            choices[head] = SharingOptions(alone_method, replace(lines, cluster=number), saved)
         elif isinstance(member := sparse_enough(judged), SharePrefill) and saved >= 0:
-            choices[head] = Choice(alone_method, member, saved)
+            choices[head] = SharingOptions(alone_method, member, saved)
     return choices
 
 
-def worth(choices: Sequence[Sequence[Choice]]) -> set[int]:
-    """Clusters of two heads and more that save more than they cost."""
+def worthwhile_clusters(choices: Sequence[Sequence[SharingOptions]]) -> set[int]:
+    """Return the clusters of at least two heads that save more than they cost.
+
+    Args:
+        choices: The options of each layer and head.
+
+    Returns:
+        The clusters' numbers.
+    """
     saved: dict[int, list[float]] = defaultdict(list)
     for choice in chain.from_iterable(choices):
         if choice.shared:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpargeAttn's τ, θ and λ for each head (Zhang et al., arXiv:2502.18137, section 3.6).
 
-Under an error of l₁ the pair of τ and θ with the largest sparsity, then the λ that skips most under l₂ (0.08 and 0.09
-for Llama-3.1). The paper says "grid search"; its authors' code (``autotune.py``) says how, and so does this: θ in
-sixteenths, at each of them τ to a thousandth and λ to a tenth by bisection, no higher θ once the sparsity is under a
-tenth, and heads that leave out less than a tenth of the pairs run dense.
+Within an error of l₁, the pair of τ and θ with the largest sparsity; then the λ that skips most within l₂ (0.08 and
+0.09 for Llama-3.1). The paper says "grid search"; the authors' code (``autotune.py``) gives the details used here: θ in
+sixteenths; at each θ, τ to a thousandth and λ to a tenth by bisection; no higher θ once the sparsity is under a tenth;
+and heads that leave out less than a tenth of the pairs run dense.
 
-Where this departs from that code:
+Differences from that code:
 
-* ``bound`` is l₂, which the finished head is to hold; l₁ is 8/9 of it, the paper's ratio. Both bind the p99
-  of queries too.
-* The code searches prompt by prompt, and joins what it found by the largest τ, θ and λ of neighbouring θs. Here a
-  setting is judged on all prompts, and holds if it does on each: nothing is left to join.
-* λ is searched once, for the best pair, as the paper has it; the code searches one for every θ.
-* θ begins at 0, not at −1: no block is less similar to itself (methods/sparge_attn/method.py).
-* λ is searched only with ``skipping``; otherwise ``bound`` is l₁. The engines that are fastest, Hopper's and
-  FlashAttention, have no skip, and the one that a layer with a λ runs on instead takes longer by a quarter or more.
+* ``bound`` is l₂, which the final setting must hold; l₁ is 8/9 of it, the paper's ratio. Both also limit the p99 of
+  queries.
+* The code searches each prompt separately, and joins the results by the largest τ, θ and λ of neighbouring θs. Here a
+  setting is judged on all prompts and must hold on each, so there is nothing to join.
+* λ is searched once, for the best pair, as in the paper; the code searches it for every θ.
+* θ begins at 0, not at −1: no block has a lower similarity to itself (methods/sparge_attn/method.py).
+* λ is searched only with ``skipping``; otherwise ``bound`` is l₁. The fastest engines, Hopper's and FlashAttention, do
+  not skip, and the engine that a layer with a λ needs takes longer by a quarter or more.
 
 Heads differ in all three within one launch. At most ten passes for each θ, and nine for λ.
 """
@@ -23,7 +23,7 @@ Heads differ in all three within one launch. At most ten passes for each θ, and
 from dataclasses import replace
 
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, Judged, May, Search, sparse_enough, sparsest
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Judged, Search, sparse_enough, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
@@ -33,28 +33,37 @@ FIRST_MARGIN = 1 / 9
 TAUS = tuple(step / 1000 for step in range(1, 1000))
 THETAS = tuple(step / 16 for step in range(16))
 MARGINS = tuple(-step / 10 for step in range(1, 351))
-"""λ in natural units, the one that skips most first. The code's range, 0 to 50 in base 2, ends where these do."""
+"""λ in natural units, the one that skips most first; the same range as the code's 0 to 50 in base 2."""
 
 
-class Pairs(Search):
-    """Of each head the pair of τ and θ, and with ``skipping`` the λ, that leave out most."""
+class SpargeAttnSearch(Search):
+    """Search for the pair of τ and θ, and with ``skipping`` the λ, that leave out most."""
 
     def __init__(self, bound: Bound, *, skipping: bool = False) -> None:
         self.bound, self.skipping = bound, skipping
 
-    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
-        pairs = self._pairs(judge, may)
-        methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
-        return self._with_margins(judge, methods, may) if self.skipping else methods
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        """Choose each head's sparsest pair, then its λ.
 
-    def _pairs(self, judge: LayerJudge, may: May) -> dict[int, Judged]:
-        """Of each head the sparsest pair, where one holds."""
-        bound = self.bound.less(FIRST_MARGIN) if self.skipping else self.bound
+        Args:
+            judge: Judges the layer's heads.
+            is_allowed: Whether a head may have a method.
+
+        Returns:
+            One method for each head, ``Dense()`` where no pair holds or too little is left out.
+        """
+        pairs = self._pairs(judge, is_allowed)
+        methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
+        return self._with_margins(judge, methods, is_allowed) if self.skipping else methods
+
+    def _pairs(self, judge: LayerJudge, is_allowed: IsAllowed) -> dict[int, Judged]:
+        """Return the sparsest pair of each head that has one within the bound."""
+        bound = self.bound.with_margin(FIRST_MARGIN) if self.skipping else self.bound
         sparsest_pairs: dict[int, Judged] = {}
         heads = list(range(judge.num_heads))
         for theta in THETAS:
             at_theta = [SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS]
-            ladders = {head: [setting for setting in at_theta if may(head, setting)] for head in heads}
+            ladders = {head: [setting for setting in at_theta if is_allowed(head, setting)] for head in heads}
             for head, judged in sparsest(judge, bound, ladders).items():
                 if judged.holds and (head not in sparsest_pairs or judged.sparsity > sparsest_pairs[head].sparsity):
                     sparsest_pairs[head] = judged
@@ -62,10 +71,10 @@ class Pairs(Search):
                     heads.remove(head)  # higher θs keep still more
         return sparsest_pairs
 
-    def _with_margins(self, judge: LayerJudge, methods: list[Method], may: May) -> list[Method]:
-        """Each with the λ that skips most under the bound, if one does."""
+    def _with_margins(self, judge: LayerJudge, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:
+        """Add to each method the λ that skips most within the bound, if one holds."""
         settings = {
-            head: [setting for margin in MARGINS if may(head, setting := replace(method, skip_margin=margin))]
+            head: [setting for margin in MARGINS if is_allowed(head, setting := replace(method, skip_margin=margin))]
             for head, method in enumerate(methods)
             if isinstance(method, SpargeAttn)
         }

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a model's prefill is attention, and so the best speed-up of its first token that any method can have.
+"""Attention's share of a model's prefill, which limits the speed-up of TTFT that any method can reach.
 
-A forecast from nothing but a model's config. A prompt of N tokens costs
+The estimate needs nothing but a model's config. A prompt of N tokens costs
 
     linear layers: 2 · (weights that a token is multiplied with) · N
-    attention:     4 · head_dim · query heads · (pairs of query and key), of each layer that attends
+    attention:     4 · head_dim · query heads · (query, key) pairs, for each layer that attends
 
-floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window or chunk. Both are divided by what an
-H100 was measured to do in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
-``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16, head_dim 128. Norms, rotary positions, the head that is
-applied to one token, and communication are left out; experts of a MoE model count as if they were dense layers, which
-they are slower than, so that there the best speed-up is overstated; recurrences of linear attention are left out too.
-Another device changes the result only as far as the two rates' ratio is another one there.
+floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window or chunk. Both are divided by the
+rates measured on an H100 in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
+``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16 at head_dim 128. Norms, rotary positions, the output
+head (applied to one token), recurrences of linear attention and communication are left out. Experts of a MoE model
+count as dense layers, but run slower, so the speed-up there is overstated. Another device changes the result only if
+the ratio of the two rates differs.
 """
 
 from collections.abc import Mapping
@@ -41,22 +41,22 @@ class PrefillShare:
 
     @property
     def attention(self) -> float:
-        """Of all seconds, those in attention that can go sparse."""
+        """Share of the time in attention that can go sparse."""
         return self.sparse_s / (self.linear_s + self.sparse_s + self.dense_s)
 
     @property
     def of_pairs(self) -> float:
-        """Of all (query, key) pairs, those of layers that can go sparse: as on /metrics (docs/metrics.md)."""
+        """Share of (query, key) pairs in layers that can go sparse, as on /metrics (docs/metrics.md)."""
         return self.sparse_s / (self.sparse_s + self.dense_s)
 
     @property
     def best_speedup(self) -> float:
-        """Of the time to first token, were sparse attention free."""
+        """Speed-up of TTFT if sparse attention took no time."""
         return 1 / (1 - self.attention)
 
 
 def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "config.json") -> PrefillShare:
-    """For a model's config, the text part's, and a prompt of ``num_tokens`` in an empty server.
+    """Estimate the times of a prompt of ``num_tokens`` in an empty server, from a model's (text) config.
 
     Raises ConfigurationError naming ``source`` where the config states no heads, or a width that is not one number.
     """
@@ -76,7 +76,7 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
 
 
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
-    """What the config states of layers' widths and experts, 0 where it says nothing."""
+    """Return the widths and expert counts of a config, 0 where it states none."""
     widths = {name: config.get(name) or 0 for name in WIDTHS}
     for name, width in widths.items():
         if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models have a list of one for each layer
@@ -86,7 +86,7 @@ def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
 
 
 def _layer_weights(widths: Mapping[str, int], matrices: int, shape: ModelShape, layer: int) -> int:
-    """Weights of one layer that each token is multiplied with: projections, and the experts that it is sent to."""
+    """Return the number of weights of a layer that each token is multiplied with: projections and active experts."""
     hidden = widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
     projections = hidden * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     inner = widths["intermediate_size"] or widths["n_inner"] or 4 * hidden
@@ -104,4 +104,4 @@ WIDTHS = (
 )
 
 UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"}
-"""Their feed-forward layers are two matrices; others have a third one as a gate."""
+"""Models whose feed-forward layers have two matrices; others have a third, the gate."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill bench`: speed on this machine, beside dense attention and stock vLLM."""
+"""`sparse-prefill bench`: speed on this machine, compared with dense attention and stock vLLM."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from vllm_sparse_backend.evaluation.report import BenchError, Report, cell, tabl
 if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.serve_bench import Length
 
-bench = common.group("Measure speed on this machine, beside dense attention and stock vLLM.")
+bench = common.group("Measure speed on this machine, against dense attention and stock vLLM.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """TTFT and TPOT of stock vLLM and this backend, for the same prompts, one request at a time.
+    """Measure TTFT and TPOT of stock vLLM and this backend on the same prompts, one request at a time.
 
-    Exit code 1 if a request fails: it is reported, and never counted. Throughput under load is what `vllm bench serve`
-    tells of either server.
+    Exit code 1 if a request fails: it is reported, and never counted. Use `vllm bench serve` on either server for
+    throughput under load.
     """
 
     model: common.ServedModel = None
@@ -38,7 +38,7 @@ class Serve:
         str | None, typer.Option(help="Tokens of prompts, by comma; NEW+CACHED after a cached prefix; 1K to 131K.")
     ] = None
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64
-    repeats: Annotated[int, typer.Option(help="Most requests a length; long ones get fewer.", min=1)] = 21
+    repeats: Annotated[int, typer.Option(help="Requests for each length; long ones get fewer.", min=1)] = 21
     text: common.Text = None
     server_args: common.ServerArgs = ""
     json_path: common.Json = None
@@ -48,7 +48,7 @@ class Serve:
         common.exit_on_sigterm()
         with common.failures(), bar("connecting") as progress:
             from vllm_sparse_backend.evaluation import serve_bench
-            from vllm_sparse_backend.evaluation.compared_servers import asked_for
+            from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
             from vllm_sparse_backend.evaluation.prompt_texts import read_text
             from vllm_sparse_backend.evaluation.vllm_server import device_name
 
@@ -57,20 +57,20 @@ class Serve:
             if lengths is None:
                 lengths = ",".join(map(str, serve_bench.fitting(self.model, self.output_tokens)))
             text = read_text(self.text) if self.text else None
-            asking = serve_bench.Asking(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
+            workload = serve_bench.ServeWorkload(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
             if len(self.url or ()) == 1 and len(levels) < 2:
                 raise BenchError(
-                    "--url: given one server, expected two or more: the first is compared to; or two levels of it, "
+                    "--url: given one server, expected two or more, the first being the baseline; or two levels of it, "
                     "each with --level"
                 )
-            servers = asked_for(
-                self.model, self.settings or (), levels, self.url or (), self.label or (), asking.longest,
+            servers = contestants_from_options(
+                self.model, self.settings or (), levels, self.url or (), self.label or (), workload.longest,
                 self.server_args,
             )  # fmt: skip
             report = Report("serve", ", ".join(self.url or ()) or device_name(), self.json_path)
             report.on_case = lambda case: progress.print(_line(case))
-            progress.begin("requests", asking.steps * len(servers))
-            serve_bench.compare(servers, asking, report, progress.step)
+            progress.begin("requests", workload.steps * len(servers))
+            serve_bench.compare(servers, workload, report, progress.step)
         _show_serve(report.cases)
 
 
@@ -85,7 +85,7 @@ def _line(case: Mapping[str, Any]) -> str:
 
 
 def _lengths(text: str) -> "list[Length]":
-    """``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
+    """Parse ``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
     from vllm_sparse_backend.evaluation.serve_bench import Length
 
     parts = [part.split("+") for part in common.split(text)]
@@ -96,7 +96,7 @@ def _lengths(text: str) -> "list[Length]":
 
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
-    """Tables, and what failed: a run with failures ends with 1."""
+    """Print tables and failed requests; exit with code 1 after failures."""
     from vllm_sparse_backend.evaluation import serve_bench as part
 
     console = common.wide_console()
@@ -122,12 +122,12 @@ def crossover(
     chunk: common.Chunk = 8192,
     json_path: common.Json = None,
 ) -> None:
-    """From which lengths on each method is faster than dense attention here: the table that `auto` reads.
+    """Measure from which length each method beats dense attention here: the table that `auto` reads.
 
-    All methods unless --settings name some; the heads are MODEL's, or an 8B model's. Needs a GPU that vLLM has
-    FlashAttention for. Nothing is timed before its result was held against exact attention.
+    All methods unless --settings name some; the heads are MODEL's, or an 8B model's. Needs a GPU with vLLM's
+    FlashAttention. Each method's result is compared with exact attention before it is timed.
     """
-    with common.failures(f"{out} holds what was measured until now."):
+    with common.failures(f"{out} holds the measurements so far."):
         from vllm_sparse_backend.evaluation import crossover_bench as part
         from vllm_sparse_backend.evaluation.attention_prompts import Heads
         from vllm_sparse_backend.evaluation.cuda_device import Card
@@ -135,7 +135,7 @@ def crossover(
 
         card, heads = Card(), Heads.of(model)
         shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)
-        methods = part.methods_asked([Settings.parse(text, model).values for text in settings or ()], shape)
+        methods = part.methods_of_settings([Settings.parse(text, model).values for text in settings or ()], shape)
         report = Report("crossover", card.name, json_path)
         rows = part.run(card, heads, methods, longest, chunk, out, report)
         steps = len(methods) * len(card.engines)
@@ -151,7 +151,7 @@ def show(
     steps: int | None = None,
     is_step: Any = lambda row: True,
 ) -> None:
-    """A line as each case comes, a bar meanwhile, a table at the end."""
+    """Print each row as it comes, with a progress bar meanwhile, and a table at the end."""
 
     shown = []
     with bar(title.split(",")[0], steps) as progress:

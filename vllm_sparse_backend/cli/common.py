@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share: options, how they read lists, levels and models, and what they print."""
+"""Shared parts of commands: options, parsers of lists, levels and models, and output."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ from vllm_sparse_backend.evaluation.report import BenchError
 
 
 def group(help: str) -> typer.Typer:
-    """Commands under one name, all of which take -h."""
+    """Return a group of commands under one name, all of which accept -h."""
     return typer.Typer(
         help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -61,7 +61,7 @@ def name_of_param(param: typer.CallbackParam) -> str:
 
 
 def local_model(model: Path | None) -> Path | None:
-    """An argument's way to a model's folder: a name stands for its files in the local hub cache; nothing is fetched."""
+    """Return a model's local folder: a name stands for its files in the local hub cache; nothing is fetched."""
     if model is None or model.is_dir() or model.is_file():
         return model
     problem = f"MODEL: given {str(model)!r}"
@@ -84,13 +84,13 @@ def local_model(model: Path | None) -> Path | None:
 
 
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Of writes that no code of ours can mend: a full disk or quota, a limit on files, a read-only file system."""
+"""Errors of writes that only the operator can solve: full disk or quota, file limit, read-only file system."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""What a model's name looks like; anything else that does not exist is a folder's path."""
+"""Pattern of a model's name; anything else that does not exist is taken for a folder's path."""
 
 MODEL_HELP = "Model folder, or a name in the local hub cache."
-Json = Annotated[Path | None, typer.Option("--json", help="File for all that was found.", callback=output)]
+Json = Annotated[Path | None, typer.Option("--json", help="JSON file for all results.", callback=output)]
 Model = Annotated[Path, typer.Argument(help=MODEL_HELP, callback=local_model)]
 MaybeModel = Annotated[Path | None, typer.Argument(help=MODEL_HELP, callback=local_model)]
 ServedModel = Annotated[
@@ -100,7 +100,9 @@ SparseSettings = Annotated[
     list[str] | None, typer.Option(help="sparse_prefill as JSON, or a profile; may be repeated. Nothing is set.")
 ]
 Level = Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")]
-Urls = Annotated[list[str] | None, typer.Option("--url", help="A running server; repeat it: the first is compared to.")]
+Urls = Annotated[
+    list[str] | None, typer.Option("--url", help="A running server; may be repeated; the first is the baseline.")
+]
 Labels = Annotated[list[str] | None, typer.Option("--label", help="Names of the --url, in their order.")]
 Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py and *.md, for prompts.")]
 ServerArgs = Annotated[str, typer.Option("--server-args", help="More arguments for all servers, as one text.")]
@@ -109,7 +111,10 @@ Chunk = Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched
 
 @contextmanager
 def failures(go_on: str = "") -> Iterator[None]:
-    """What an operator can mend is one red line, not a traceback, and exit code 1; Ctrl-C says how to ``go_on``."""
+    """Show an error that the operator can solve as one red line with exit code 1, not as a traceback.
+
+    Ctrl-C adds ``go_on``, how to continue.
+    """
     from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
     try:
@@ -125,18 +130,18 @@ def failures(go_on: str = "") -> Iterator[None]:
 
 
 def failure(error: object, code: int = 1) -> typer.Exit:
-    """Says it in red; to be raised."""
+    """Print the error in red and return the exit to raise."""
     Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
     return typer.Exit(code)
 
 
 def exit_on_sigterm() -> None:
-    """As an exception, so that what must be stopped or closed is: servers, GPUs, vLLM's workers."""
+    """Turn SIGTERM into SystemExit, so that servers, GPUs and vLLM's workers are released."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def wide_console() -> Console:
-    """Wide enough for a table where there is no terminal to fit into."""
+    """Return a console that is wide enough for tables if there is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
@@ -149,7 +154,7 @@ def split(text: str) -> list[str]:
 
 
 def levels_of(texts: Sequence[str] | None) -> list[float | str]:
-    """As requests have them: numbers as such, 0 and 1 whole."""
+    """Parse levels as requests have them: numbers as numbers, 0 and 1 as whole ones."""
     return [
         int(text) if text in ("0", "1") else float(text) if re.fullmatch(r"0\.\d+", text) else text
         for text in texts or ()
@@ -157,7 +162,7 @@ def levels_of(texts: Sequence[str] | None) -> list[float | str]:
 
 
 def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:
-    """Whole numbers from ``least`` on. ``or_none``: an empty text is none of them."""
+    """Parse whole numbers of at least ``least``; with ``or_none`` an empty text gives an empty list."""
 
     parts = split(text)
     if all(part.isdecimal() and int(part) >= least for part in parts) and (parts or or_none):
@@ -167,7 +172,7 @@ def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) 
 
 
 def device_of(text: str | None) -> str:
-    """What --device names, and otherwise the GPU where there is one. Raises BenchError where torch has none such."""
+    """Return --device, or the GPU if there is one. Raises BenchError for a device that torch does not have."""
     import torch
 
     if text is None:

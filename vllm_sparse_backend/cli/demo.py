@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill demo`."""
+"""`sparse-prefill demo`: show sparse prefill on a long text."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ def demo(
 ) -> None:
     """Ask about a long text, through stock vLLM and this backend, and show the answers and what ran sparse.
 
-    MODEL is the small one of this package unless given. Exit code 1 if nothing ran sparse, or the small one is wrong.
+    Without MODEL, the package's small model is used. Exit code 1 if nothing ran sparse, or the small model is wrong.
     """
     from vllm_sparse_backend.demo import run
     from vllm_sparse_kernels.methods import sparse_names

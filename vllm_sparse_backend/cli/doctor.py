@@ -42,7 +42,7 @@ ok, note, bad = (partial(Finding, level) for level in STYLES)
 
 
 def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
-    """Look at this installation, and at which layers of a model can go sparse.
+    """Check this installation, and which layers of a model can go sparse.
 
     Exit code 1 if sparse prefill cannot work here.
     """
@@ -275,7 +275,7 @@ def best_speedups(model: Path) -> Iterator[Finding]:
     try:
         shares = {n: attention_share.prefill_share(config, n, source) for n in attention_share.LENGTHS_TOKENS}
     except ConfigurationError as error:
-        yield note("attention's share of prefill", f"cannot be told: {error}")
+        yield note("attention's share of prefill", f"unknown: {error}")
         return
     if any(share.dense_s for share in shares.values()):
         pairs = (f"{share.of_pairs:.1%} of {n:,} tokens'" for n, share in shares.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill eval`: what sparse prefill loses, seen through servers."""
+"""`sparse-prefill eval`: accuracy of sparse prefill, measured through servers."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.evaluation.report import Report, table_of
 
-evaluate = common.group("Measure what is lost: answers of stock vLLM and this backend to the same prompts.")
+evaluate = common.group("Measure accuracy: answers of stock vLLM and this backend to the same prompts.")
 
 
 @evaluate.callback()
@@ -22,11 +22,11 @@ def commands() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Questions whose answers the prompt itself holds: which of them a prefill makes the model's first choice.
+    """Score questions whose answers the prompt itself holds: is the answer the model's first choice after prefill?
 
     An answer is right if each of its tokens has rank 1 in vLLM's prompt_logprobs. Prompts are the same for all servers.
-    A request that fails is reported, never counted, and exit code 1. What --json FILE of an earlier run holds is not
-    asked again.
+    A request that fails is reported, not counted, and makes the exit code 1. Results in --json FILE of an earlier run
+    are kept and not measured again.
     """
 
     model: common.ServedModel = None
@@ -45,33 +45,33 @@ class Answers:
     def run(self) -> None:
         """Ask all servers, and print a table."""
         common.exit_on_sigterm()
-        go_on = f"The same command goes on with what {self.json_path} holds." if self.json_path else ""
+        go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run as evaluation
-            from vllm_sparse_backend.evaluation.compared_servers import asked_for
+            from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
             from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             lengths = common.token_counts("--lengths", self.lengths)
-            asking = evaluation.Asking.about(self.text, lengths, self.count, self.facts)
-            asking.require_room()
-            servers = asked_for(
+            workload = evaluation.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts)
+            workload.require_room()
+            servers = contestants_from_options(
                 self.model, self.settings or (), common.levels_of(self.level), self.url or (), self.label or (),
-                asking.longest + 1, self.server_args,
+                workload.longest + 1, self.server_args,
             )  # fmt: skip
             report = Report("answers", ", ".join(self.url or ()) or device_name(), self.json_path)
-            key = asking.key(servers[0].model, self.server_args)
+            key = workload.key(servers[0].model, self.server_args)
             evaluation.resume(report, self.json_path, key, servers)
-            progress.begin("prompts", sum(map(len, evaluation.unasked(servers, asking, report).values())))
+            progress.begin("prompts", sum(map(len, evaluation.missing_requests(servers, workload, report).values())))
 
             def show_progress(case: dict[str, Any]) -> None:
                 if case["part"] == "prompt":
                     progress.step()
                     place = f"{case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
-                    progress.print(f"{case['label']}, {place}: {evaluation.told(case)}")
+                    progress.print(f"{case['label']}, {place}: {evaluation.describe_case(case)}")
 
             report.on_case = show_progress
-            evaluation.ask_all(servers, asking, key, report, self.concurrency)
-            rows = evaluation.summaries(report.cases, [server.label for server in servers], asking.lengths)
+            evaluation.ask_all(servers, workload, key, report, self.concurrency)
+            rows = evaluation.summaries(report.cases, [server.label for server in servers], workload.lengths)
             report.write(summary=rows)
         _show(rows, report.cases)
 
@@ -85,7 +85,7 @@ add_command(
 
 
 def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
-    """A table, and what failed: a run with failures ends with 1."""
+    """Print a table and failed requests; exit with code 1 after failures."""
     from vllm_sparse_backend.evaluation import answer_run as part
 
     console = common.wide_console()

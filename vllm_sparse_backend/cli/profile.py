@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill profile`: look at profiles, check them, import those of other tools, and make one's own."""
+"""`sparse-prefill profile`: show and check profiles, import other tools' files, and make profiles."""
 
 import json
 from collections import Counter, defaultdict
@@ -27,7 +27,7 @@ profile_app = group("Profiles: which method, with which parameters, each layer a
 DENSE_LAYER = "dense layer"
 
 PIPED_WIDTH = 10_000
-"""Tables that no terminal shows keep a row on a line."""
+"""Width of tables outside a terminal: each row stays on one line."""
 
 ProfileName = Annotated[str, typer.Argument(help="Name of a bundled profile, or path of a YAML file.")]
 LevelOption = Annotated[str | None, typer.Option(help="Show this level: high or fast; by default the profile's own.")]
@@ -51,7 +51,7 @@ def check(profile: ProfileName, model: MaybeModel = None) -> None:
 
 @profile_app.command(epilog="Example: sparse-prefill profile show mine.yaml MODEL")
 def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = None) -> None:
-    """Tables of what a profile says: by layer, and by setting."""
+    """Show a profile as tables, by layer and by setting."""
     with failures():
         loaded, shape = _load(profile, model)
         if level is not None:
@@ -61,7 +61,7 @@ def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = No
                 raise failure(f"{profile}: {error}") from None
         _describe(loaded, shape)
         for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
-            say(f"{name}: {_told(value)}")
+            say(f"{name}: {_format_value(value)}")
         if shape is not None:
             _table(("layers", "heads by method", "settings", "density", "p99 error"), _layer_rows(loaded, shape))
             _table(("heads", "setting", "layers"), _setting_rows(loaded, shape))
@@ -73,7 +73,7 @@ def import_file(
     model: Model,
     out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.", callback=new_output)],
 ) -> None:
-    """Turn what another tool saved as JSON into a profile."""
+    """Convert another tool's JSON file to a profile."""
     from vllm_sparse_backend.calibration.profile_import import import_profile
 
     with failures():
@@ -94,7 +94,7 @@ def schema() -> None:
 
 
 def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
-    """The profile, and the shape that it is looked at for: the model's, else its own. Raises ConfigurationError."""
+    """Return the profile, and the shape to show it for: the model's, else its own. Raises ConfigurationError."""
     from vllm_sparse_backend.config import auto_profile
     from vllm_sparse_backend.config.profile import load_profile
     from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -103,7 +103,7 @@ def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
     shape = ModelShape.from_folder(model) if model is not None else None
     if name == auto_profile.AUTO:
         if shape is None:
-            raise failure("auto: which profile it is goes by the model: expected a MODEL too")
+            raise failure("auto: given no model, expected a MODEL too: the profile depends on it")
         config = SparsePrefillConfig(profile=name)
         documents = Documents.read(config, shape)
         say(documents.source)
@@ -146,9 +146,9 @@ def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
         say(f"{start}{profile_commands.pays(level.crossover)}")
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_told(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_format_value(item)}" for name, item in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -160,9 +160,9 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
-    """Layers, their heads by method, how many settings these have, mean density and the largest p99 error of a head.
+    """Yield layers, their heads by method, number of settings, mean density and the largest p99 error of a head.
 
-    A row for neighbours that are alike in all of it.
+    Neighbouring layers with equal values share a row.
     """
     from vllm_sparse_backend.config.head_figures import HeadFigures
 
@@ -170,7 +170,7 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
     densities, errors = (figures.rows(name, shape) for name in ("density", "p99_error"))
 
     def row(layer: int) -> tuple[str, ...]:
-        settings = _told_of_heads(level, shape, layer)
+        settings = _head_settings(level, shape, layer)
         counts = Counter(
             setting.partition(" ")[0] if setting != DENSE_LAYER else setting for setting in settings
         ).most_common()
@@ -187,19 +187,19 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
 
 
 def _setting_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
-    """Heads, their setting and its layers; those of most heads first."""
-    places = [(setting, layer) for layer in range(shape.num_layers) for setting in _told_of_heads(level, shape, layer)]
+    """Yield the number of heads, their setting and its layers; the most common setting first."""
+    places = [(setting, layer) for layer in range(shape.num_layers) for setting in _head_settings(level, shape, layer)]
     for common_setting, count in Counter(setting for setting, _ in places).most_common():
         yield count, common_setting, format_ranges(layer for setting, layer in places if setting == common_setting)
 
 
-def _told_of_heads(level: "Level", shape: ModelShape, layer: int) -> list[str]:
-    """Each head's setting; heads of ``dense_layers`` never reach a method."""
-    from vllm_sparse_backend.evaluation.crossover_bench import told
+def _head_settings(level: "Level", shape: ModelShape, layer: int) -> list[str]:
+    """Return each head's setting; heads of ``dense_layers`` have none."""
+    from vllm_sparse_backend.evaluation.crossover_bench import method_label
 
     if layer in level.dense_layers:
         return [DENSE_LAYER] * shape.num_heads
-    return [told(method) for method in level.methods_of(layer, shape.num_heads)]
+    return [method_label(method) for method in level.methods_of(layer, shape.num_heads)]
 
 
 profile_commands.add_commands(profile_app)

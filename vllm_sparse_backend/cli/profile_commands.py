@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill profile best|calibrate`: a profile of one's own model, from prompts."""
+"""`sparse-prefill profile best|calibrate`: make a profile of a model from prompts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, un
 from vllm_sparse_backend.evaluation.output_files import require_output_folder, write_text
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.calibration.calibration_job import Job, Tell
+    from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
     from vllm_sparse_backend.calibration.head_errors import Bound
     from vllm_sparse_backend.calibration.prompts import PromptSet
     from vllm_sparse_backend.config.crossover_table import ProfileCrossover
@@ -68,7 +68,7 @@ class JobOptions:
     ] = None
     device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None
     work: Annotated[
-        Path | None, typer.Option(help="Folder to go on in after a stop; beside --out.", callback=output_folder)
+        Path | None, typer.Option(help="Folder to resume from after a stop; next to --out.", callback=output_folder)
     ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
@@ -76,16 +76,16 @@ class JobOptions:
         raise NotImplementedError
 
     def run(self) -> None:
-        """Make the profile, write it, and say what was found."""
-        from vllm_sparse_backend.calibration.calibration_job import Tell
+        """Make the profile, write it, and report its figures."""
+        from vllm_sparse_backend.calibration.calibration_job import JobProgress
 
         exit_on_sigterm()
         jobs: list[Job] = []
-        with failures(f"The same command goes on with what {self.work_folder} holds."), bar("prompts") as progress:
+        with failures(f"The same command resumes from {self.work_folder}."), bar("prompts") as progress:
             self._check_work_folder()
 
             def make_job() -> "Job":
-                jobs.append(self._job(Tell(progress.begin, progress.step, progress.print)))
+                jobs.append(self._job(JobProgress(progress.begin, progress.step, progress.print)))
                 return jobs[0]
 
             profile = self.search(make_job)
@@ -105,7 +105,7 @@ class JobOptions:
             )
         require_output_folder("--work", self.work_folder)
 
-    def _job(self, tell: "Tell") -> "Job":
+    def _job(self, progress: "JobProgress") -> "Job":
         from vllm_sparse_backend.calibration.calibration_job import Job
         from vllm_sparse_backend.calibration.capture import default_text, prompt_tokens
         from vllm_sparse_backend.calibration.layer_judge import Served
@@ -127,23 +127,23 @@ class JobOptions:
             device_of(self.device),
             None if self.prompts else 0,
             self.min_tokens is not None,
-            tell=tell,
+            progress=progress,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best(JobOptions):
-    """Per head the cheapest of all methods, in time on this device, that loses little more than the default there."""
+    """Choose each head's fastest method on this device whose error is close to the default method's."""
 
-    high: Annotated[float, typer.Option(help="The most that a head loses, ÷ what the default loses.", min=1)] = 1.5
-    fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=1)] = None
+    high: Annotated[float, typer.Option(help="Most error of a head, relative to the default method's.", min=1)] = 1.5
+    fast: Annotated[float | None, typer.Option(help="The same for a second level.", min=1)] = None
     method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import calibration_loop
         from vllm_sparse_backend.calibration.head_errors import Bound
 
-        strategy = calibration_loop.best(self.method or calibration_loop.by_themselves())
+        strategy = calibration_loop.cheapest_strategy(self.method or calibration_loop.independent_methods())
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
         return calibration_loop.run(make_job(), strategy, bounds, "sparse-prefill profile best")
@@ -151,7 +151,7 @@ class Best(JobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate(JobOptions):
-    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense."""
+    """Calibrate one method as its paper does: each head's sparsest setting within the bound; else dense."""
 
     method: Annotated[
         str,
@@ -161,14 +161,14 @@ class Calibrate(JobOptions):
     ]
     level: Level = None
     distance: Annotated[
-        float | None, typer.Option(help="Up to which share_prefill joins heads: 10; the authors' is 40.")
+        float | None, typer.Option(help="Distance up to which share_prefill joins heads: 10; the authors use 40.")
     ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import calibration_loop
 
         bounds = _bounds(self.level)
-        strategy = calibration_loop.strategy(self.method, bounds, self.distance)
+        strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance)
         cut = "" if self.distance is None else f" --distance {self.distance:g}"
         command = f"sparse-prefill profile calibrate --method {self.method}{cut}"
         return calibration_loop.run(make_job(), strategy, bounds, command)
@@ -202,7 +202,7 @@ def _report(profile: "Profile", out: Path) -> None:
 
 
 def pays(crossover: "ProfileCrossover | None") -> str:
-    """From which lengths on a level pays, in a sentence."""
+    """Return a sentence that states from which length a level is faster than dense attention."""
     if crossover is None:
         return "where it pays was not measured (no CUDA device, or prompts under 4,096 tokens): auto goes by its table"
     where = f"on {crossover.device} with {', '.join(crossover.engines)}, up to {crossover.longest_tokens:,} tokens"
@@ -212,7 +212,7 @@ def pays(crossover: "ProfileCrossover | None") -> str:
 
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
-    """The bounds that --level options state, by the level's name."""
+    """Parse the bounds of --level options, by the level's name."""
     from vllm_sparse_backend.calibration.head_errors import Bound
     from vllm_sparse_backend.config.profile import BOUNDS
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a long command has come, and how long it will take: a bar on stderr, or lines now and then in a log."""
+"""Progress of a long command and its remaining time: a bar on stderr, or occasional lines in a log."""
 
 import time
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 
 LOG_INTERVAL_S = 30.0
-"""Between two lines of a stage, where no terminal shows a bar."""
+"""Seconds between two lines of a stage without a terminal."""
 
 
 class Bar:
-    """One stage at a time."""
+    """Progress of one stage at a time."""
 
     def __init__(self, progress: rich_bar.Progress, task: rich_bar.TaskID) -> None:
         self._progress, self._task = progress, task
@@ -22,7 +22,7 @@ class Bar:
         self._began_s = self._logged_s = time.monotonic()
 
     def begin(self, what: str, steps: int, done: int = 0) -> None:
-        """A stage, and how many steps it has; ``done`` of them were done by an earlier run."""
+        """Begin a stage of ``steps`` steps, ``done`` of which an earlier run has finished."""
         self._progress.reset(self._task, description=escape(what), total=steps, completed=done)
         self._stage, self._steps, self._done = what, steps, done
         self._began_s = self._logged_s = time.monotonic()
@@ -30,7 +30,7 @@ class Bar:
             self.print(f"{what}: {done} of {steps}")
 
     def step(self) -> None:
-        """One step more of the stage is done; a log gets a line every ``LOG_INTERVAL_S`` and when all are done."""
+        """Count a finished step; a log gets a line every ``LOG_INTERVAL_S`` and at the end."""
         self._progress.advance(self._task)
         self._done += 1
         now_s = time.monotonic()
@@ -40,7 +40,7 @@ class Bar:
             self.print(f"{self._stage}: {self._done} of {self._steps} after {now_s - self._began_s:.0f} s")
 
     def print(self, line: str) -> None:
-        """Above the bar; to stderr too where there is none."""
+        """Print a line above the bar, or to stderr without one."""
         self._progress.console.print(escape(line), highlight=False, soft_wrap=True)
 
 

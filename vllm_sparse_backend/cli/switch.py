@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill switch`: exact for all new requests of a running server, and back."""
+"""`sparse-prefill switch`: make all new requests of a running server exact, and back."""
 
 import json
 import os
@@ -22,8 +22,8 @@ class To(StrEnum):
 
 
 def switch(
-    url: Annotated[str, typer.Argument(help="Of the server, such as http://localhost:8000.")],
-    to: Annotated[To, typer.Argument(help="exact: all new requests run dense; on: they have what they ask for.")],
+    url: Annotated[str, typer.Argument(help="Address of the server, such as http://localhost:8000.")],
+    to: Annotated[To, typer.Argument(help="exact: all new requests run dense; on: levels apply again.")],
 ) -> None:
     """Make all new requests of a running server exact, or let them go sparse again; with the key in OPENAI_API_KEY.
 
@@ -37,7 +37,7 @@ def switch(
 
 
 def ask(url: str, to: To) -> None:
-    """Raises ServerError where the server did not do it."""
+    """Send the switch request. Raises ServerError where the server did not do it."""
     from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
     headers = {"Content-Type": "application/json"}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `sparse-prefill demo` and the server tests share: a small model, a real server, a reader of its metrics."""
+"""The demo, and its parts that server tests share: a small model and its questions."""

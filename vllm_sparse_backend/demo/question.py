@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's text: simple prose with facts strewn over it, and questions about two of them, whose answers are known."""
+"""The demo's text: simple prose with facts inserted, and questions about two of them with known answers."""
 
 import random
 from bisect import bisect_left
@@ -11,15 +11,17 @@ from vllm_sparse_backend.evaluation.prompt_texts import prose
 
 NUM_FACTS = 12
 ASKED = (5, 9)
-"""Which of the facts are asked for, by their order in the text: both lie past the demo's dense first tokens."""
+"""Facts that are asked for, by their order in the text; all lie after the demo's dense first tokens."""
 
 
 @dataclass(frozen=True)
 class Question:
+    """A text with facts, and a question about one of them."""
+
     text: str
     name: str
     question: str
-    """Without its answer, as a user would ask at the text's end."""
+    """The question without its answer, as a user asks at the text's end."""
     value: str
 
     def is_answered_by(self, answer: str | None) -> bool:
@@ -27,9 +29,9 @@ class Question:
 
 
 def make_questions(count_tokens: Callable[[str], int], tokens: int) -> list[Question]:
-    """One for each of ASKED, all about one text that ``count_tokens`` finds at least ``tokens`` long, and little more.
+    """Return a question for each fact of ASKED, about one text of at least ``tokens`` tokens by ``count_tokens``.
 
-    As many lines lie between any two facts.
+    The text is little longer than that, and has equally many lines between any two facts.
     """
     rng = random.Random(0)
     names = rng.sample(NAMES, NUM_FACTS)

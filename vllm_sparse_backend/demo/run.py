@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: real servers on loopback, stock's and ours, asked about a long text, and tables of what ran sparse.
+"""The demo: stock vLLM and this backend, served on loopback and asked about a long text; tables show what ran sparse.
 
-What runs sparse is read from the server's /metrics, nothing else; the demo fails if it does not show sparse prefill, or
-if the model that is brought along answers wrong.
+Only the server's /metrics show what ran sparse; the demo fails if they show no sparse prefill, or if the bundled model
+answers wrong.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ MIN_TOKENS = 1024
 
 
 class DemoError(BenchError):
-    """The demo could not show what it is there to show."""
+    """The demo could not show sparse prefill."""
 
 
 def run_demo(model: Path | None, method: str, console: Console) -> None:
     """Run the demo; raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails.
 
-    The model that is brought along is asked through stock vLLM too, and has to be right. A model of the user's is
-    asked only through this backend, as starting it twice may take long, and may answer what it will.
+    The bundled model also runs on stock vLLM and must be right. A model of the user's runs on this backend only, as
+    starting it twice may take long, and its answers are not judged.
     """
     known, chosen = model is None, model or BUNDLED
     length = ("--max-model-len", str(_max_model_len(chosen)))
@@ -45,7 +45,7 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
     right = []
     if "dense_layers" in settings:
         console.print(
-            f"Layer {FINDING_LAYER} of this model, which finds facts, stays dense: {method} loses them there."
+            f"Layer {FINDING_LAYER} of this model, which finds facts, stays dense: {method} loses facts there."
         )
     if known:
         with _started("stock vLLM", Server(chosen, length), console) as stock:
@@ -58,11 +58,11 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
     if problem := report.problem():
         raise DemoError(f"The server answered, but its /metrics show no sparse prefill: {problem}.")
     if known and not all(right):
-        raise DemoError("An answer is wrong, and this model knows better.")
+        raise DemoError("An answer is wrong: expected this model to find the facts.")
 
 
 def settings_of(method: str, *, bundled: bool) -> dict[str, Any]:
-    """What the demo's server is given, for the model that is brought along (``bundled``) or another."""
+    """Return the server's settings for the bundled model (``bundled``) or another."""
     dense = {"dense_layers": [FINDING_LAYER]} if bundled and method in CANNOT_FIND else {}
     params = dict(METHODS[method].demo)
     return {"method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": params, **dense}
@@ -88,7 +88,7 @@ def _max_model_len(model: Path) -> int:
 
 
 def _ask(server: Server, console: Console) -> list[bool]:
-    """Whether the answers to chats that ask for two facts of one text are right."""
+    """Ask for two facts of one text by chat; return whether each answer is right."""
 
     def count_tokens(text: str) -> int:
         return server.post("/tokenize", {"model": server.model, "prompt": text})["count"]
@@ -105,15 +105,15 @@ def _ask(server: Server, console: Console) -> list[bool]:
         took, is_right = time.monotonic() - began, question.is_answered_by(said)
         tokens = f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} answered in {took:.1f} s"
         verdict = "[green]right[/]" if is_right else f"[red]wrong[/], it is {question.value}"
-        asked_for = f"the magic number of {question.name}"
-        console.print(f"{tokens}: {asked_for}: {escape(repr(said))} {verdict}", highlight=False, soft_wrap=True)
+        subject = f"the magic number of {question.name}"
+        console.print(f"{tokens}: {subject}: {escape(repr(said))} {verdict}", highlight=False, soft_wrap=True)
         right.append(is_right)
     return right
 
 
 def _show(report: Report, console: Console) -> None:
     rows = [{"path": path, "reason": why, "rows": count} for (path, why), count in sorted(report.rows.items())]
-    console.print(table_of("Rows (requests in a step) by the way they went", {n: n for n in rows[0]}, rows))
+    console.print(table_of("Rows (requests in a step) by path", {n: n for n in rows[0]}, rows))
     attention = ", ".join(f"{count} layers by {name}" for name, count in sorted(report.attention.items()))
     columns = {"layer": "layer", "tiles": "tiles", "kept_pairs": "kept pairs", "causal_pairs": "causal pairs"}
     layers = [

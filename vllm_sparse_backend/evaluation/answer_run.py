@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers inside the prompt, asked of servers: started one after the other, or running; the same prompts for all."""
+"""`eval answers`: the same prompts for several servers, which are started one after the other or already running."""
 
 import hashlib
 import json
@@ -26,14 +26,14 @@ from vllm_sparse_backend.evaluation.prompt_texts import prose, read_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 Case = dict[str, Any]
-At = tuple[int, int]
-"""Which request: tokens of its prompt, and its number."""
+PromptKey = tuple[int, int]
+"""Identifies a prompt: its number of tokens, and its index among prompts of that length."""
 
 SEED = 0
-"""Of facts and places."""
+"""Seed of facts and their places."""
 
 FACT_TOKENS = 120
-"""Of a prompt for each fact: stated and asked for it takes some 50, and lines are to be no more than half of it."""
+"""Tokens of a prompt for each fact, at least: statement and question take about 50, and lines fill at most half."""
 
 COLUMNS = {
     "label": "server",
@@ -51,24 +51,25 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Asking:
-    """All that makes the prompts, but for the tokenizer."""
+class AnswerWorkload:
+    """Everything that determines the prompts, except the tokenizer."""
 
     lengths: tuple[int, ...]
     count: int
-    """Of each length."""
+    """Prompts of each length."""
     facts: int
     text: str | None
-    made: dict[At, Prompt] = field(default_factory=dict, compare=False)
-    """Once a server is there to tokenize."""
+    made: dict[PromptKey, Prompt] = field(default_factory=dict, compare=False)
+    """The prompts, once a server is available to tokenize."""
     tokens: list[int] = field(default_factory=list, compare=False)
-    """Of a piece of the text, by that server."""
+    """Tokens of a sample of the text, by that server."""
 
     @staticmethod
-    def about(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "Asking":
+    def from_text(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "AnswerWorkload":
         # Eight characters are more than a token has on average, and what is read is tokenised by the server.
+        """Return the workload over a text file or folder, or over made prose if ``text`` is None."""
         read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
-        return Asking(tuple(dict.fromkeys(lengths)), count, facts, read)
+        return AnswerWorkload(tuple(dict.fromkeys(lengths)), count, facts, read)
 
     def require_room(self) -> None:
         """Raise BenchError where a length cannot hold the facts, before a server starts."""
@@ -83,31 +84,31 @@ class Asking:
 
     @cached_property
     def source(self) -> str:
-        """A word of prose is a token at least: there are as many as stretches that begin apart take."""
+        """The text; made prose has at least one token a word, enough for stretches that begin apart."""
         words = max(2 * self.longest, self.longest + 16 * self.count)
         return self.text if self.text is not None else prose(words, SEED)
 
     def key(self, *context: object) -> str:
-        """Equal where the prompts are, and what they are asked in (``context``)."""
+        """Return a hash that is equal for equal prompts in an equal ``context``."""
         made_of = {name: value for name, value in vars(self).items() if name not in ("made", "tokens", "source")}
         made_of |= {"text": self.source, "context": context}
         return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
 
     @property
-    def wanted(self) -> list[At]:
+    def wanted(self) -> list[PromptKey]:
         return list(product(self.lengths, range(self.count)))
 
     def make(self, endpoint: Endpoint) -> bool:
-        """The prompts, by the first server's tokenizer; whether this one's gives the same. Raises BenchError."""
+        """Build the prompts with the first server's tokenizer; return whether this server's tokenizer agrees."""
         sample = endpoint.tokenize(self.source[:2000], special=True)
         if not self.made:
             self.made.update(self.build_prompts(endpoint))
             self.tokens.extend(sample)
         return sample == self.tokens
 
-    def ask(self, endpoint: Endpoint, at: At) -> Case:
-        """A request that fails, or is not answered whole, has its ``error`` and no answers."""
-        prompt = self.made[at]
+    def ask(self, endpoint: Endpoint, prompt_key: PromptKey) -> Case:
+        """Send one prompt and return its case; a failed or incomplete request has an ``error`` and no answers."""
+        prompt = self.made[prompt_key]
         case: Case = {"sha256": prompt.sha256, "error": None}
         began = time.perf_counter()
         try:
@@ -121,8 +122,8 @@ class Asking:
         seconds = round(time.perf_counter() - began, 3)
         return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
 
-    def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
-        """By length and number: each of a stretch of the text that begins elsewhere."""
+    def build_prompts(self, endpoint: Endpoint) -> dict[PromptKey, Prompt]:
+        """Build all prompts, each from a stretch of the text that begins elsewhere."""
         text_ids = endpoint.tokenize(self.source)
         begin_ids = endpoint.first_tokens()
         # Stretches begin in different places, so that no two prompts of a length begin alike.
@@ -131,7 +132,7 @@ class Asking:
             most = self.longest + 16 * self.count
             raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {most:,} for such prompts")
 
-        built: dict[At, Prompt] = {}
+        built: dict[PromptKey, Prompt] = {}
         for length in self.lengths:
             for i in range(self.count):
                 rng = Random(f"{SEED}/{length}/{i}")
@@ -143,7 +144,7 @@ class Asking:
 
 
 def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
-    """Take over what a file from an earlier run holds, less failed requests. Raises BenchError if it is of others."""
+    """Take over an earlier run's cases, except failed requests. Raises BenchError if the file is another run's."""
     if path is None or not path.exists():
         return
     try:
@@ -162,44 +163,50 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
     report.cases.extend(case for case in cases if not case.get("error"))
 
 
-def unasked(contestants: Sequence[Contestant], asking: Asking, report: Report) -> dict[str, list[At]]:
-    """By label the requests that a report does not hold yet. Raises BenchError where a label stands for two."""
+def missing_requests(
+    contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report
+) -> dict[str, list[PromptKey]]:
+    """Return, by label, the prompts that a report lacks. Raises BenchError if two servers share a label."""
     if len({contestant.label for contestant in contestants}) < len(contestants):
         raise BenchError(
             f"labels {', '.join(contestant.label for contestant in contestants)}: expected each of them once"
         )
     there = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
     return {
-        contestant.label: [at for at in asking.wanted if (contestant.label, *at) not in there]
+        contestant.label: [prompt_key for prompt_key in workload.wanted if (contestant.label, *prompt_key) not in there]
         for contestant in contestants
     }
 
 
-def ask_all(contestants: Sequence[Contestant], asking: Asking, key: str, report: Report, concurrency: int = 1) -> None:
-    """A case for each contestant and request that the report does not hold yet. Raises BenchError, or ServerError."""
-    todo = unasked(contestants, asking, report)
+def ask_all(
+    contestants: Sequence[Contestant], workload: AnswerWorkload, key: str, report: Report, concurrency: int = 1
+) -> None:
+    """Add a case for each server and prompt that the report lacks. Raises BenchError or ServerError."""
+    todo = missing_requests(contestants, workload, report)
     waiting = [contestant for contestant in contestants if todo[contestant.label]]
     for _, group in groupby(waiting, key=lambda contestant: contestant.open):
         with opened(levels := list(group)) as endpoints:
             # Prompts are made with the first server that is ready, and the same for all.
-            if not asking.make(endpoints[0]):
+            if not workload.make(endpoints[0]):
                 whose = "its tokenizer is another than the first server's"
                 raise BenchError(f"{levels[0].label}: {whose}: prompts would differ")
             for contestant, endpoint in zip(levels, endpoints, strict=True):
                 base = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
-                for case in _ask_server(endpoint, asking, todo[contestant.label], concurrency):
+                for case in _ask_server(endpoint, workload, todo[contestant.label], concurrency):
                     report.add_case(base | case)
 
 
-def _ask_server(endpoint: Endpoint, asking: Asking, todo: Sequence[At], concurrency: int) -> Iterator[Case]:
-    """A case for each of the requests, and one for the density of all and why rows were dense."""
+def _ask_server(
+    endpoint: Endpoint, workload: AnswerWorkload, todo: Sequence[PromptKey], concurrency: int
+) -> Iterator[Case]:
+    """Yield a case for each prompt, then one for the density over all of them and the reasons of dense rows."""
     before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
-        for at, case in zip(todo, pool.map(lambda at: asking.ask(endpoint, at), todo)):
-            yield {"part": "prompt", "tokens": at[0], "prompt": at[1], **case}
+        for prompt_key, case in zip(todo, pool.map(lambda prompt_key: workload.ask(endpoint, prompt_key), todo)):
+            yield {"part": "prompt", "tokens": prompt_key[0], "prompt": prompt_key[1], **case}
     finally:
-        # Who breaks off does not wait for prompts of minutes: they end with the server.
+        # On interruption, do not wait for prompts that take minutes: they end with the server.
         pool.shutdown(wait=False, cancel_futures=True)
     after = endpoint.metrics()
     if PREFIX in before and PREFIX in after:  # it counts pairs
@@ -210,14 +217,14 @@ def _ask_server(endpoint: Endpoint, asking: Asking, todo: Sequence[At], concurre
 
 
 def densities(cases: Sequence[Case]) -> dict[str, float | None]:
-    """By label, of all runs that a file holds."""
+    """Return the density by label, over all runs in a file."""
     counted = [case for case in cases if case["part"] == "density"]
     labels = dict.fromkeys(case["label"] for case in counted)
     return {label: Pairs.of_cases(case for case in counted if case["label"] == label).density for label in labels}
 
 
 def failures(cases: Sequence[Case]) -> list[str]:
-    """A line for each failed request, and for each server of this backend that ran nothing sparse."""
+    """Return a line for each failed request, and for each server of this backend that ran nothing sparse."""
     prompt_cases = [case for case in cases if case["part"] == "prompt"]
     lines = [
         f"failed, and not counted: {case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: "
@@ -232,7 +239,7 @@ def failures(cases: Sequence[Case]) -> list[str]:
 
 
 def _why_dense(cases: Sequence[Case]) -> str:
-    """What a server counted its rows as; where there were none, why there were none."""
+    """Explain why a server ran nothing sparse: by the reasons it counted, or by failed requests."""
     rows = sum((Counter(case["dense_rows"]) for case in cases if case["part"] == "density"), Counter[str]())
     if rows:
         explained = {fallback.value: fallback.explain for fallback in Fallback}
@@ -241,20 +248,20 @@ def _why_dense(cases: Sequence[Case]) -> str:
     return "all of its requests failed" if failed else "the server's log says why"
 
 
-def told(case: Case) -> str:
-    """What came of a request, in a few words."""
+def describe_case(case: Case) -> str:
+    """Return the outcome of a request in a few words."""
     if case["error"] is not None:
         return f"failed: {case['error']}"
     return f"{sum(right_answers(case))} of {len(case['answers'])} right, {case['seconds']:.1f} s"
 
 
 def right_answers(case: Case) -> list[bool]:
-    """Right is an answer whose tokens are all of rank 1."""
+    """Return whether each answer is right: all of its tokens have rank 1."""
     return [all(rank == 1 for rank in answer["ranks"]) for answer in case["answers"]]
 
 
 def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> tuple[float | None, float | None]:
-    """In per cent, of the prompts that both answered, and its standard error over these; by each prompt's number."""
+    """Return the change in percent over the prompts that both servers answered, and its standard error."""
     nats = [
         second[i]["nats"] / second[i]["others"] - case["nats"] / case["others"]
         for i, case in first.items()
@@ -267,7 +274,7 @@ def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> 
 
 
 def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
-    """For each label and length: right of asked, beside the first label's on the prompts that both answered."""
+    """Return a row for each label and length: right answers, and the ratio to the first label's on shared prompts."""
     prompt_cases = {(c["label"], c["tokens"], c["prompt"]): c for c in cases if c["part"] == "prompt"}
     density = densities(cases)
     rows = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers inside the prompt: questions whose answers the prompt itself holds, judged by the ranks of their tokens.
 
-A question at a prompt's end is answered by decoding, which is dense: it hides what a sparse prefill lost. Here facts
-are spread over a text, each is asked for and answered further on, and all of it is prefilled. A server that returns
-log-probabilities of the prompt's tokens (``prompt_logprobs``, vLLM's addition to OpenAI's interface) says of every
-answer's token how many others the model held more likely. The answer is right if none was, for any of its tokens.
+A question at a prompt's end is answered by decoding, which is dense and hides what a sparse prefill lost. Here facts
+are spread over a text, each is asked for and answered later in the text, and all of it is prefilled. A server that
+returns log-probabilities of the prompt's tokens (``prompt_logprobs``, vLLM's addition to OpenAI's interface) gives the
+rank of each token of an answer. The answer is right if all of its tokens have rank 1.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ NAMES = [f"{a} {k} {p}" for a in _ADJECTIVES.split() for k in _KINDS.split() for
 
 @dataclass(frozen=True)
 class Templates:
-    """Lines that state a fact and that ask for it and answer. ``{name}`` and ``{value}``, seven digits, are put in."""
+    """Lines that state a fact, and that ask and answer; ``{name}`` and ``{value}`` (seven digits) are filled in."""
 
     fact: str = "# The magic number of {name} is {value}."
     question: str = "# Question: what is the magic number of {name}? Answer: {value}."
@@ -41,15 +41,15 @@ class Templates:
 
 @dataclass(frozen=True)
 class Answer:
-    """Places count the prompt's tokens from 0."""
+    """A question's answer; places count the prompt's tokens from 0."""
 
     name: str
     value: str
     fact_at: int
-    """Of the value's first token where the fact is stated."""
+    """Place of the value's first token in the statement."""
     begin: int
     end: int
-    """Of the value's tokens where it is asked for; ``end`` is past the last."""
+    """Places of the value's tokens in the question; ``end`` is past the last."""
 
     @property
     def distance(self) -> int:
@@ -71,14 +71,13 @@ class Line:
     token_ids: list[int]
     begin: int
     end: int
-    """Of the tokens that hold the value."""
+    """Places of the tokens that hold the value; ``end`` is past the last."""
 
     @staticmethod
     def of(encode: Encode, template: str, name: str, value: str) -> "Line":
-        """The value's tokens are where the line differs from one in which every digit is another.
+        """Encode a line and locate the value's tokens: where it differs from the line with every digit changed.
 
-        So they are found with any tokenizer: one that has a token for each digit, or for three, or for a space and a
-        digit together.
+        This works with any tokenizer, whether a token is one digit, three digits, or a space and a digit.
         """
         changed = "".join(str(int(digit) % 9 + 1) for digit in value)
         ids, other = (
@@ -92,7 +91,7 @@ class Line:
 
 
 def _equal(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the part that both begin with."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
 
 
@@ -105,7 +104,7 @@ def build_prompt(
     templates: Templates,
     rng: random.Random,
 ) -> Prompt:
-    """``num_tokens`` tokens: ``begin_ids``, then ``text_ids`` from their first on, with facts and questions between.
+    """Build a prompt of ``num_tokens``: ``begin_ids``, then ``text_ids`` with facts and questions inserted.
 
     Both places of a fact are uniform over the text, the question at the later one. Raises BenchError if the lines do
     not fit or the text is too short.
@@ -140,9 +139,10 @@ def weave(
     threads: Sequence[Sequence[Sequence[int]]],
     cuts: Sequence[Sequence[int]],
 ) -> tuple[list[int], list[list[int]]]:
-    """``begin_ids`` and then the text with other lines in it, and where each of these begins.
+    """Insert lines into a text that follows ``begin_ids``; return the tokens and where each line begins.
 
-    A thread is lines in their order; ``cuts`` has for each of them, rising, before how many tokens of the text.
+    A thread is a sequence of lines; ``cuts`` has, for each line, before how many tokens of the text it goes, in rising
+    order.
     """
     placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
     ids, at = list(begin_ids), 0
@@ -159,17 +159,17 @@ def weave(
 @dataclass(frozen=True)
 class Scores:
     ranks: list[list[int]]
-    """Of each answer's tokens; 1 is the likeliest."""
+    """Ranks of each answer's tokens; 1 is the likeliest."""
     nats: float
     others: int
-    """Summed negative log-probability of all tokens that are no answer's, and their number: the first has none."""
+    """Sum of negative log-probabilities of tokens outside answers, and their number, without the first token."""
 
 
 def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:
-    """From ``prompt_logprobs``.
+    """Score the answers by a server's ``prompt_logprobs``.
 
-    ``returned``: for each token ``{token id: {"logprob": ..., "rank": ...}}``. Raises RequestError where a token's own
-    is missing or is no number that a healthy model gives: nothing of such an answer is counted.
+    ``returned``: for each token ``{token id: {"logprob": ..., "rank": ...}}``. Raises RequestError where a token's
+    entry is missing or not a number that a healthy model gives; such a response is not counted at all.
     """
     token_ids = prompt.token_ids
     if not isinstance(returned, list) or len(returned) != len(token_ids):
@@ -195,7 +195,7 @@ def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Score
 
 @dataclass(frozen=True)
 class Share:
-    """Right answers of those asked for."""
+    """Right answers among all answers."""
 
     right: int
     total: int
@@ -209,9 +209,9 @@ class Share:
 
 
 def standard_error(of_prompts: Sequence[Share]) -> float:
-    """Of the share over all: the binomial one, or that between prompts where it is larger.
+    """Return the standard error of the share over all prompts: the binomial one, or between prompts if larger.
 
-    A prompt's answers are no independent draws: a block of keys that is dropped takes many of them with it.
+    Answers of a prompt are not independent: a dropped block of keys loses several of them.
     """
     whole = Share(sum(share.right for share in of_prompts), sum(share.total for share in of_prompts))
     if not whole.total:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to time attention on: queries, keys and values of one layer in a paged cache, of which chunks are prefilled.
+"""Prompts to time attention on: queries, keys and values of one layer in a paged cache, prefilled in chunks.
 
-Random normal data is dense: no method can leave anything out of it. In ``planted_prompt`` a share of the keys, in runs
-of ``RUN_TOKENS``, is what the queries of their kv head look for, and has nearly all of the softmax's mass. So the data
-have a density that can be stated, ``DENSITY``, and methods that choose by mass find it.
+Random normal data is dense: no method can leave out any of it. In ``planted_prompt`` a share ``DENSITY`` of the keys,
+in runs of ``RUN_TOKENS``, matches the queries of its kv head and has nearly all of the softmax's mass. So the density
+is known, and methods that choose by mass find it.
 """
 
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ from vllm_sparse_kernels.rows import ceil_div
 DENSITY = 0.1
 RUN_TOKENS = 64
 PLANTED = 9.0
-"""Length of what queries and planted keys share: their scaled scores are about 7 higher at head_dim 128."""
+"""Length of the vector that queries and planted keys share; scaled scores rise by about 7 at head_dim 128."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one layer on one rank; 8B models of Llama's and Qwen's families have these defaults."""
+    """Heads of one layer on one rank; the defaults are those of 8B models of Llama's and Qwen's families."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -35,7 +35,7 @@ class Heads:
 
     @staticmethod
     def of(model: Path | None, page_tokens: int = 128) -> "Heads":
-        """Of a model's folder, if one is given."""
+        """Return the heads of a model's folder; the defaults if it is None."""
         if model is None:
             return Heads(page_tokens=page_tokens)
         shape = ModelShape.from_folder(model)
@@ -65,14 +65,14 @@ class Prompt:
 
 
 def without_nan(batch: Batch) -> Batch:
-    """The batch, its cache free of the NaN that stand in unused places: FlashAttention multiplies these by 0."""
+    """Replace NaN in unused places of the batch's cache by 0, as FlashAttention multiplies them by 0."""
     for side in (batch.cache.keys, batch.cache.values):
         side.nan_to_num_()
     return batch
 
 
 def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> Prompt:
-    """One layer, the same for the same arguments on the same kind of device; layers of other seeds share its pages."""
+    """Return one layer, equal for equal arguments on the same kind of device; seeds share the same pages."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running vLLM server as a client sees it, by openai's client: prompts of given lengths, and when tokens come."""
+"""Client of a running vLLM server, on openai's client: prompts of given lengths, and the times of answers' tokens."""
 
 import json
 import os
@@ -22,9 +22,9 @@ from vllm_sparse_backend.evaluation.report import BenchError
 TIMEOUT_S = 1800.0
 HOST_AND_PORT = re.compile(r"[\w.-]+(:\d+)?")
 BURST_S = 1e-3
-"""What arrives within it came at once: the time between its tokens is the client's, not the server's."""
+"""Tokens within this time arrived together: the time between them is the client's, not the server's."""
 MOST_CHARS = 200_000
-"""Of one request to tokenize."""
+"""Characters of one request to tokenize at most."""
 
 
 def server_url(address: str, name: str) -> str:
@@ -45,45 +45,45 @@ def server_url(address: str, name: str) -> str:
 
 
 class RequestError(RuntimeError):
-    """A request was not answered as asked; the message says how, ``status`` is HTTP's where there was one."""
+    """A request got no valid answer; the message says how, and ``status`` is the HTTP status if there was one."""
 
     status: int | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Times are from sending the request. Later vLLM streams several tokens at a time."""
+    """Times of an answer, in seconds from sending the request. Later vLLM streams several tokens at a time."""
 
     first_token_s: float
     last_token_s: float
     tokens: int
     pause_s: float = 0.0
-    """The longest between two arrivals of tokens."""
+    """Longest time between two arrivals of tokens."""
 
     @property
     def token_s(self) -> float | None:
-        """What a token after the first takes; None where there is none, or where all came in one burst."""
+        """Mean time for each token after the first; None if there is none, or if all came in one burst."""
         taken = self.last_token_s - self.first_token_s
         return taken / (self.tokens - 1) if self.tokens > 1 and taken > BURST_S else None
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """``url`` has no path: ``http://127.0.0.1:8000``."""
+    """A model on a running server; ``url`` has no path: ``http://127.0.0.1:8000``."""
 
     name: str
     url: str
     model: str
     root: str | None = None
-    """What the server loaded, a folder or a name, where it says so."""
+    """The folder or name that the server loaded, if it says so."""
     max_model_len: int | None = None
-    """Tokens of the longest request that the server takes, its answer included, where it says so."""
+    """Tokens of the longest request including its answer, if the server says so."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Goes with every request for a completion."""
+    """Fields that are sent with every completion request."""
 
     @staticmethod
     def connect(name: str, url: str) -> "Endpoint":
-        """A running server, and the model that it serves. Raises BenchError where none answers."""
+        """Connect to a running server and find the model that it serves. Raises BenchError where none answers."""
         url = server_url(url, name)
         try:
             with _failures():
@@ -106,10 +106,10 @@ class Endpoint:
             )
 
     def at_level(self, level: float | str) -> "Endpoint":
-        """The same server, asked for that level. Raises BenchError where it has none of that name.
+        """Return the same server with requests at this level. Raises BenchError if it has no such level.
 
-        Levels share a cache's first blocks, which are dense in all of them. Here none finds what another one left: the
-        same prompts are asked at each.
+        Levels share the first, dense blocks of a prefix cache. A cache salt for each level keeps them apart here,
+        as the same prompts are sent at each.
         """
         endpoint = replace(self, extra={"vllm_xargs": {FIELD: level}, "cache_salt": f"level {level}"})
         try:
@@ -121,8 +121,7 @@ class Endpoint:
     def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
         """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError on anything else.
 
-        ``stop_after``: break off, and close the connection, once as many tokens are there. ``more`` goes with the
-        request.
+        ``stop_after``: close the connection after this many tokens. ``more``: further fields of the request.
         """
         body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1} | more
         wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
@@ -145,16 +144,16 @@ class Endpoint:
     def _stream(self, body: dict[str, Any]) -> Any:
         import openai
 
-        # Not `completions.create`, which looks at each token of a prompt before it sends it: that would be timed.
+        # Not `completions.create`, which examines each token before it sends the prompt: that would be timed.
         return _client(self.url).post(
             "/completions", body=body, cast_to=object, stream=True, stream_cls=openai.Stream[object]
         )
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-        """Of each token of a prompt, by vLLM's ``prompt_logprobs``: its own and the likeliest, with their ranks.
+        """Return vLLM's ``prompt_logprobs``: for each token, its own and the likeliest entry with ranks.
 
-        The first has none. vLLM computes such a prompt whole: it takes nothing from its prefix cache. Raises
-        RequestError on anything but an answer with such a list.
+        The first token has none. vLLM computes such a prompt as a whole, without its prefix cache. Raises RequestError
+        if the answer has no such list.
         """
         with _failures():
             body = self._body(prompt, 1) | {"prompt_logprobs": 1}
@@ -165,9 +164,9 @@ class Endpoint:
         return returned
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of a text, by the server's own tokenizer, in pieces that end with a line.
+        """Return the token ids of a text by the server's tokenizer, in pieces that end with a line.
 
-        ``special``: with those that it puts around a text. Raises BenchError.
+        ``special``: with the tokens that it adds around a text. Raises BenchError.
         """
         ids: list[int] = []
         while text:
@@ -180,7 +179,7 @@ class Endpoint:
         return str(self._vllm("/detokenize", {"tokens": list(token_ids)})["prompt"])
 
     def _vllm(self, path: str, body: dict[str, Any]) -> Any:
-        """Of what vLLM adds to OpenAI's interface."""
+        """POST to a path that vLLM adds to OpenAI's interface."""
         try:
             with _failures():
                 return _client(self.url).post(self.url + path, body={"model": self.model, **body}, cast_to=object)
@@ -188,7 +187,7 @@ class Endpoint:
             raise BenchError(f"{self.name}: {self.url}{path}: {error}") from None
 
     def metrics(self) -> str:
-        """The text of /metrics with counts of now; empty where there is none."""
+        """Return the text of /metrics with current counts; empty if there is none."""
         try:
             with _failures():
                 return str(_client(self.url).get(self.url + FRESH_METRICS_PATH, cast_to=str))
@@ -196,10 +195,9 @@ class Endpoint:
             return ""
 
     def first_tokens(self) -> list[int]:
-        """What prompts start with: what the tokenizer adds, or the bos token of the model's folder.
+        """Return the tokens that prompts begin with: those that the tokenizer adds, or the model folder's bos token.
 
-        The tokenizer of a model that was trained with a bos token does not always add it, and attention without its
-        sink is another one.
+        The tokenizer of a model trained with a bos token does not always add it, which changes attention.
         """
         plain, full = self.tokenize("a"), self.tokenize("a", special=True)
         if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
@@ -208,7 +206,7 @@ class Endpoint:
 
 
 def _bos_token(folder: str | None) -> str | None:
-    """None too for a name that the server resolved, or a folder of another machine."""
+    """Return the bos token of a local model folder; None for a hub name or another machine's folder."""
     try:
         config = json.loads((Path(folder or "/dev/null") / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -218,7 +216,7 @@ def _bos_token(folder: str | None) -> str | None:
 
 
 def _tokens_of(event: Any) -> int:
-    """Of a streamed event. Raises RequestError on a log-probability that no healthy model gives."""
+    """Count a streamed event's tokens. Raises RequestError on a log-probability that no healthy model gives."""
     choices = event.get("choices") or [{}]
     logprobs = (choices[0].get("logprobs") or {}).get("token_logprobs") or ()
     for logprob in logprobs:
@@ -229,7 +227,7 @@ def _tokens_of(event: Any) -> int:
 
 @cache
 def _client(url: str) -> Any:
-    """With the key of OPENAI_API_KEY, for servers that ask for one."""
+    """Return the client of a server, with the key of OPENAI_API_KEY if that is set."""
     try:
         import openai
     except ImportError:
@@ -244,7 +242,7 @@ def _client(url: str) -> Any:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Whatever goes wrong with a request is a RequestError: releases of openai's client differ in what they raise."""
+    """Turn any failure of a request into RequestError, as releases of openai's client differ in their exceptions."""
     try:
         yield
     except (RequestError, BenchError):
@@ -258,7 +256,7 @@ def _failures() -> Iterator[None]:
 
 
 class Prompts:
-    """Stretches of a text, no two of which begin alike: none is found in a prefix cache."""
+    """Stretches of a text, no two of which begin alike, so that a prefix cache holds none of them."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) < 1024:
@@ -268,12 +266,12 @@ class Prompts:
 
     @staticmethod
     def of(endpoint: Endpoint, text: str | None = None) -> "Prompts":
-        """Of a text, or of this project's sources."""
+        """Tokenize a text, or this project's sources."""
         return Prompts(endpoint.tokenize(text or project_text()[:400_000]))
 
     def take(self, length: int) -> list[int]:
-        """The next prompt of so many tokens; a text that is too short starts again."""
-        # Stretches of one text would meet again some day: the first tokens of each are drawn.
+        """Return the next prompt of ``length`` tokens; a text that is too short starts again."""
+        # Stretches of one text repeat eventually, so the first tokens of each are drawn at random.
         ids, base = self.token_ids, len(self.token_ids)
         head = random.Random(self.made).choices(ids, k=8)
         start = self.made * 997 % base

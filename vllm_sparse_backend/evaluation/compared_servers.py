@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that are asked the same: started one after the other, or running; what one run leaves the next asks."""
+"""Servers that get the same requests: started one after the other, or already running."""
 
 import hashlib
 import json
@@ -28,21 +28,21 @@ from vllm_sparse_backend.evaluation.vllm_server import (
 
 @dataclass(frozen=True)
 class Contestant:
-    """One server to ask, or a level of it; ``open`` starts it, or finds it running. Its levels share one ``open``."""
+    """A server, or one of its levels. ``open`` starts or finds the server; levels of a server share one ``open``."""
 
     label: str
     model: str
-    """Its name, without a folder's path."""
+    """The model's name, without a folder's path."""
     what: str
-    """Its address or its settings, whole: what a label leaves out."""
+    """Its full address or settings, which the label may abbreviate."""
     open: Callable[[], AbstractContextManager[Endpoint]]
     is_running: bool = False
-    """Else it has to be started."""
+    """Whether it runs already; otherwise ``open`` starts it."""
     level: float | str | None = None
-    """What its requests ask for; None if nothing."""
+    """The level of its requests; None for the server's default."""
 
     def at(self, levels: Sequence[float | str]) -> "list[Contestant]":
-        """The server at each of the levels; itself where none is named."""
+        """Return the server at each of these levels; the server itself if there are none."""
         at = [
             replace(self, label=f"{self.label} {level}", what=f"{self.what}, level {level}", level=level)
             for level in levels
@@ -51,9 +51,9 @@ class Contestant:
 
     @staticmethod
     def running(label: str, url: str, levels: Sequence[float | str] = (), max_len: int = 0) -> "list[Contestant]":
-        """A server at each of the levels, if it is one of this backend.
+        """Connect to a running server; return it at each of the levels if it runs this backend.
 
-        Raises BenchError where none answers at ``url``, or it takes no requests of ``max_len`` tokens.
+        Raises BenchError where no server answers at ``url``, or it does not accept requests of ``max_len`` tokens.
         """
         endpoint = Endpoint.connect(label or url, url)
         endpoint.require_room(max_len)
@@ -76,7 +76,7 @@ class Contestant:
 
 @contextmanager
 def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
-    """All of them at once, each server once."""
+    """Open all servers at once, each only once."""
     with ExitStack() as stack:
         servers = {
             start: stack.enter_context(start())
@@ -90,11 +90,14 @@ def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
         ]
 
 
-def asked_for(
+def contestants_from_options(
     model: Path | None, settings: Sequence[str], levels: Sequence[float | str], urls: Sequence[str],
     labels: Sequence[str], max_len: int, server_args: str,
 ) -> list[Contestant]:  # fmt: skip
-    """Stock and each of the settings, to be started for ``model``; or the servers at ``urls``. Raises BenchError."""
+    """Return the servers that options name: the running ones at ``urls``, or stock vLLM and each setting for ``model``.
+
+    Raises BenchError where the options contradict each other.
+    """
     if (model is None) == (not urls):
         raise BenchError("expected a MODEL to serve, or --url of running servers")
     if labels and len(labels) != len(urls):
@@ -112,9 +115,9 @@ def asked_for(
 def started(
     model: Path, settings: Sequence[Settings], max_len: int, extra: str = "", levels: Sequence[float | str] = ()
 ) -> list[Contestant]:
-    """Stock, and each of the settings at each of the levels, served on this machine for requests of ``max_len`` tokens.
+    """Return stock vLLM and each setting at each level, to be started here for requests of ``max_len`` tokens.
 
-    ``extra``: more arguments for all of them.
+    ``extra``: more arguments for all servers.
     """
     if (most := max_positions(model)) is not None and max_len > most:
         raise BenchError(f"{model} has {most:,} positions, and {max_len:,} were asked for, answers included")
@@ -123,7 +126,7 @@ def started(
         [str(settings_of_server) for settings_of_server in settings],
         [json.dumps(dict(settings_of_server.values)) for settings_of_server in settings],
     )
-    # Those that differ in more than their parameters have their whole text for a name.
+    # Settings whose short names are equal get their whole text as a name.
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
     contestants = [Contestant.served("stock", model, args, "stock")]
     for name, text, settings_of_server in zip(labels, whole, settings):
@@ -133,7 +136,7 @@ def started(
 
 
 def _content_of(settings: Settings) -> str:
-    """What a profile says, in short: one that was made anew under its name is another one."""
+    """Hash a setting's profile: a profile that was rebuilt under the same name is another setting."""
     profile = settings.values.get("profile")
     if profile is None or profile == AUTO:
         return ""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which lengths on each method is faster than dense attention on this card: the table that ``auto`` reads.
+"""Prompt lengths from which each method is faster than dense attention on this card: the table that ``auto`` reads.
 
-Two ladders, each from its longest rung down, for what a server loses: wall time of a layer's selection and attention,
-launches by the host included, against FlashAttention's.
+Two ladders, each climbed down from its longest rung, compare the wall time of a layer's selection and attention,
+including launches by the host, with FlashAttention's.
 
-* ``min_tokens``: what follows so many tokens, half a chunk (4,096), or as many again where that is less. So many are
-  dense in every row, and what a row has of its chunk after them is half of it in the mean.
-* ``min_query_tokens``: so many new tokens after a long cached prefix.
+* ``min_tokens``: this many tokens are dense in every row. Timed is a chunk after them of half a chunk (4,096 tokens) or
+  the same number of tokens, whichever is less: the average part of a chunk that goes sparse.
+* ``min_query_tokens``: this many new tokens after a long cached prefix.
 
-A rung counts if sparse is faster by ``MARGIN``, and so are all longer ones. null: not even at the longest. Before a
-method is timed on an engine, its result on a short chunk is held against float64.
+A rung counts if sparse is faster by ``MARGIN`` there and on all longer rungs; null means not even on the longest.
+Before a method is timed on an engine, its result on a short chunk is compared with float64.
 """
 
 import json
@@ -30,7 +30,7 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
-from vllm_sparse_backend.evaluation.layer_timing import Layer, layers_of, new_step
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
 from vllm_sparse_backend.identity import package_version
 from vllm_sparse_kernels.attention import Engine
@@ -41,15 +41,15 @@ from vllm_sparse_kernels.methods.base import Method
 
 MARGIN = 1.03
 LAYERS = 4
-"""That follow each other in a step."""
+"""Layers that follow each other in a step."""
 STEPS = 2
-"""Of a pass: the more follow each other, the less waiting for the last of them counts."""
+"""Steps of a pass: the more there are, the less the wait for the last one counts."""
 PASSES_S = 0.25
-"""For so long a rung is measured."""
+"""Measuring time for each rung, in seconds."""
 CHECKED_TOKENS = (1792, 256)
-"""Cached and new ones, of the chunk that is held against float64."""
+"""Cached and new tokens of the chunk that is compared with float64."""
 SHORTEST_TOKENS = 2048
-"""The least that min_tokens could be."""
+"""Lowest rung for ``min_tokens``."""
 NEW_TOKENS = (20, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FORMAT = 1
 
@@ -70,23 +70,23 @@ ENTRY_COLUMNS = {name: name for name in ("method", "params", "engine", "min_toke
 
 
 def changed_fields(method: Method) -> dict[str, Any]:
-    """The parameters that differ from the method's defaults."""
+    """Return the parameters that differ from the method's defaults."""
     values = {field.name: getattr(method, field.name) for field in fields(method) if field.init}
     default = METHODS[name_of(method)].parameters()
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-def told(method: Method) -> str:
-    """``sale tau=0.03``: the name, and what differs from its defaults."""
+def method_label(method: Method) -> str:
+    """Return ``sale tau=0.03``: the method's name and the parameters that differ from its defaults."""
     changed = changed_fields(method).items()
     values = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in changed}
     return " ".join([name_of(method), *(f"{name}={value}" for name, value in values.items())])
 
 
-def methods_asked(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> list[Method]:
-    """Each kind of method of these configurations, with the parameters that most of its heads have.
+def methods_of_settings(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> list[Method]:
+    """Return each kind of method in these configurations, with the parameters that most of its heads have.
 
-    Of none: all methods at their defaults, and what a server does that is told nothing.
+    Without configurations: all methods at their defaults, and the server's default method.
     """
     methods: dict[Method, None] = {}
     for values in settings:
@@ -101,7 +101,7 @@ def methods_asked(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> l
 
 
 def ladder(least: int, most: int) -> list[int]:
-    """Powers of two and their midpoints: 2,048, 3,072, 4,096, 6,144 …"""
+    """Return the powers of two and their midpoints in a range: 2,048, 3,072, 4,096, 6,144 …"""
     rungs, rung = [], 1
     while rung <= most:
         rungs += [rung, rung * 3 // 2]
@@ -112,11 +112,11 @@ def ladder(least: int, most: int) -> list[int]:
 def climb_down(
     rungs: Mapping[int, tuple[int, int]], measure: Callable[[int, int], dict[str, Any]]
 ) -> Generator[dict[str, Any], None, int | None]:
-    """The least rung from which on all are faster by ``MARGIN``; None if the longest is not. Yields what it measured.
+    """Return the lowest rung from which all rungs are faster by ``MARGIN``; None if the longest is not.
 
-    ``rungs`` gives each rung's (seq_len, query_len), which ``measure`` is called with.
-    It asks from the longest down, and no further than the first that is not: shorter ones change nothing. A rung that
-    was not timed has no ``times_faster``, and is none that pays.
+    ``rungs`` holds each rung's (seq_len, query_len), which ``measure`` takes. Rungs are measured from the longest down
+    to the first that is too slow, as shorter ones change nothing; each measurement is yielded. A rung without
+    ``times_faster`` was not timed and counts as too slow.
     """
     least_rung = None
     for rung in sorted(rungs, reverse=True):
@@ -128,8 +128,8 @@ def climb_down(
     return least_rung
 
 
-def both_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
-    """Of both thresholds: each rung's (seq_len, query_len). Raises BenchError where the prompt is too short."""
+def crossover_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return both thresholds' rungs with (seq_len, query_len). Raises BenchError where the prompt is too short."""
     after_dense = {
         n: (n + query_len, query_len)
         for n in ladder(SHORTEST_TOKENS, longest)
@@ -144,38 +144,40 @@ def both_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[i
 def run(
     card: Card, heads: Heads, methods: Sequence[Method], longest: int, chunk_tokens: int, table: Path, report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Measures each method with each engine on planted prompts, and writes ``table`` as it goes.
+    """Measure each method with each engine on planted prompts, and update ``table`` after each pair.
 
-    Yields each rung, and after those of a method and engine what the table says of them.
+    Yields each rung's case, and after those of a method and engine their entry in the table.
     """
-    ladders = both_ladders(longest, chunk_tokens)
-    merge_entries(table, [])  # what is no table is found out before anything is measured
+    ladders = crossover_ladders(longest, chunk_tokens)
+    merge_entries(table, [])  # fails before measuring if the file is not a table
     prompts = [planted_prompt(heads, longest, card.device, seed) for seed in range(LAYERS)]
     for method in methods:
         for engine in card.engines.values():
             least_rungs: dict[str, int | None] = {}
-            timed = Timed(card, prompts, method, engine)
+            timed = MethodTimer(card, prompts, method, engine)
             for name, rungs in ladders.items():
                 least_rungs[name] = yield from climb_down(rungs, partial(timed.rung, report, name))
             entry = entry_of(card, heads, method, engine.name, least_rungs, report.command)
             merge_entries(table, [entry])
             least = ", ".join(f"{name} {rung}" for name, rung in least_rungs.items())
-            report.add_case(case := {"method": told(method), "engine": engine.name, "entry": entry, "least": least})
+            report.add_case(
+                case := {"method": method_label(method), "engine": engine.name, "entry": entry, "least": least}
+            )
             yield case
 
 
-class Timed:
-    """One method on one engine, in all layers; ``problem`` says why it is not timed."""
+class MethodTimer:
+    """Timer of one method on one engine, in all layers; ``problem`` says why it cannot be timed."""
 
     def __init__(self, card: Card, prompts: Sequence[Prompt], method: Method, engine: Engine) -> None:
         self.card, self.prompts, self.method, self.engine = card, prompts, method, engine
-        # SharePrefill's heads share what they find: here all of them may.
+        # All heads are in one cluster, so SharePrefill's heads share patterns.
         shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}
         timed_method = replace(method, **shared)
         self.plan = [layer_plan([timed_method] * prompts[0].whole.num_heads)] * len(prompts)
         self.problem = self._problem()
 
-    def layers(self, context_len: int, query_len: int) -> list[Layer]:
+    def layers(self, context_len: int, query_len: int) -> list[TimedLayer]:
         return layers_of(self.prompts, self.plan, context_len, query_len, self.engine.name)
 
     def _problem(self) -> str | None:
@@ -187,8 +189,8 @@ class Timed:
         return first.wrong(self.engine)
 
     def rung(self, report: Report, which: str, seq_len: int, query_len: int) -> dict[str, Any]:
-        """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
-        row: dict[str, Any] = {"method": told(self.method), "engine": self.engine.name, "ladder": which}
+        """Measure and report the last ``query_len`` tokens of ``seq_len``."""
+        row: dict[str, Any] = {"method": method_label(self.method), "engine": self.engine.name, "ladder": which}
         row |= {"context_len": seq_len - query_len, "query_len": query_len}
         if self.problem:
             row["problem"] = self.problem
@@ -199,8 +201,8 @@ class Timed:
         return row
 
 
-def against_dense(card: Card, layers: Sequence[Layer], engines: Sequence[Engine]) -> dict[str, float]:
-    """Wall time of a layer in a step through all of them, each on its engine, beside dense attention's."""
+def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[Engine]) -> dict[str, float]:
+    """Return a layer's mean wall time in a step through all layers, each on its engine, and dense attention's."""
     begin = new_step(layers)
 
     def first() -> None:
@@ -219,7 +221,7 @@ def against_dense(card: Card, layers: Sequence[Layer], engines: Sequence[Engine]
 def entry_of(
     card: Card, heads: Heads, method: Method, engine: str, least_rungs: Mapping[str, int | None], command: str
 ) -> dict[str, Any]:
-    """What the table says of one method and engine on this card."""
+    """Return the table's entry of one method and engine on this card."""
     return {
         "device": card.name, "engine": engine, "method": name_of(method), "params": changed_fields(method),
         "num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim, **least_rungs,
@@ -232,9 +234,9 @@ SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "he
 
 
 def merge_entries(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write entries into a table; those of the same card, engine, method and heads give way.
+    """Write entries into a table, replacing those of the same card, engine, method and heads.
 
-    Raises ConfigurationError where the file holds something else.
+    Raises ConfigurationError where the file is not such a table.
     """
     old = [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
     if not entries:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA device that is measured: vLLM's FlashAttention on it, and its times.
+"""The CUDA device that is measured: vLLM's FlashAttention on it, and two kinds of times.
 
-Two kinds of time. *Device time* is what the device is busy for: before a contestant's turn it waits, so that the host
-is ahead of it, and then it runs the contestant until its clock is what a server would see that runs this layer after
-layer. *Wall time* is what a server loses: launches by the host included, which is most of it for a few new tokens.
-Both are taken in turn with FlashAttention's in the same run, over several inputs, and reported as medians.
+*Device time* is how long the device is busy: it waits before a contestant's turn so that the host gets ahead, and then
+runs the contestant until its clock is that of a server which runs this layer after layer. *Wall time* is what a server
+spends, including launches by the host, which dominate for a few new tokens. Both alternate with FlashAttention's in the
+same run, over several inputs, and are reported as medians.
 """
 
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk's way through the layers of a prompt, as a server has it: what is timed beside dense attention."""
+"""A chunk's pass through the layers of a prompt, as on a server: what is timed against dense attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from vllm_sparse_kernels.layer import LayerPlan
 
 
 @dataclass
-class Layer:
-    """One layer's part of a pass: its chunk, what selects, and where results go."""
+class TimedLayer:
+    """One layer's part of a pass: its chunk, its plan, its index and its output."""
 
     batch: Batch
     served: layers.Layer
@@ -23,10 +23,10 @@ class Layer:
     out: torch.Tensor
 
     @staticmethod
-    def of(batch: Batch, groups: LayerPlan, engine: str) -> "Layer":
-        """``engine``: the name of the one that will attend."""
+    def of(batch: Batch, groups: LayerPlan, engine: str) -> "TimedLayer":
+        """Prepare a layer's chunk; ``engine`` is the name of the engine that will attend."""
         served = layers.Layer.of(groups, batch.cache.head_dim, batch.q.device, engine)
-        return Layer(batch, served, served.index(batch.rows), batch.empty_out())
+        return TimedLayer(batch, served, served.index(batch.rows), batch.empty_out())
 
     @property
     def options(self) -> AttendOptions | None:
@@ -38,7 +38,7 @@ class Layer:
 
     def attend(self, engine: Engine) -> None:
         batch = self.batch
-        served = replace(self.served, engine=engine, by_kernels=True)  # whatever the device: this engine is judged
+        served = replace(self.served, engine=engine, by_kernels=True)  # on any device, as this engine is to be measured
         served.attend(batch.q, batch.cache, self.index, self.out, batch.scale)
 
     def run(self, engine: Engine) -> None:
@@ -50,17 +50,17 @@ class Layer:
         return AttendSpec.of(self.batch.cache, self.index, self.options)
 
     def engine(self, table: Mapping[str, Engine]) -> Engine:
-        """The one that a server takes for this layer."""
+        """Return the engine that a server takes for this layer."""
         return choose_engine(table, self.spec).engine
 
     def refusal(self, engine: Engine) -> str | None:
-        """Why an engine cannot attend over this layer's index."""
+        """Return why an engine cannot attend over this layer's index, or None."""
         return engine.refusal(self.spec)
 
     def wrong(self, engine: Engine) -> str | None:
-        """What is wrong with an engine's attention over what was selected, as a server would find out at its start.
+        """Return what is wrong with an engine's attention over the selected keys, as a server's trial would; or None.
 
-        With options a result is an approximation that was asked for: it may hold no NaN.
+        With options the result is an intended approximation: it is only checked for NaN.
         """
         exact = expected_attention(self.batch, self.index) if self.options is None else None
         return failure(engine, self.batch, self.index, self.options, exact)
@@ -68,14 +68,16 @@ class Layer:
 
 def layers_of(
     prompts: Sequence[Prompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
-) -> list[Layer]:
-    """The chunk in each layer, all with the same rows: it is one step. ``plan``: of each layer, none of them dense."""
+) -> list[TimedLayer]:
+    """Return the chunk in each layer as one step: all share their rows. ``plan`` has no dense layer."""
     rows = prompts[0].chunk(context_len, query_len).rows
     chunks = [replace(prompt.chunk(context_len, query_len), rows=rows) for prompt in prompts]
-    return [Layer.of(chunk, groups, engine) for chunk, groups in zip(chunks, plan, strict=True) if groups is not None]
+    return [
+        TimedLayer.of(chunk, groups, engine) for chunk, groups in zip(chunks, plan, strict=True) if groups is not None
+    ]
 
 
-def new_step(layers: Sequence[Layer]) -> Callable[[], None]:
-    """What makes the next pass a new step: nothing is kept from the last one."""
+def new_step(layers: Sequence[TimedLayer]) -> Callable[[], None]:
+    """Return a function that begins a new step by clearing the state of the last one."""
     state = layers[0].batch.rows.state
     return state.clear

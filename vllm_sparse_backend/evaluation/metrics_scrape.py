@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what this backend counted from the text of a server's /metrics, all engines together."""
+"""Reader of this backend's counters on a server's /metrics, summed over all engines."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -29,10 +29,10 @@ class Report:
     """Totals since the server started."""
 
     samples: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
-    """By name, without what all of ours begin with, and labels."""
+    """Values by name, without this project's prefix, and labels."""
 
     def by(self, name: str, *labels: str) -> Counter[Any]:
-        """One metric's sums by what these labels say: a text for one label, a tuple for several."""
+        """Return one metric's sums by these labels' values: a text for one label, a tuple for several."""
         sums: Counter[Any] = Counter()
         for (sample_name, sample_labels), value in self.samples.items():
             if sample_name == name:
@@ -42,7 +42,7 @@ class Report:
 
     @cached_property
     def rows(self) -> Counter[tuple[str, str]]:
-        """By path and reason."""
+        """Rows by path and reason."""
         return self.by("rows", "path", "reason")
 
     @cached_property
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def attention(self) -> Counter[str]:
-        """The model's layers by what computes the attention of their prefills."""
+        """Number of the model's layers by the engine that computes their prefill attention."""
         return self.by("layers", "attention")
 
     def rows_of(self, path: str) -> int:
@@ -60,12 +60,12 @@ class Report:
 
     @property
     def pairs(self) -> "Pairs":
-        """Of all layers together."""
+        """Pairs of all layers together."""
         layers = self.layers.values()
         return Pairs(sum(counts.kept_pairs for counts in layers), sum(counts.causal_pairs for counts in layers))
 
     def problem(self) -> str | None:
-        """Why these counts do not show a sparse prefill, or None if they do."""
+        """Return why these counts do not show a sparse prefill, or None if they do."""
         if not self.rows_of("sparse"):
             why = ", ".join(f"{reason}: {count}" for (path, reason), count in self.rows.items() if path == "dense")
             return f"no row ran sparse ({f'dense rows: {why}' if why else 'the server counted no rows at all'})"
@@ -79,24 +79,24 @@ class Report:
 
 @dataclass(frozen=True)
 class Pairs:
-    """(query, key) pairs of sparse rows, of all layers and heads."""
+    """(query, key) pairs of sparse rows, over all layers and heads."""
 
     kept: int = 0
     causal: int = 0
 
     @property
     def density(self) -> float | None:
-        """None where no row was sparse."""
+        """Kept pairs divided by causal pairs; None if no row was sparse."""
         return self.kept / self.causal if self.causal else None
 
     @property
     def figures(self) -> dict[str, Any]:
-        """As cases of a report have them."""
+        """The fields that a report's cases hold."""
         return {"density": self.density, "kept_pairs": self.kept, "causal_pairs": self.causal}
 
     @staticmethod
     def of_cases(cases: Iterable[Mapping[str, Any]]) -> "Pairs":
-        """Of cases of a report, all together."""
+        """Sum the pairs of a report's cases."""
         return sum((Pairs(case["kept_pairs"], case["causal_pairs"]) for case in cases), Pairs())
 
     def __add__(self, other: "Pairs") -> "Pairs":
@@ -107,7 +107,7 @@ class Pairs:
 
 
 def parse(text: str) -> Report:
-    """The report of a /metrics page (Prometheus text format)."""
+    """Parse a /metrics page (Prometheus text format)."""
     report = Report()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -10,7 +10,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.strict_yaml import kind_of_file
 
 PROBE_BYTES = 4096
-"""Written and deleted again by a check: a full disk often still has room for an empty file."""
+"""Bytes that a check writes and deletes: a full disk often still has room for an empty file."""
 
 
 def require_output_file(option: str, path: Path) -> None:

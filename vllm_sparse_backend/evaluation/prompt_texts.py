@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prompts are made of: a text of the operator's, or prose of few words that is made here."""
+"""Texts of prompts: the operator's own, or made prose with a small vocabulary."""
 
 import hashlib
 import importlib.util
@@ -17,7 +17,7 @@ _TIMES = "in the morning,before the rain,after a while,at noon,in winter,without
 
 
 def read_text(path: Path, most_chars: int | None = None) -> str:
-    """A text file, or all *.py and *.md of a folder, in a mixed order that is the same everywhere; at most so much.
+    """Read a text file, or all *.py and *.md of a folder in an order that is fixed but mixed; at most ``most_chars``.
 
     Raises BenchError.
     """
@@ -42,7 +42,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def project_files() -> Iterator[str]:
-    """The sources of this project's two packages."""
+    """Yield the sources of this project's two packages."""
     for package in ("vllm_sparse_backend", "vllm_sparse_kernels"):
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
@@ -55,7 +55,7 @@ def project_text() -> str:
 
 
 def prose(num_words: int, seed: int) -> str:
-    """English sentences of about a hundred words' vocabulary; the same for the same seed."""
+    """Return English sentences from about a hundred words' vocabulary; equal for equal seeds."""
     rng = random.Random(seed)
     kinds = [kind.split() for kind in (_SUBJECTS, _VERBS, _ADJECTIVES, _OBJECTS)]
     times = _TIMES.split(",")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark found, case by case, as a file and as tables."""
+"""Results of a benchmark, case by case, as a file and as tables."""
 
 import json
 import math
@@ -24,11 +24,11 @@ class BenchError(RuntimeError):
 
 
 class Report:
-    """Cases of one run. The file is written anew with each: a run that is broken off leaves what it has."""
+    """Cases of one run. The file is rewritten after each case, so an interrupted run keeps its results."""
 
     def __init__(self, bench: str, device: str, json_path: Path | None = None, command: str | None = None) -> None:
         self.on_case: Callable[[dict[str, Any]], object] = lambda case: None
-        """Is told of each case."""
+        """Called with each new case."""
         self.bench, self.device, self.json_path = bench, device, json_path
         self.command = command or command_of(sys.argv[1:])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -41,7 +41,7 @@ class Report:
         self.on_case(self.cases[-1])
 
     def write(self, **more: object) -> None:
-        """The file, where one is asked for; ``more`` goes before the cases."""
+        """Write the file, if there is one; ``more`` goes before the cases."""
         if self.json_path is not None:
             about = {"bench": self.bench, "device": self.device, "command": self.command, "date": self.date}
             write_json(self.json_path, {"format": FORMAT, **about, "versions": versions(), **more, "cases": self.cases})
@@ -51,7 +51,7 @@ OUTPUTS = ("--json", "--results", "--png", "--html", "--table")
 
 
 def command_of(arguments: Sequence[str]) -> str:
-    """The command that measures the same elsewhere: without its output files, and folders by their names alone."""
+    """Return the command that measures the same elsewhere: without output files, and with folders' names only."""
     kept: list[str] = []
     left = iter(arguments)
     for argument in left:
@@ -70,7 +70,7 @@ def write_json(path: Path, data: object) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides about speed."""
+    """Return the versions of the packages that affect speed."""
     versions_by_name = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
     with suppress(ImportError):
         import torch
@@ -82,7 +82,7 @@ def versions() -> dict[str, str]:
 def table_of(
     title: str, columns: Mapping[str, str], cases: Sequence[Mapping[str, Any]], caption: str | None = None
 ) -> Table:
-    """Cases as a table: ``columns`` maps a case's key to the column's heading. What a case lacks stays empty."""
+    """Return cases as a table: ``columns`` maps a case's key to its heading. Missing values stay empty."""
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for key, heading in columns.items():
         numeric = any(isinstance(case.get(key), int | float) for case in cases)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve`: TTFT and TPOT of several servers, all of which get the same prompts.
+"""`bench serve`: TTFT and TPOT of several servers on the same prompts.
 
-Servers that run already are asked in turn, each prompt there and back; those that are started are asked one after the
-other, each with the whole device to itself, its levels in turn.
+Running servers are measured in alternation, each prompt forwards and then backwards through their order. Servers that
+this command starts are measured one after the other, each with the whole device to itself; its levels alternate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +19,12 @@ from vllm_sparse_backend.evaluation.report import BenchError, Report
 from vllm_sparse_backend.evaluation.vllm_server import max_positions
 
 STOCK, OURS = "stock", "ours"
-"""How keys of cases and headings call the first server, which is stock vLLM unless levels or other servers are named,
-and the one that is compared to it."""
+"""Names, in cases and headings, of the first server (stock vLLM, unless levels or other servers are named) and of the
+server compared with it."""
 
 
 def columns(first: str) -> dict[str, str]:
-    """Headings by a case's key. ``first``: the label of the server that others are compared to."""
+    """Return the headings by a case's key. ``first`` is the label of the server that others are compared with."""
     return {
         "case": "prompt",
         "repeats": "times",
@@ -42,12 +42,12 @@ def columns(first: str) -> dict[str, str]:
 
 
 MOST_TO_WARM_UP = 32768
-"""Tokens of a prompt: a longer one warms up no better."""
+"""Tokens of a warm-up prompt at most: a longer one warms up no better."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """``new_tokens`` after ``cached_tokens``, which are sent alone just before, so that a prefix cache has them."""
+    """``new_tokens`` after ``cached_tokens``, which are sent separately just before, into the prefix cache."""
 
     new_tokens: int
     cached_tokens: int = 0
@@ -58,13 +58,13 @@ class Length:
 
 
 @dataclass
-class Taken:
-    """Answers of one server, and what went wrong."""
+class ServerResults:
+    """Answers and failures of one server."""
 
     answers: list[Answer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     pairs: Pairs = field(default_factory=Pairs)
-    """Of one of the requests that were timed."""
+    """Pairs of one timed request."""
 
     @property
     def first_s(self) -> float | None:
@@ -72,33 +72,36 @@ class Taken:
 
     @property
     def token_ms(self) -> float | None:
-        """The median of requests, each from its first token to its last, by the tokens between."""
+        """Median over requests of the mean time between tokens, in ms."""
         request_ms = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
         return median(request_ms) if request_ms else None
 
     @property
     def pause_ms(self) -> float | None:
-        """The median of requests: the longest that a client waits for the next token once it has the first."""
+        """Median over requests of the longest wait for a token after the first, in ms."""
         return 1e3 * median(answer.pause_s for answer in self.answers) if self.answers else None
 
 
 def repeats_of(length: Length, most: int) -> int:
-    """Fewer of the long ones: they take longer and vary less. Short first tokens of 30 ms drown in noise otherwise."""
+    """Return the repeats of a length: fewer for long prompts, which vary less; short TTFTs drown in noise otherwise."""
     return min(most, max(3, 200_000 // max(1, length.new_tokens)))
 
 
-def ask_in_turn(
+def alternate_requests(
     servers: Sequence[Endpoint],
     lengths: Sequence[Length],
     prompts: Prompts,
     output_tokens: int,
     most_repeats: int,
     step: Callable[[], None],
-) -> Iterator[tuple[Length, list[Taken]]]:
-    """Each prompt of all servers, there and back. Prompts depend on what was taken of ``prompts`` before, no more."""
+) -> Iterator[tuple[Length, list[ServerResults]]]:
+    """Send each prompt to all servers, forwards and backwards in turn.
+
+    Yields each length with the results of every server. Prompts depend only on what was taken of ``prompts`` before.
+    """
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
     for length in lengths:
-        taken_by_server = [(server, Taken()) for server in servers]
+        taken_by_server = [(server, ServerResults()) for server in servers]
         prefix = prefixes.get(length.cached_tokens, [])
         for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
@@ -111,20 +114,24 @@ def ask_in_turn(
         yield length, [taken for _, taken in taken_by_server]
 
 
-def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: Taken, timed: bool) -> None:
+def _ask(
+    server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: ServerResults, timed: bool
+) -> None:
     try:
         if prefix:
             server.ask(prefix, 1)
         answer = server.ask(prompt, output_tokens)
     except RequestError as error:
-        taken.failures.append(str(error))  # one that warms up counts too: it should have been answered
+        taken.failures.append(str(error))  # also for a warm-up request, which should be answered too
         return
     if timed:
         taken.answers.append(answer)
 
 
-def case_of(label: str, length: Length, stock: Taken, ours: Taken, first: str = STOCK) -> dict[str, Any]:
-    """The server ``label`` beside the first one, whose label is ``first``. One that never answered gets no ratio."""
+def case_of(
+    label: str, length: Length, stock: ServerResults, ours: ServerResults, first: str = STOCK
+) -> dict[str, Any]:
+    """Return the case that compares server ``label`` with the first one; a server without answers has no ratios."""
     taken_by_name = {STOCK: stock, OURS: ours}
     labels = {STOCK: first, OURS: OURS}
     case: dict[str, Any] = {
@@ -146,8 +153,8 @@ LENGTHS = (1024, 8192, 32768, 65536, 131072)
 
 
 @dataclass(frozen=True)
-class Asking:
-    """What every server is asked."""
+class ServeWorkload:
+    """The requests that every server gets."""
 
     lengths: tuple[Length, ...]
     output_tokens: int
@@ -156,7 +163,7 @@ class Asking:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, its answer included."""
+        """Tokens of the longest request, including its answer."""
         return max(length.new_tokens + length.cached_tokens for length in self.lengths) + self.output_tokens
 
     @property
@@ -166,14 +173,16 @@ class Asking:
 
 
 def fitting(model: Path | None, output_tokens: int) -> list[int]:
-    """Of the usual lengths those that the model has positions for."""
+    """Return the usual lengths that the model has positions for."""
     most = None if model is None else max_positions(model)
     return [length for length in LENGTHS if most is None or length + output_tokens <= most]
 
 
-def compare(contestants: Sequence[Contestant], asking: Asking, report: Report, step: Callable[[], None]) -> None:
-    """Cases of every server but the first, beside the first's. Raises BenchError, or ServerError."""
-    first: dict[Length, Taken] = {}
+def compare(
+    contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, step: Callable[[], None]
+) -> None:
+    """Add a case for every server but the first, compared with the first. Raises BenchError or ServerError."""
+    first: dict[Length, ServerResults] = {}
     labels = [contestant.label for contestant in contestants[1:]]
     if not labels:
         raise BenchError(
@@ -182,11 +191,11 @@ def compare(contestants: Sequence[Contestant], asking: Asking, report: Report, s
         )
     if len(set(labels)) < len(labels):
         raise BenchError(f"servers to compare to the first: {', '.join(labels)}; expected each --label once")
-    how = (asking.output_tokens, asking.most_repeats, step)
+    how = (workload.output_tokens, workload.most_repeats, step)
     for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
         with opened(members := list(group)) as servers:
-            prompts = Prompts.of(servers[0], asking.text)  # each time the same
-            for length, taken in ask_in_turn(servers, asking.lengths, prompts, *how):
+            prompts = Prompts.of(servers[0], workload.text)  # each time the same
+            for length, taken in alternate_requests(servers, workload.lengths, prompts, *how):
                 for contestant, of_server in zip(members, taken, strict=True):
                     if first.setdefault(length, of_server) is not of_server:
                         first_label = contestants[0].label

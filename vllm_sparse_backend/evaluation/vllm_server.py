@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers, stock vLLM's and ours: with which arguments, started, waited for, asked, and always stopped."""
+"""Real `vllm serve` processes, of stock vLLM and of this backend: started, awaited, queried and always stopped."""
 
 import json
 import os
@@ -33,7 +33,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-"""In GiB; where it is set, vLLM does not look at ``--kv-cache-memory-bytes``."""
+"""Variable for the cache's size in GiB; if it is set, vLLM ignores ``--kv-cache-memory-bytes``."""
 
 # The default share of memory fails on CPU, and a small cache keeps a test machine usable.
 CPU_ENV = {CPU_CACHE: "1"}
@@ -47,15 +47,15 @@ _ENGINE_ERROR = re.compile(
     r"((?:[a-zA-Z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt): \S.*)$",
     re.MULTILINE,
 )
-"""A line of a traceback's end, as processes of the engine log it: the exception's name and message."""
+"""Last line of a traceback in an engine process's log: the exception's name and message."""
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or died; the message ends with the last lines of its log and the engine's own error."""
+    """The server did not start, or died; the message ends with the end of its log and the engine's own error."""
 
 
 def root_cause(log: str) -> str | None:
-    """The first exception that the engine logged. What follows in other processes says only that the engine is gone."""
+    """Return the first exception that the engine logged; later ones only say that the engine is gone."""
     match = _ENGINE_ERROR.search(log)
     return match[1] if match else None
 
@@ -67,9 +67,9 @@ def has_cuda() -> bool:
 
 
 def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Arguments of `vllm serve` that select this backend with ``settings`` (the ``sparse_prefill`` object).
+    """Return the arguments of `vllm serve` that select this backend with ``settings``, the ``sparse_prefill`` object.
 
-    Files that it names, from here on, are found from the server's own folder too.
+    Relative paths in it are made absolute, as the server runs in its own folder.
     """
     files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
     settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
@@ -84,9 +84,9 @@ class Settings:
 
     @staticmethod
     def parse(text: str, model: Path | None = None) -> "Settings":
-        """From JSON, or the name or path of a profile; for a model, where its folder is here.
+        """Parse JSON, or the name or path of a profile, and check it against the model's folder if that is local.
 
-        Raises BenchError naming what is wrong: a server would find out when others have been asked for an hour.
+        Raises BenchError naming what is wrong: a server would only fail after other servers were measured for an hour.
         """
         try:
             values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
@@ -111,14 +111,14 @@ class Settings:
 
 
 def max_positions(model: Path) -> int | None:
-    """None where the model does not say. Raises ConfigurationError where it has no config.json."""
+    """Return the model's positions; None if it does not say. Raises ConfigurationError without a config.json."""
     config = read_config(model)
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     return int(positions) if positions else None
 
 
 def split_args(text: str) -> tuple[str, ...]:
-    """What --server-args holds."""
+    """Split the value of --server-args as a shell does."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -126,7 +126,7 @@ def split_args(text: str) -> tuple[str, ...]:
 
 
 def device_name() -> str:
-    """Of this machine: its card, or its number of CPUs."""
+    """Return the name of this machine's card, or its number of CPU cores."""
     if has_cuda():
         import torch
 
@@ -137,8 +137,8 @@ def device_name() -> str:
 class Server:
     """Context manager around one `vllm serve MODEL` on loopback.
 
-    ``args`` follow the model on the command line, before what a CPU needs. ``env`` is laid over this process's
-    environment. What the server writes goes with it when it stops, but for a log at ``log_path``.
+    ``args`` follow the model on the command line, before the arguments that a CPU needs. ``env`` overrides this
+    process's environment. The server's files are deleted when it stops, except a log at ``log_path``.
 
     Raises ``ServerError`` on entry if the server exits or has not answered /health after ``ready_timeout_s`` seconds.
     """
@@ -225,7 +225,7 @@ class Server:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-60:])
 
     def _end_of_log(self) -> str:
-        """An engine's error often stands before the last lines, which other processes fill as they end."""
+        """Return the log's last lines, and the engine's own error, which other processes' lines often push out."""
         cause = root_cause(self.log_path.read_text(errors="replace"))
         return f"The end of its log:\n{self.tail()}" + (f"\nThe engine's own error: {cause}" if cause else "")
 
@@ -234,12 +234,12 @@ class Server:
             return response.read().decode()
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
-        """POST ``body`` as JSON; an answer other than 2xx raises ``ServerError`` with what the server said."""
+        """POST ``body`` as JSON; an answer other than 2xx raises ``ServerError`` with the server's message."""
         answer: dict[str, Any] = json.loads(self.post_text(path, body, timeout_s=timeout_s))
         return answer
 
     def post_text(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> str:
-        """The answer as it comes, which may be a stream."""
+        """POST ``body`` as JSON and return the raw answer, which may be a stream."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
@@ -254,7 +254,7 @@ class Server:
             raise ServerError(f"POST {path}: {error}. {self._end_of_log()}") from error
 
     def stop(self) -> None:
-        """Ask the server to end, then kill what is left of its process group."""
+        """Ask the server to end, then kill the rest of its process group."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -277,9 +277,9 @@ def _kill_group(group: int) -> None:
 
 
 def reserve_port() -> socket.socket:
-    """Holds a port of loopback until it is closed: nobody is given that one, but a server that is told to listen may.
+    """Reserve a loopback port until the socket is closed: no other process gets it, but a server may listen on it.
 
-    A port that was only found to be free may be gone minutes later, when a server has imported what it needs.
+    A port that was only seen to be free may be taken minutes later, when the server has finished importing.
     """
     held = socket.socket()
     # Two that both say so may share a port as long as one of them at most listens, which this one never does.
@@ -289,12 +289,12 @@ def reserve_port() -> socket.socket:
 
 
 def environment() -> dict[str, str]:
-    """Of this process, for vLLM's commands."""
+    """Return this process's environment for vLLM's commands."""
     # Tests switch the interpreter on, for kernels.
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | OFFLINE
 
 
 def vllm_command() -> list[str]:
-    """The `vllm` command that belongs to this Python; its module where the script is missing."""
+    """Return the `vllm` command of this Python; its module where the script is missing."""
     script = shutil.which("vllm", path=str(Path(sys.executable).parent))
     return [script] if script else [sys.executable, "-m", "vllm.entrypoints.cli.main"]

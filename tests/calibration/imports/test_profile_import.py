@@ -83,7 +83,7 @@ def put(layer: int, head: str, entry: object) -> Change:
 
 
 def joined(name: str, place: object) -> Change:
-    return lambda given: given["clusters"][name].append(place)
+    return lambda content: content["clusters"][name].append(place)
 
 
 def states(name: str, value: object) -> Change:
@@ -109,7 +109,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("make", "change", "expected"), [(make, *one) for make, of in WRONG.items() for one in of])
+@pytest.mark.parametrize(
+    ("make", "change", "expected"), [(make, *case) for make, cases in WRONG.items() for case in cases]
+)
 def test_wrong_files(make: Callable[[], Any], change: Change, expected: str, model: Path) -> None:
     change(content := make())
     assert expected in refused(save(content, model.parent / "given"), model)

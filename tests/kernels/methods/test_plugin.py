@@ -27,8 +27,8 @@ USE = """
 import json
 from pathlib import Path
 from vllm_sparse_backend.demo.run import settings_of
-from vllm_sparse_backend.evaluation.crossover_bench import methods_asked, told
-from vllm_sparse_backend.calibration.calibration_loop import by_themselves, calibrated
+from vllm_sparse_backend.evaluation.crossover_bench import method_label, methods_of_settings
+from vllm_sparse_backend.calibration.calibration_loop import calibratable_methods, independent_methods
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
@@ -44,8 +44,8 @@ print(json.dumps({
     "plan": [name_of(group.method), group.method.stride_tokens, list(group.heads)],
     "schema": "strided" in names,
     "demo": settings_of("strided", bundled=False)["params"],
-    "calibrated": "strided" in calibrated() and "strided" in by_themselves(),
-    "measured": told(methods_asked([{"method": "strided", "params": {"stride_tokens": 512}}], shape)[0]),
+    "calibrated": "strided" in calibratable_methods() and "strided" in independent_methods(),
+    "measured": method_label(methods_of_settings([{"method": "strided", "params": {"stride_tokens": 512}}], shape)[0]),
 }))
 """
 
