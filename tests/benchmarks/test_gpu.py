@@ -13,7 +13,7 @@ def test_each_step_has_its_time_and_the_next_one_runs_all_the_same(tmp_path: Pat
         "wrong": [["-c", "raise SystemExit(3)"]],
         "fine": [["-c", "pass"], ["-c", "pass"]],
     }
-    found = {name: problem for name, _, problem in gpu.run(steps, 60, step_s=2)}
-    assert found == {"slow": "took longer than 2 s", "wrong": "ended with 3", "fine": None}
+    problems = {name: problem for name, _, problem in gpu.run(steps, 60, step_s=2)}
+    assert problems == {"slow": "took longer than 2 s", "wrong": "ended with 3", "fine": None}
     assert not mark.exists()
     assert [problem for *_, problem in gpu.run({"late": steps["slow"]}, 0)] == ["took longer than 0 s"]

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import attend, methods
-from benchmarks.asked import methods_asked
+from benchmarks.method_specs import methods_named
 from tests.benchmarks.conftest import HEADS
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.cli.commands import add_command
@@ -31,13 +31,13 @@ SHORT = ("--longest", 2560, "--chunk", 1024)
 
 def run(command: str, *args: object):
     """`bench crossover`, or a program of the lab."""
-    given, to_run = list(map(str, args)), app
+    arguments, to_run = list(map(str, args)), app
     if command in LAB:
         to_run = typer.Typer()
         add_command(to_run, LAB[command])
     else:
-        given = ["bench", command, *given]
-    return CliRunner().invoke(to_run, given, catch_exceptions=False)
+        arguments = ["bench", command, *arguments]
+    return CliRunner().invoke(to_run, arguments, catch_exceptions=False)
 
 
 def broken(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
@@ -76,17 +76,17 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
         "format: 1\nmodel: any\ndefault: {method: sale}\n"
         "layers:\n  0:\n    default: {method: a_shape}\n    heads:\n      1-2: {method: sale, tau: 0.1}\n"
     )
-    given = [{"profile": str(profile)}, {"method": "sale", "params": {"tau": 0.03}}]
-    found = crossover_bench.methods_asked(given, HEADS.model(3))
-    assert [crossover_bench.told(one) for one in found] == ["sale", "a_shape", "sale tau=0.03"]
+    settings = [{"profile": str(profile)}, {"method": "sale", "params": {"tau": 0.03}}]
+    methods = crossover_bench.methods_asked(settings, HEADS.model(3))
+    assert [crossover_bench.told(method) for method in methods] == ["sale", "a_shape", "sale tau=0.03"]
 
 
 def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
     """An operator's table of crossovers is to hold what `auto` looks for on a server without configuration."""
     every = crossover_bench.methods_asked([], HEADS.model(3))
-    assert {crossover_bench.told(one) for one in every} >= {name for name in METHODS if name != "dense"}
+    assert {crossover_bench.told(method) for method in every} >= {name for name in METHODS if name != "dense"}
     assert make_method("default", {}) in every
-    assert [str(one) for one in methods_asked([])] == [crossover_bench.told(one) for one in every]
+    assert [str(method) for method in methods_named([])] == [crossover_bench.told(method) for method in every]
 
 
 def test_planted_data_have_the_density_that_they_state():

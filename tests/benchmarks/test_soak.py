@@ -46,15 +46,15 @@ class CountingServer:
 
     def metrics(self) -> str:
         with self.lock:
-            found = [("up", "", 1), ("layers", 'attention="hopper"', 2), ("layers", 'attention="dense"', 1)]
-            found += [("compilations_total", 'when="serving"', int(self.off == "compiled"))]
-            found += [("guard_trips_total", 'layer="0"', int(self.off == "tripped"))]
-            found += [("device_bytes", 'rank="0"', 10**9)]
+            samples = [("up", "", 1), ("layers", 'attention="hopper"', 2), ("layers", 'attention="dense"', 1)]
+            samples += [("compilations_total", 'when="serving"', int(self.off == "compiled"))]
+            samples += [("guard_trips_total", 'layer="0"', int(self.off == "tripped"))]
+            samples += [("device_bytes", 'rank="0"', 10**9)]
             for (path, reason), count in self.counts.rows.items():
-                found.append(("rows_total", f'path="{path}",reason="{reason}"', count))
+                samples.append(("rows_total", f'path="{path}",reason="{reason}"', count))
             for name, tally in (("tiles", self.counts.tiles), ("causal_pairs", self.counts.causal_pairs)):
-                found += [(f"{name}_total", f'layer="{layer}"', count) for layer, count in tally.items()]
-        return "".join(f"sparse_prefill_{name}{{{labels}}} {value}\n" for name, labels, value in found)
+                samples += [(f"{name}_total", f'layer="{layer}"', count) for layer, count in tally.items()]
+        return "".join(f"sparse_prefill_{name}{{{labels}}} {value}\n" for name, labels, value in samples)
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +112,14 @@ def test_growth() -> None:
 
 
 @pytest.mark.parametrize(("by", "told"), [(10, ["the server's memory grew by"]), (0, [])])
-def test_memory_that_grows(monkeypatch: pytest.MonkeyPatch, served: Served, by: int, told: list[str]) -> None:
+def test_memory_that_grows(
+    monkeypatch: pytest.MonkeyPatch, served: Served, by: int, expected_problems: list[str]
+) -> None:
     monkeypatch.setattr(module, "LEAST_S_TO_GROW", 1.0)
     taken = itertools.count(100, by)
     asking = TestCounters.ASKING
     done = soak_and_check(CountingServer(served), asking, Prompts(range(3000)), taken.__next__)  # type: ignore[arg-type]
-    assert [problem[:27] for problem in done.problems] == told
+    assert [problem[:27] for problem in done.problems] == expected_problems
 
 
 class TestExpected:

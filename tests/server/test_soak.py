@@ -46,14 +46,14 @@ class Load(NamedTuple):
     readings: int
 
 
-def under_the_switch(server: Server, stock: Server, own: Endpoint, prompts: Sequence[list[int]]) -> Load:
+def under_the_switch(server: Server, stock: Server, endpoint: Endpoint, prompts: Sequence[list[int]]) -> Load:
     """Half of the prompts exact, a tenth broken off; the switch thrown four times; counters read."""
     exact = [i for i in range(len(prompts)) if i % 2 == 0 and i % 10 != 4]
     over, readings = Event(), []
 
     def send(i: int) -> scenario.Answer | None:
         if i % 10 == 4:
-            own.ask(prompts[i], 8, stop_after=1, vllm_xargs={"sparse_prefill": 0})
+            endpoint.ask(prompts[i], 8, stop_after=1, vllm_xargs={"sparse_prefill": 0})
             return None
         return scenario.ask(server, prompts[i], level=0 if i % 2 == 0 else (None, "fast")[i % 4 == 1])
 
@@ -70,7 +70,12 @@ def under_the_switch(server: Server, stock: Server, own: Endpoint, prompts: Sequ
         over.set()
         reading.result()
         expected = dict(zip(exact, pool.map(lambda i: scenario.ask(stock, prompts[i]), exact)))
-    fallen = {name for one, other in pairwise(readings) for name in one if other.get(name, one[name]) < one[name]}
+    fallen = {
+        name
+        for earlier, later in pairwise(readings)
+        for name in earlier
+        if later.get(name, earlier[name]) < earlier[name]
+    }
     differing = [i for i, answer in expected.items() if answers[i].token_ids != answer.token_ids]
     return Load(differing, fallen, len(exact), len(readings))
 
@@ -96,7 +101,7 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
     assert pages == [pages[0]] * len(pages)
     assert (load.differing, load.fallen, load.exact, load.readings > 10) == ([], set(), 24, True)
     outcome, report = done.outcome, done.after.report
-    assert set(outcome.asked) == {"None", "0", "1", "fast"}
+    assert set(outcome.requests_by_level) == {"None", "0", "1", "fast"}
     assert outcome.num_requests > 50
     assert outcome.broken_off > 5
     assert report.rows_of("sparse") > 20
