@@ -7,14 +7,10 @@ from collections.abc import Generator
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from benchmarks import attend, methods
 from benchmarks.method_specs import methods_named
 from tests.benchmarks.conftest import HEADS
-from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.cli.commands import add_command
+from tests.helpers.lab_commands import LAB, run
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.evaluation import crossover_bench
 from vllm_sparse_backend.evaluation.attention_prompts import planted_prompt
@@ -22,22 +18,8 @@ from vllm_sparse_kernels.attention import Engine
 from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.methods import METHODS
 
-LAB = {"attend": attend.Attend, "methods": methods.MeasureMethods}
-
-
 A_SHAPE = '{"method": "a_shape"}'
 SHORT = ("--longest", 2560, "--chunk", 1024)
-
-
-def run(command: str, *args: object):
-    """`bench crossover`, or a program of the lab."""
-    arguments, to_run = list(map(str, args)), app
-    if command in LAB:
-        to_run = typer.Typer()
-        add_command(to_run, LAB[command])
-    else:
-        arguments = ["bench", command, *arguments]
-    return CliRunner().invoke(to_run, arguments, catch_exceptions=False)
 
 
 def broken(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:

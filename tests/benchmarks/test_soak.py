@@ -111,7 +111,7 @@ def test_growth() -> None:
     assert module.growth(samples[:26], 100.0) is None
 
 
-@pytest.mark.parametrize(("by", "told"), [(10, ["the server's memory grew by"]), (0, [])])
+@pytest.mark.parametrize(("by", "expected_problems"), [(10, ["the server's memory grew by"]), (0, [])])
 def test_memory_that_grows(
     monkeypatch: pytest.MonkeyPatch, served: Served, by: int, expected_problems: list[str]
 ) -> None:

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.soak import SERVER_ENV, resident_bytes_of
 from tests.helpers import scenario, server_levels
+from tests.helpers.switch_load import under_the_switch
 from tests.helpers.tiny_models import CONFIG
-from tests.server.test_soak import under_the_switch
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.demo.model import BUNDLED

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.helpers.batches import in_fp8, random_batch, random_index, repaged, widened
+from tests.helpers.engine_cases import ENGINES, check, run, same
 from tests.helpers.masks import density_of, mask_of
 from tests.helpers.method_cases import select
 from tests.helpers.structured import paged_batch, structured
-from tests.kernels.attention.test_engines import ENGINES, check, run, same
 from vllm_sparse_kernels.attention import AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference
