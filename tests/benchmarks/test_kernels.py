@@ -8,9 +8,12 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from benchmarks.method_specs import methods_named
-from tests.benchmarks.conftest import HEADS
+from benchmarks import methods
+from benchmarks.figures import Report
+from benchmarks.method_specs import MethodSpec, methods_named
+from tests.benchmarks.conftest import HEADS, CpuCard
 from tests.helpers.lab_commands import LAB, run
+from tests.helpers.structured import structured_clusters, structured_prompts
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.evaluation import crossover_bench
 from vllm_sparse_backend.evaluation.attention_prompts import planted_prompt
@@ -50,6 +53,24 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
     (entry,) = json.loads(table.read_text())["entries"]
     assert entry["min_tokens"] is entry["min_query_tokens"] is None
     assert card.ran == []
+
+
+@pytest.mark.full
+def test_methods_on_structured_data():
+    """Times are sums over layers, density and error those of the selection."""
+    prompts = structured_prompts(HEADS, 400, 2, torch.device("cpu"))
+    spec, report = MethodSpec("sale"), Report("methods", "a CPU", command="test")
+    plan = spec.plan(HEADS.model(2), structured_clusters(HEADS, 2))
+    card = CpuCard(lambda span: {"dense": 8.0, "select": 1.0, "attend": 3.0}[span])
+    inputs = methods.Inputs("structured", prompts)
+    (row,) = methods.run_methods(card, inputs, [(spec, plan)], [130], 200, ["portable"], report)
+    assert "problem" not in row, row
+    assert (row["dense_ms"], row["select_ms"], row["attend_ms"], row["whole_ms"]) == (8, 1, 3, 4)
+    assert (row["select_share"], row["attend_share"], row["whole_share"]) == (1 / 8, 3 / 8, 1 / 2)
+    assert 0 < row["density"] <= 1
+    assert 0 <= row["output_error"] < 1
+    assert row["index_mib"] > 0
+    assert {name.rpartition(": ")[2] for name in report.figures} >= {"density", "output error"}
 
 
 def test_a_profile_is_its_kinds_of_methods(tmp_path):

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import soak as module
+from benchmarks import counters, soak as module
 from benchmarks.counters import Counts, Sent, Served
 from benchmarks.figures import Report
 from benchmarks.shape import make_shape
 from benchmarks.soak import Asking, add_figures, lines, soak_and_check
 from vllm_sparse_backend.evaluation.client import Answer, Prompts
+from vllm_sparse_backend.evaluation.report import BenchError
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 
@@ -101,6 +102,20 @@ class TestCounters:
     )
     def test_what_must_never_happen(self, served: Served, off: str, said: str) -> None:
         assert self.checked(CountingServer(served, off), None).problems == [f"{said}: 1, expected none"]
+
+    @pytest.mark.parametrize(
+        ("page", "said"),
+        [("", "no counters of ours"), ("sparse_prefill_up 0\n", "1 engines that did not answer")],
+    )
+    def test_other_servers_are_refused(
+        self, monkeypatch: pytest.MonkeyPatch, served: Served, page: str, said: str
+    ) -> None:
+        monkeypatch.setattr(counters, "LOOKS", 1)
+        monkeypatch.setattr(counters.time, "sleep", lambda seconds: None)
+        server = CountingServer(served)
+        monkeypatch.setattr(server, "metrics", lambda: page)
+        with pytest.raises(BenchError, match=said):
+            self.checked(server, None)
 
 
 def test_growth() -> None:

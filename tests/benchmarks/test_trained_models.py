@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -48,7 +49,7 @@ def test_an_answer_is_right_if_each_of_its_tokens_is_the_first_choice(monkeypatc
 
 def test_runs_one_after_the_other_are_compared_by_prompt(tmp_path: Path) -> None:
     for name, right, nats in (("stock", [4, 4], [2.0, 3.0]), ("ours", [4, 3], [2.0, 3.2])):
-        prompts = {"right": right, "asked": [4, 4], "nats": nats, "density": 0.25, "sparse_rows": 0.5}
+        prompts = {"right": right, "questions": [4, 4], "nats": nats, "density": 0.25, "sparse_rows": 0.5}
         (tmp_path / name).write_text(json.dumps({name: {"900": {"prompts": prompts}}}))
     result = CliRunner().invoke(trained_models.app, ["against", str(tmp_path / "stock"), str(tmp_path / "ours")])
     assert (
@@ -62,3 +63,10 @@ def test_a_setting_has_a_level_by_name_or_p(text: str, level: object) -> None:
     setting = Setting.parse(f"a=http://x:1{text}")
     assert setting == Setting("a", "http://x:1", level)
     assert setting.more == ({} if level is None else {"vllm_xargs": {"sparse_prefill": level}})
+
+
+@pytest.mark.parametrize("text", ["http://localhost:8000", "ours=localhost:8000", "ours"])
+def test_a_misspelt_setting_is_refused_with_the_expected_form(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"given '.*', expected NAME=http://HOST:PORT"):
+        Setting.parse(text)
+    assert Setting.parse("ours=http://x:1@fast") == Setting("ours", "http://x:1", "fast")

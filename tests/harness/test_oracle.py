@@ -92,3 +92,15 @@ def test_bound_is_the_greedy_choice(block_tokens):
         if density:
             mass_of_best = max(x for _, x, n in best if n <= round(density * total_pairs))
             assert recall == pytest.approx(mass_of_best / total_mass, rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_thirty_two_thousand_tokens_fit_into_a_gigabyte():
+    batch = random_batch([(0, 32768)], 32, 8, 128, 128, torch.bfloat16, "cuda")
+    index = random_index(batch, 128, 0.1)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    measured = quality(batch, index)
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+    assert float(measured.density.mean()) == pytest.approx(density_of(index))
+    assert bool(((measured.recall > 0) & (measured.recall < 1)).all())

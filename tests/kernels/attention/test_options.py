@@ -111,6 +111,15 @@ def test_keys_in_8_bits(device, head_dim, page_size):
         assert smooth.steps[:, first : end // INT8_STEP].isfinite().all()
 
 
+def test_keys_that_no_8_bit_head_reads_are_not_touched(device):
+    batch = random_batch([(0, 70)], 4, 2, 64, 16, DTYPES[0], device)
+    workspace = Workspace(batch.rows.device, torch.full((1 << 17,), 77, dtype=torch.uint8, device=device))
+    flags = torch.tensor([0, 0, 0, 1], dtype=torch.uint8, device=device)
+    smooth = smooth_keys(batch.cache, batch.rows, flags, 4, workspace)
+    assert bool((smooth.integers[0] == 77).all())
+    assert not bool((smooth.integers[1, :, 0] == 77).all())
+
+
 def accuracy(out: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     """SageAttention's cosine similarity and relative L1 of whole outputs."""
     out, exact = out.double(), exact.double()
