@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import ablations
-from vllm_sparse_backend.calibration.capture import capture
+from benchmarks.capture import capture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
