@@ -27,10 +27,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.asked import Asked, Clusters
 from benchmarks.figures import Report
-from benchmarks.kept import Asked as AskedPlan, Kept, kept_shares, measure_plans, selections
+from benchmarks.method_specs import Clusters, MethodSpec
 from benchmarks.options import Clusters as ClustersOption, Device, Json, Results, device_label
+from benchmarks.plan_quality import PlanQuality, PlanRequest, kept_shares, measure_plans, selections
 from benchmarks.recall import length_name
 from benchmarks.tables import markdown_table
 from vllm_sparse_backend.calibration.capture import Capture
@@ -149,14 +149,16 @@ class Bench:
         self.captured, self.clusters, self.chunk_tokens, self.device = captured, clusters, chunk_tokens, device
 
     def plans(self, variants: Sequence[Variant]) -> list[Plan]:
-        return [Asked(v.method, tuple(v.params.items())).plan(self.captured.shape, self.clusters) for v in variants]
+        return [
+            MethodSpec(v.method, tuple(v.params.items())).plan(self.captured.shape, self.clusters) for v in variants
+        ]
 
     def measure(self, variants: Sequence[Variant]) -> list[Row]:
-        asked = [AskedPlan(plan, with_output=True, with_queries=True) for plan in self.plans(variants)]
-        measured = measure_plans(self.captured, asked, self.chunk_tokens, self.device, bounds=())
+        requests = [PlanRequest(plan, with_output=True, with_queries=True) for plan in self.plans(variants)]
+        measured = measure_plans(self.captured, requests, self.chunk_tokens, self.device, bounds=())
         return [self._row(*of_variant) for of_variant in zip(variants, measured.kept, strict=True)]
 
-    def _row(self, variant: Variant, kept: Kept) -> Row:
+    def _row(self, variant: Variant, kept: PlanQuality) -> Row:
         skipped = self._skipped(variant) if "skip_margin" in variant.params else 0.0
         return Row(variant, kept.mean_density, kept.mean_recall, *kept.quantiles(), skipped, kept.mean_error)
 
@@ -164,9 +166,11 @@ class Bench:
         """Share of the steps whose product λ leaves out."""
         skipped = steps = 0
         plans = self.plans([variant])
-        for one in selections(self.captured, plans, self.chunk_tokens, self.device):
-            if one.groups is not None and one.index is not None:
-                counts = skipped_steps(one.q, one.cache, one.index, methods_by_head(one.groups), one.scale)
+        for selected in selections(self.captured, plans, self.chunk_tokens, self.device):
+            if selected.groups is not None and selected.index is not None:
+                counts = skipped_steps(
+                    selected.q, selected.cache, selected.index, methods_by_head(selected.groups), selected.scale
+                )
                 skipped, steps = skipped + counts[0], steps + counts[1]
         return skipped / max(steps, 1)
 
@@ -186,7 +190,7 @@ class Bench:
                 best[i] = min(best[i], (abs(density / target - 1), variant.at(value)), key=lambda pair: pair[0])
                 low, high = ranges[i]
                 ranges[i] = (value, high) if density < target else (low, value)
-        return [found for _, found in best]
+        return [variant for _, variant in best]
 
 
 def skipped_steps(
@@ -202,8 +206,8 @@ def skipped_steps(
             queries = q[tile.token : tile.token + tile.length_tokens, head].float() * scale
             positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
             scores = (queries @ keys[kept, head // group].T).masked_fill(kept > positions[:, None], -torch.inf)
-            found = step_margins(scores, step_of) < margin
-            skipped, steps = skipped + int(found.sum()), steps + len(found)
+            is_skipped = step_margins(scores, step_of) < margin
+            skipped, steps = skipped + int(is_skipped.sum()), steps + len(is_skipped)
     return skipped, steps
 
 
@@ -250,8 +254,8 @@ def add_rows(report: Report, rows: Sequence[Row], where: str) -> None:
         if row.skipped:
             report.add_figure(f"{name}: steps skipped", row.skipped, "share", "higher")
         figures = {key: value for key, value in vars(row).items() if key != "variant"}
-        asked = {"paper": variant.paper, "what": variant.name, "method": variant.method, "params": variant.params}
-        report.add_case(asked | figures)
+        setting = {"paper": variant.paper, "what": variant.name, "method": variant.method, "params": variant.params}
+        report.add_case(setting | figures)
 
 
 def variants_of(papers: Sequence[str], bench: Bench) -> tuple[list[Variant], dict[str, str]]:
@@ -279,13 +283,13 @@ def main(
     results: Results = None,
 ) -> None:
     with failures():
-        device, found = device_of(device), Capture.open(captured)
+        device, capture = device_of(device), Capture.open(captured)
         by_layer = None if clusters is None else head_clusters(Capture.open(clusters), device)
-        tokens = chunk or found.num_tokens
-        bench = Bench(found, by_layer, tokens, device)
+        tokens = chunk or capture.num_tokens
+        bench = Bench(capture, by_layer, tokens, device)
         variants, left_out = variants_of(split(papers), bench)
         rows = ablate(bench, variants, equal_density)
-        where = f"{length_name({'num_tokens': found.num_tokens, 'chunk_tokens': tokens})}, {found.model}"
+        where = f"{length_name({'num_tokens': capture.num_tokens, 'chunk_tokens': tokens})}, {capture.model}"
         add_rows(Report("ablations", device_label(device), json_path, results), rows, where)
         print(f"{where}:\n\n{table(rows)}")
         for paper, why in left_out.items():

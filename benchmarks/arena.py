@@ -154,7 +154,8 @@ class Worker:
             for i, number in enumerate(slab.rows.block_table[:, 0].tolist()):
                 chunk = slab.rows.tokens[i] - begins[number], slab.rows.query_lens[i]
                 runs = [
-                    run_cuts(slab.rows, i, self.heads[0], each) for each in (hopper.tile_bytes, portable.tile_bytes)
+                    run_cuts(slab.rows, i, self.heads[0], tile_bytes)
+                    for tile_bytes in (hopper.tile_bytes, portable.tile_bytes)
                 ]
                 cuts[number].append((*chunk, *runs))
         return cuts

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.check import BUDGET, Check, check_attention
+from benchmarks.attention_check import BUDGET, Check, check_attention
 from benchmarks.figures import Report
 from benchmarks.options import (
     Chunk,
@@ -89,12 +89,12 @@ def cases_of(
     contexts: Sequence[int], query_len: int, blocks: Sequence[int], densities: Sequence[float], stripes: Sequence[int]
 ) -> list[Case]:
     """Every width with every density, and single keys alone beside the diagonal, after every context."""
-    found = []
+    cases = []
     for context_len in contexts:
         longest = context_len == max(contexts)
-        found += [Case(context_len, query_len, b, d, 0, longest) for b in blocks for d in densities]
-        found += [Case(context_len, query_len, max(blocks), 0.0, s, longest) for s in stripes if context_len]
-    return found
+        cases += [Case(context_len, query_len, b, d, 0, longest) for b in blocks for d in densities]
+        cases += [Case(context_len, query_len, max(blocks), 0.0, s, longest) for s in stripes if context_len]
+    return cases
 
 
 def run_attend(
@@ -156,8 +156,8 @@ def _measure(
         row["problem"] = problem
         report.add_case(row)
         return row
-    own: list[Span] = [("ours", partial(ours, i)) for i in range(len(batches))]
-    taken = card.spans_ms([[("dense", run) for run in dense], own], budget_s=PASSES_S)
+    sparse: list[Span] = [("ours", partial(ours, i)) for i in range(len(batches))]
+    taken = card.spans_ms([[("dense", run) for run in dense], sparse], budget_s=PASSES_S)
     row["dense_ms"], row["ms"] = (median(taken[name]) / len(batches) for name in ("dense", "ours"))
     row["times_faster"] = row["dense_ms"] / row["ms"]
     row["efficiency"] = row["times_faster"] * row["density"]
@@ -180,12 +180,12 @@ def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tenso
 def shares(option: str, text: str) -> list[float]:
     """Numbers from 0 to 1."""
     try:
-        found = [float(part) for part in split(text)]
+        numbers = [float(part) for part in split(text)]
     except ValueError:
-        found = []
-    if not found or not all(0 <= share <= 1 for share in found):
+        numbers = []
+    if not numbers or not all(0 <= share <= 1 for share in numbers):
         raise BenchError(f"{option}: given {text!r}, expected numbers from 0 to 1, with commas between")
-    return found
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

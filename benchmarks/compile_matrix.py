@@ -111,13 +111,13 @@ def hasty_arrivals(sass: Sequence[str]) -> int:
     Each warp waits for its own part of a product; Triton has all of them meet before the thread arrives, but not where
     it finds a barrier close by that stands before the wait.
     """
-    last, found = "BAR.SYNC", 0
+    last, count = "BAR.SYNC", 0
     for line in sass:
         if re.search(r"BAR\.SYNC|WARPGROUP\.DEPBAR|HGMMA", line):
             last = line
         elif "SYNCS.ARRIVE" in line:
-            found += "BAR.SYNC" not in last
-    return found
+            count += "BAR.SYNC" not in last
+    return count
 
 
 def barriers_in_data(sass: Sequence[str]) -> int:
@@ -127,7 +127,7 @@ def barriers_in_data(sass: Sequence[str]) -> int:
     then beside other processes on a card.
     """
     made, data = (
-        {found[1] for line in sass if (found := re.search(name + r".*\+(0x\w+)\]", line))}
+        {match[1] for line in sass if (match := re.search(name + r".*\+(0x\w+)\]", line))}
         for name in (r"SYNCS\.EXCH", r"(?:STS|STSM|LDS|LDSM)\b")
     )
     return len(made & data)

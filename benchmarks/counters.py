@@ -76,10 +76,10 @@ class Counts:
                 mine[key] += times * count
 
     def since(self, before: "Counts") -> "Counts":
-        found = Counts()
-        found.add(self)
-        found.add(before, -1)
-        return found
+        difference = Counts()
+        difference.add(self)
+        difference.add(before, -1)
+        return difference
 
     def rows_of(self, path: str) -> int:
         return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
@@ -183,15 +183,15 @@ class Served:
             plans, {level: plan.thresholds(table, device, known) for level, plan in plans.items()}, chunk_tokens
         )
 
-    def level(self, asked: object) -> str:
+    def level(self, level: object) -> str:
         """Of a request that asks for this."""
-        own = self.plans[DEFAULT]
-        return DEFAULT if asked is None else Choices(own.level_names, own.level).named_by(asked).name
+        plan = self.plans[DEFAULT]
+        return DEFAULT if level is None else Choices(plan.level_names, plan.level).named_by(level).name
 
     def dense_layers(self) -> int:
         """Layers that are dense at all levels."""
-        own = self.plans[DEFAULT]
-        return sum(not layer_by_level(self.plans.values(), layer) for layer in range(own.shape.num_layers))
+        plan = self.plans[DEFAULT]
+        return sum(not layer_by_level(self.plans.values(), layer) for layer in range(plan.shape.num_layers))
 
     def expected(self, sent: Sent, cached_tokens: int = 0) -> Counts:
         """What is counted of a request that finds its prompt's first ``cached_tokens`` in the cache."""
@@ -232,8 +232,8 @@ class Served:
 
     def most_pairs(self, prompt_tokens: int, level: object) -> int:
         """Causal pairs that a layer can count of a prompt that is computed once, however it is cut."""
-        asked = self.level(level)
-        least = None if asked == EXACT else self.thresholds[asked].min_tokens
+        name = self.level(level)
+        least = None if name == EXACT else self.thresholds[name].min_tokens
         if least is None or prompt_tokens <= least:
             return 0
         return self.plans[DEFAULT].shape.num_heads * _pairs(least, prompt_tokens)
@@ -291,10 +291,10 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
         )
     for level in levels:
         expected, requests = Counts(), list(_prompts(served, level, prompts, longest))
-        asked: dict[str, Any] = {} if level is None else {"vllm_xargs": {FIELD: level}}
+        arguments: dict[str, Any] = {} if level is None else {"vllm_xargs": {FIELD: level}}
         for prompt in requests:
             try:
-                server.ask(prompt, AUDIT_TOKENS, **asked)
+                server.ask(prompt, AUDIT_TOKENS, **arguments)
             except RequestError as error:
                 raise RequestError(f"audit, {len(prompt)} tokens at level {level}: {error}") from None
         after = Look.at(server)

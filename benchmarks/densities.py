@@ -18,8 +18,8 @@ from typing import Annotated
 import typer
 
 from benchmarks.figures import Report, read_figures
-from benchmarks.kept import kept_shares
 from benchmarks.options import Device, Results, device_label
+from benchmarks.plan_quality import kept_shares
 from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.cli.common import device_of
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -32,14 +32,14 @@ ANSWERS = Path("docs/results/answers.json")
 
 def settings_asked(answers: Path) -> list[Settings]:
     """Of the commands that answers were measured by, each once."""
-    found: dict[str, Settings] = {}
+    settings: dict[str, Settings] = {}
     for command in dict.fromkeys(row["command"] for row in read_figures(answers)):
         words = shlex.split(command)
         for option, value in pairwise(words):
             if option == "--settings":
                 values = json.loads(value) if value.startswith("{") else {"profile": value}
-                found.setdefault(json.dumps(values, sort_keys=True), Settings(values))
-    return list(found.values())
+                settings.setdefault(json.dumps(values, sort_keys=True), Settings(values))
+    return list(settings.values())
 
 
 def plan_asked(settings: Settings, captured: Capture) -> tuple[Plan, int]:
@@ -59,23 +59,25 @@ def main(
     device: Device = None,
     results: Results = None,
 ) -> None:
-    found, device = Capture.open(captured), device_of(device)
+    capture, device = Capture.open(captured), device_of(device)
     report = Report("densities", device_label(device), None, results)
-    asked: dict[str, tuple[Plan, int]] = {}
+    by_label: dict[str, tuple[Plan, int]] = {}
     for settings in [*settings_asked(answers), *map(Settings.parse, more or ())]:
         try:
             # Those that differ in more than their parameters have their whole text for a name.
-            name = json.dumps(dict(settings.values)) if str(settings) in asked else str(settings)
-            asked[name] = plan_asked(settings, found)
+            name = json.dumps(dict(settings.values)) if str(settings) in by_label else str(settings)
+            by_label[name] = plan_asked(settings, capture)
         except ConfigurationError as error:
             print(f"{settings} left out: {error}")
-    plans, starts = zip(*asked.values(), strict=True)
+    plans, starts = zip(*by_label.values(), strict=True)
     for length in map(int, lengths.split(",")):
-        if length > found.num_tokens:
-            raise ConfigurationError(f"--lengths: given {length:,}, expected at most {found.num_tokens:,}, as captured")
+        if length > capture.num_tokens:
+            raise ConfigurationError(
+                f"--lengths: given {length:,}, expected at most {capture.num_tokens:,}, as captured"
+            )
         began = time.monotonic()
-        for label, value in zip(asked, kept_shares(found, plans, chunk, device, length, starts), strict=True):
-            report.add_figure(f"{label}, density, {length:,} tokens, {found.model}", value, "share", "lower")
+        for label, value in zip(by_label, kept_shares(capture, plans, chunk, device, length, starts), strict=True):
+            report.add_figure(f"{label}, density, {length:,} tokens, {capture.model}", value, "share", "lower")
             print(f"{label}, {length:,} tokens: {value:.4f}")
         print(f"{length:,} tokens: {time.monotonic() - began:.0f} s", flush=True)
 

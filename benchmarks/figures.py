@@ -36,8 +36,8 @@ class Report(product.Report):
     ) -> None:
         if results_path is not None and results_path.exists():
             read_figures(results_path)  # what is no results file is found out before anything is measured
-        own = product.command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
-        super().__init__(bench, device, json_path, command or own)
+        default_command = product.command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
+        super().__init__(bench, device, json_path, command or default_command)
         self.results_path = results_path
         self.figures: dict[str, dict[str, Any]] = {}
 
@@ -97,12 +97,16 @@ def of_load(about: str, stock: Mapping[str, Any], ours: Mapping[str, Any]) -> It
 def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
     """Those of `bench serve`: no ratio where a request of the load failed, or a length was never answered."""
     for label in dict.fromkeys(case["label"] for case in cases):
-        of = {part: [c for c in cases if (c["label"], c["part"]) == (label, part)] for part in ("latency", "load")}
-        for case in of["latency"]:
+        by_part = {part: [c for c in cases if (c["label"], c["part"]) == (label, part)] for part in ("latency", "load")}
+        for case in by_part["latency"]:
             yield from of_latency(f"vllm serve, {label}, {case['case']}", case)
-        if of["load"]:
-            mix = "mixed load" if "rate" in of["load"][0] else f"mixed load of {of['load'][0]['clients']} clients"
-            yield from of_load(f"vllm serve, {label}, {mix}", *of["load"])
+        if by_part["load"]:
+            mix = (
+                "mixed load"
+                if "rate" in by_part["load"][0]
+                else f"mixed load of {by_part['load'][0]['clients']} clients"
+            )
+            yield from of_load(f"vllm serve, {label}, {mix}", *by_part["load"])
         for case in cases:
             if (case["label"], case["part"]) == (label, "density"):
                 yield f"vllm serve, {label}: density of its sparse rows", case["density"], "share", "lower"
@@ -110,9 +114,9 @@ def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
 
 def of_answers(cases: Sequence[dict[str, Any]]) -> Iterator[Named]:
     """Those of `eval answers`, of lengths whose requests were all answered: prompts would differ otherwise."""
-    asked = [case for case in cases if case["part"] == "prompt"]
-    labels, lengths = (list(dict.fromkeys(case[key] for case in asked)) for key in ("label", "tokens"))
-    model = asked[0]["model"]
+    prompts = [case for case in cases if case["part"] == "prompt"]
+    labels, lengths = (list(dict.fromkeys(case[key] for case in prompts)) for key in ("label", "tokens"))
+    model = prompts[0]["model"]
     for row in summaries(cases, labels, lengths):
         if not row["failed"] and row["share"] is not None:
             name = f"{row['label']}, answers inside the prompt, {row['tokens']:,} tokens, {model}"

@@ -90,9 +90,9 @@ def _ended(command: Sequence[str], limit_s: float) -> str | None:
 def add_tests(report: Report, step: str, junit: Path) -> None:
     """How many passed and failed, where the step wrote that down."""
     if junit.is_file():
-        found = outcome(ElementTree.parse(junit).getroot())
-        report.add_figure(f"{step}: passed", found["passed"], "tests", "higher")
-        report.add_figure(f"{step}: failed", len(found["failed"]), "tests", "lower", bar=0)
+        counts = outcome(ElementTree.parse(junit).getroot())
+        report.add_figure(f"{step}: passed", counts["passed"], "tests", "higher")
+        report.add_figure(f"{step}: failed", len(counts["failed"]), "tests", "lower", bar=0)
 
 
 def main(

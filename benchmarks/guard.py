@@ -131,7 +131,7 @@ def _times(
         [("check", check.run) for check in checks],
     ]
     taken = card.spans_ms(contestants, new_pass, budget_s)
-    times = {f"{name}_ms": median(found) / len(layers) for name, found in taken.items()}
+    times = {f"{name}_ms": median(samples) / len(layers) for name, samples in taken.items()}
     wall = card.wall_ms({"check": [check.run for check in checks]})["check"]
     checks[0].guard.judge_arrived()
     return times | {"check_wall_ms": median(wall)}
@@ -164,9 +164,9 @@ def main(
 ) -> None:
     card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
     prompts = structured_prompts(heads, max(lengths) + chunk, 2, card.device)
-    asked, plan = plan_asked(method, heads.model(2))
+    label, plan = plan_asked(method, heads.model(2))
     report = Report("guard", card.name, json_path, results)
-    name = f"{asked}, structured"
+    name = f"{label}, structured"
     rows = list(run_guard(card, prompts, plan, lengths, chunk, name, report))
     Console(width=180).print(table_of(f"guard beside {card.dense_name}, {card.name}, {name}", COLUMNS, rows))
 

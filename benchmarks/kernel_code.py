@@ -43,14 +43,14 @@ def record(
 ) -> None:
     """Compile everything and write what it comes to."""
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         for name in target or TARGETS:
             for variant, compiled in compiled_variants(TARGETS[name], kernel or [""]):
-                found[f"{name} {variant}"] = figures_of(compiled)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    typer.echo(f"{len(found)} variants")
+                figures[f"{name} {variant}"] = figures_of(compiled)
+    out.write_text(json.dumps(figures, indent=1) + "\n")
+    typer.echo(f"{len(figures)} variants")
 
 
 class Case(NamedTuple):

@@ -114,12 +114,12 @@ def main(
                 address = urlsplit(server.url).netloc
                 for path in PATHS:
                     for kind, body in posted.items():
-                        found = max((post(address, path, body) for _ in range(3)), key=lambda wait: wait.health_s)
-                        report.add_case({"server": name, "path": path, "body": kind, **found._asdict()})
+                        slowest = max((post(address, path, body) for _ in range(3)), key=lambda wait: wait.health_s)
+                        report.add_case({"server": name, "path": path, "body": kind, **slowest._asdict()})
                         figure = f"{megabytes} MB of {kind} to {path} without a key, {name}"
                         bar = HEALTH_S if name == "ours" and path != "/tokenize" else None
-                        report.add_figure(f"{figure}: /health", found.health_s, "s", "lower", bar)
-                        report.add_figure(f"{figure}: answered", found.answer_s, "s", "lower")
+                        report.add_figure(f"{figure}: /health", slowest.health_s, "s", "lower", bar)
+                        report.add_figure(f"{figure}: answered", slowest.answer_s, "s", "lower")
     columns = {column: column for column in ("server", "path", "body", *Waiting._fields)}
     Console(width=140).print(table_of("Large bodies", columns, report.cases, ""))
 

@@ -181,7 +181,9 @@ class Load:
             contestants = contestants_from_options(None, (), levels_of(self.level), self.url, self.label or (), 0, "")
             report = Report("serve", device_name(), self.json_path)
             with opened(contestants) as endpoints:
-                named = [(one.label, endpoint) for one, endpoint in zip(contestants, endpoints, strict=True)]
+                named = [
+                    (contestant.label, endpoint) for contestant, endpoint in zip(contestants, endpoints, strict=True)
+                ]
                 compare(named, mix, read_text(self.text) if self.text else None, report)
         for name in dict.fromkeys(case["label"] for case in report.cases):
             wide_console().print(table_of(name, COLUMNS, [case for case in report.cases if case["label"] == name]))

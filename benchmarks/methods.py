@@ -22,10 +22,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.asked import Asked, methods_asked
-from benchmarks.captured import captured_prompts, plan_of_profile, repeated_clusters
-from benchmarks.check import Check, check_attention
+from benchmarks.attention_check import Check, check_attention
+from benchmarks.captured_prompts import captured_prompts, plan_of_profile, repeated_clusters
 from benchmarks.figures import Report
+from benchmarks.method_specs import MethodSpec, methods_named
 from benchmarks.options import (
     Chunk,
     Clusters,
@@ -95,7 +95,7 @@ class Inputs:
 def run_methods(
     card: Card,
     inputs: Inputs,
-    plans: Sequence[tuple[Asked | str, Plan]],
+    plans: Sequence[tuple[MethodSpec | str, Plan]],
     contexts: Sequence[int],
     query_len: int,
     engines: Sequence[str],
@@ -110,10 +110,10 @@ def run_methods(
         for run in dense:
             run()
         truths = [_dense_out(card, prompt.chunk(context_len, query_len)) for prompt in unrounded] or dense_outs
-        for asked, plan in plans:
+        for method, plan in plans:
             for engine in (card.engines[name] for name in engines):
                 layers = layers_of(prompts, plan.layers, context_len, query_len, engine.name)
-                row = {"data": inputs.name, "method": str(asked), "engine": engine.name, "context_len": context_len}
+                row = {"data": inputs.name, "method": str(method), "engine": engine.name, "context_len": context_len}
                 row["query_len"] = query_len
                 if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
                     row["problem"] = why
@@ -194,23 +194,26 @@ def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_na
 
 def of_capture(
     folder: Path, others: Path | None, num_heads: int, texts: Sequence[str], profiles: Sequence[str], card: Card
-) -> tuple[list[Prompt], list[tuple[Asked | str, Plan]], str]:
+) -> tuple[list[Prompt], list[tuple[MethodSpec | str, Plan]], str]:
     """(prompts by layer, plans for their heads, name of the model)."""
-    found = Capture.open(folder)
-    copies, layers = max(1, num_heads // found.shape.num_heads), sorted(found.scales)  # others are not in the capture
+    capture = Capture.open(folder)
+    copies, layers = (
+        max(1, num_heads // capture.shape.num_heads),
+        sorted(capture.scales),
+    )  # others are not in the capture
     shape = replace(
-        found.shape, num_layers=len(layers), num_heads=found.shape.num_heads * copies,
-        num_kv_heads=found.shape.num_kv_heads * copies,
+        capture.shape, num_layers=len(layers), num_heads=capture.shape.num_heads * copies,
+        num_kv_heads=capture.shape.num_kv_heads * copies,
     )  # fmt: skip
-    asked, clusters = methods_asked(texts) if texts or not profiles else [], None
-    if any(one.method == "share_prefill" for one in asked):
-        by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
+    specs, clusters = methods_named(texts) if texts or not profiles else [], None
+    if any(spec.method == "share_prefill" for spec in specs):
+        by_layer = head_clusters(Capture.open(others) if others else capture, str(card.device))
         clusters = repeated_clusters([by_layer[layer] for layer in layers], copies, NOISE)
-    plans: list[tuple[Asked | str, Plan]] = [(one, one.plan(shape, clusters)) for one in asked]
+    plans: list[tuple[MethodSpec | str, Plan]] = [(spec, spec.plan(shape, clusters)) for spec in specs]
     plans += [
-        (f"profile {name_of_profile(name)}", plan_of_profile(name, found.shape, copies, layers)) for name in profiles
+        (f"profile {name_of_profile(name)}", plan_of_profile(name, capture.shape, copies, layers)) for name in profiles
     ]
-    return captured_prompts(found, copies, card.device), plans, found.model
+    return captured_prompts(capture, copies, card.device), plans, capture.model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +245,7 @@ class MeasureMethods:
             is_fp8, lengths = self.kv_cache_dtype == "fp8", token_counts("--contexts", self.contexts, least=0)
             card, heads = Card(), Heads.of(self.model, self.page_size)
             texts, profiles = self.method or (), self.profile or ()
-            plans: list[tuple[Asked | str, Plan]]
+            plans: list[tuple[MethodSpec | str, Plan]]
             if self.captured is not None:
                 prompts, plans, name = of_capture(
                     self.captured, self.clusters, self.repeat_heads, texts, profiles, card
@@ -250,7 +253,7 @@ class MeasureMethods:
             else:
                 shape, alike, name = heads.model(self.layers), structured_clusters(heads, self.layers), "structured"
                 prompts = structured_prompts(heads, max(lengths) + self.chunk, self.layers, card.device)
-                plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts)]
+                plans = [(spec, spec.plan(shape, alike)) for spec in methods_named(texts)]
             data = f"{name} in fp8" if is_fp8 else name
             report = Report("methods", card.name, self.json_path, self.results)
             engines = engines_named(card, split(self.engines))

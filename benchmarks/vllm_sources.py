@@ -33,10 +33,10 @@ class Override(NamedTuple):
 
 
 def _bases(part: str, root: str) -> tuple[tuple[tuple[str, str], ...], ...]:
-    own = ("vllm/v1/attention/backend.py", root)
+    base = ("vllm/v1/attention/backend.py", root)
     return (
-        ((f"{BACKENDS}/flash_attn.py", f"FlashAttention{part}"), own),
-        ((f"{BACKENDS}/cpu_attn.py", f"CPUAttention{part if part != 'Impl' else 'BackendImpl'}"), own),
+        ((f"{BACKENDS}/flash_attn.py", f"FlashAttention{part}"), base),
+        ((f"{BACKENDS}/cpu_attn.py", f"CPUAttention{part if part != 'Impl' else 'BackendImpl'}"), base),
     )
 
 
@@ -70,7 +70,7 @@ def check(tree: Path, package: Path = PACKAGE, hooks: Sequence[Hook] = HOOKS, pa
     """Compare ``package`` with the sources in ``tree``."""
     names = sorted(set(imported(package)))
     missing = [f"{where}: {module} has no {name}" for where, module, name in names if not provides(tree, module, name)]
-    methods = [one for override in OVERRIDES for one in overridden(tree, package, override)]
+    methods = [method for override in OVERRIDES for method in overridden(tree, package, override)]
     refused = [problem for _, problem in methods if problem is not None]
     problems = (*missing, *refused, *unfit(tree, hooks, parts))
     return Checked(len(names), len(methods), len(hooks), problems)
@@ -122,12 +122,12 @@ def defined(body: Sequence[ast.stmt]) -> Iterator[str]:
 def class_of(path: Path, name: str) -> ast.ClassDef | None:
     if not path.is_file():
         return None
-    found = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef) and node.name == name)
-    return next(found, None)
+    classes = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(classes, None)
 
 
-def methods_of(found: ast.ClassDef | None) -> dict[str, Function]:
-    body = [] if found is None else found.body
+def methods_of(definition: ast.ClassDef | None) -> dict[str, Function]:
+    body = [] if definition is None else definition.body
     return {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
@@ -151,10 +151,10 @@ def not_taken(ours: Function, theirs: Function) -> list[str]:
     """Parameters that vLLM's method has, in their order, and ours lacks or has elsewhere."""
     mine, other = ours.args, theirs.args
     names = [arg.arg for arg in (*mine.posonlyargs, *mine.args)]
-    asked = [arg.arg for arg in (*other.posonlyargs, *other.args)]
+    theirs_in_order = [arg.arg for arg in (*other.posonlyargs, *other.args)]
     if mine.vararg is not None and mine.kwarg is not None:
         return []
-    wrong = [name for i, name in enumerate(asked) if mine.kwarg is None and names[i : i + 1] != [name]]
+    wrong = [name for i, name in enumerate(theirs_in_order) if mine.kwarg is None and names[i : i + 1] != [name]]
     keywords = {*names, *(arg.arg for arg in mine.kwonlyargs)}
     return wrong + [arg.arg for arg in other.kwonlyargs if mine.kwarg is None and arg.arg not in keywords]
 
@@ -172,15 +172,15 @@ def members(tree: Path, module: str, owner: str) -> dict[str, Function | None] |
         return None
     body = parsed(path).body
     if owner:
-        found = class_of(path, owner)
-        if found is None:
+        definition = class_of(path, owner)
+        if definition is None:
             return None
-        body = found.body
+        body = definition.body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     annotated = [node.target for node in body if isinstance(node, ast.AnnAssign)]
     if "__init__" in functions:  # what is given to an instance when it is made
-        given = (part for part in ast.walk(functions["__init__"]) if isinstance(part, ast.Attribute))
-        annotated += [ast.Name(part.attr) for part in given if isinstance(part.ctx, ast.Store)]
+        attributes = (part for part in ast.walk(functions["__init__"]) if isinstance(part, ast.Attribute))
+        annotated += [ast.Name(part.attr) for part in attributes if isinstance(part.ctx, ast.Store)]
     return dict.fromkeys(target.id for target in annotated if isinstance(target, ast.Name)) | functions
 
 
@@ -208,11 +208,11 @@ def main(
     """Exit code 1 if something does not fit."""
     bad = False
     for tree in trees or ():
-        found = check(tree)
-        counts = f"{found.num_names} names, {found.num_methods} methods, {found.num_hooks} hooks"
+        result = check(tree)
+        counts = f"{result.num_names} names, {result.num_methods} methods, {result.num_hooks} hooks"
         print(f"{tree}: {counts}: ", end="")
-        print("all there" if not found.problems else "".join(f"\n  {problem}" for problem in found.problems))
-        bad = bad or bool(found.problems)
+        print("all there" if not result.problems else "".join(f"\n  {problem}" for problem in result.problems))
+        bad = bad or bool(result.problems)
     raise typer.Exit(1 if bad else 0)
 
 

@@ -52,27 +52,27 @@ class Composer:
         corpora = [prose(1_000_000, seed + 1), project_text()]
         # By lines: the tokenizer takes long texts badly.
         ids = [[i for line in corpus.splitlines(True) for i in encode(tokenizer, line)] for corpus in corpora]
-        self.corpora = [torch.tensor(one, device=device) for one in ids]
+        self.corpora = [torch.tensor(corpus, device=device) for corpus in ids]
 
     def compose(self, batch: int, tokens: int, aliases: bool) -> Batch:
         num_facts, num_aliases, num_again = self._counts(tokens, aliases)
         values, other_of = self._values(batch, num_facts, num_aliases)
-        of, kinds, places = self._places(batch, num_facts, num_aliases, num_again, other_of)
-        styles = self._draw(batch, of.shape[1], high=len(STYLES) - 1) + 1
-        styles *= self._uniform(batch, of.shape[1]) < OTHER_STYLES
+        facts, kinds, places = self._places(batch, num_facts, num_aliases, num_again, other_of)
+        styles = self._draw(batch, facts.shape[1], high=len(STYLES) - 1) + 1
+        styles *= self._uniform(batch, facts.shape[1]) < OTHER_STYLES
         rows = styles * 3 + torch.where(kinds == RESTATED, FACT, kinds)
         lengths = self.lines.lengths[rows]
         room = tokens - 1 - lengths.sum(1, keepdim=True)
         cuts = (places * (room + 1)).long().minimum(room)
         # Stable: where two are put at one place, a fact goes before its question.
         cuts, order = cuts.sort(dim=1, stable=True)
-        rows, lengths, of, kinds = (one.gather(1, order) for one in (rows, lengths, of, kinds))
+        rows, lengths, facts, kinds = (tensor.gather(1, order) for tensor in (rows, lengths, facts, kinds))
 
         item_ids = self.lines.tokens[rows]
         slots = (item_ids - VOCAB_SIZE).clamp(min=0)
-        known = values[torch.arange(batch, device=self.device)[:, None], of]
+        known = values[torch.arange(batch, device=self.device)[:, None], facts]
         item_ids = torch.where(item_ids >= VOCAB_SIZE, known.gather(2, slots), item_ids)
-        answer = torch.where(of < num_facts, ANSWER, ANSWER_OF_TWO)
+        answer = torch.where(facts < num_facts, ANSWER, ANSWER_OF_TWO)
         in_value = torch.where(kinds >= QUESTION, answer, UNKNOWABLE)
         item_kinds = torch.where(self.lines.tokens[rows] >= VOCAB_SIZE + VALUE, in_value[..., None], TEXT)
         return self._lay_out(batch, tokens, cuts, lengths, item_ids, item_kinds)
@@ -140,20 +140,22 @@ class Composer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of each line [batch, lines]: the fact or alias it is about, its kind, and its place from 0 to 1."""
         pairs = self._uniform(2, batch, num_facts)
-        stated, asked = pairs.amin(0), pairs.amax(0)
+        stated, questioned = pairs.amin(0), pairs.amax(0)
         far = self._uniform(batch, num_facts) < FAR
-        stated, asked = torch.where(far, stated * 0.1, stated), torch.where(far, 1 - 0.1 * asked, asked)
-        stated, asked = torch.minimum(stated, asked), torch.maximum(stated, asked)
+        stated, questioned = torch.where(far, stated * 0.1, stated), torch.where(far, 1 - 0.1 * questioned, questioned)
+        stated, questioned = torch.minimum(stated, questioned), torch.maximum(stated, questioned)
         at_end = self._uniform(batch) < AT_END
-        asked[:, 0] = torch.where(at_end, 1.0, asked[:, 0])
+        questioned[:, 0] = torch.where(at_end, 1.0, questioned[:, 0])
         aliased = self._uniform(batch, num_aliases)
         known = torch.maximum(aliased, stated.gather(1, other_of))
         aliased_asked = known + (1 - known) * self._uniform(batch, num_aliases)
         again = stated[:, :num_again]
         again = again + (1 - again) * self._uniform(batch, num_again)
-        places = torch.cat([stated, aliased, asked, aliased_asked, again], 1)
-        facts, alias = list(range(num_facts)), list(range(num_facts, num_facts + num_aliases))
-        of = torch.tensor(facts + alias + facts + alias + facts[:num_again], device=self.device)
+        places = torch.cat([stated, aliased, questioned, aliased_asked, again], 1)
+        fact_numbers, alias_numbers = list(range(num_facts)), list(range(num_facts, num_facts + num_aliases))
+        facts = torch.tensor(
+            fact_numbers + alias_numbers + fact_numbers + alias_numbers + fact_numbers[:num_again], device=self.device
+        )
         kinds = torch.tensor(
             [FACT] * num_facts
             + [ALIAS] * num_aliases
@@ -161,7 +163,7 @@ class Composer:
             + [RESTATED] * num_again,
             device=self.device,
         )
-        return of.expand(batch, -1), kinds.expand(batch, -1), places
+        return facts.expand(batch, -1), kinds.expand(batch, -1), places
 
     def _uniform(self, *shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device)

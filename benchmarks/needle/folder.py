@@ -80,9 +80,10 @@ def readme(config: dict[str, Any], weights: dict[str, torch.Tensor], facts: dict
     measured, recipe = facts["measured"], facts["recipe"]
     columns = (measured[name] for name in ("inside", "at_end", "two_hops"))
     rows = [
-        f"| {row[0]['tokens']:,} | " + " | ".join(f"{one['share']:.3f}" for one in row) + " |" for row in zip(*columns)
+        f"| {row[0]['tokens']:,} | " + " | ".join(f"{result['share']:.3f}" for result in row) + " |"
+        for row in zip(*columns)
     ]
-    learnt = min((one["share"] for one in measured["two_hops"]), default=0.0) >= recipe["enough"]
+    learnt = min((result["share"] for result in measured["two_hops"]), default=0.0) >= recipe["enough"]
     last = facts["log"][-1] if facts["log"] else {"million_tokens": 0, "step": 0}
     return README.format(
         parameters=f"{sum(tensor.numel() for tensor in weights.values()) / 1e6:.1f} million",

@@ -22,7 +22,7 @@ Ranks = Callable[[list[int]], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     ids: list[int]
     spans: list[tuple[int, int]]
     """First and last token of each answer, the last excluded."""
@@ -37,17 +37,17 @@ class Judge:
         self.seed = seed
         self.text = [i for line in prose(40_000, seed).splitlines(True) for i in self.encode(line)]
 
-    def right(self, asked: Asked) -> list[bool]:
-        chosen = self.first_choice(asked.ids).tolist()
-        return [chosen[begin - 1 : end - 1] == asked.ids[begin:end] for begin, end in asked.spans]
+    def right(self, question: Question) -> list[bool]:
+        chosen = self.first_choice(question.ids).tolist()
+        return [chosen[begin - 1 : end - 1] == question.ids[begin:end] for begin, end in question.spans]
 
     def inside(self, tokens: int, prompts: int, facts: int) -> dict[str, Any]:
         """Answers inside the prompt: all, and by the distance from fact to answer."""
         judged: list[tuple[int, bool]] = []
         for i in range(prompts):
             prompt = self._inside_prompt(tokens, facts, random.Random(f"{self.seed}/{tokens}/{i}"))
-            right = self.right(Asked(prompt.token_ids, [(one.begin, one.end) for one in prompt.answers]))
-            judged += [(one.distance, is_right) for one, is_right in zip(prompt.answers, right)]
+            right = self.right(Question(prompt.token_ids, [(answer.begin, answer.end) for answer in prompt.answers]))
+            judged += [(answer.distance, is_right) for answer, is_right in zip(prompt.answers, right)]
         distances = sorted({bucket(distance) for distance, _ in judged})
         return {
             "tokens": tokens,
@@ -82,7 +82,7 @@ class Judge:
             "share": _share([self.right(self.needle(tokens, rng.random(), True, rng))[0] for rng in seeds]),
         }
 
-    def needle(self, tokens: int, depth: float, through_alias: bool, rng: random.Random) -> Asked:
+    def needle(self, tokens: int, depth: float, through_alias: bool, rng: random.Random) -> Question:
         templates = Templates()
         alias, *names = rng.sample(NAMES, DISTRACTORS + 2)
         values = [str(rng.randrange(1_000_000, 10_000_000)) for _ in names]
@@ -101,7 +101,7 @@ class Judge:
             ids += self.text[start + at : start + cut] + line
             at = cut
         ids += self.text[start + at : start + room] + tail
-        return Asked(ids, [(tokens - question.end + question.begin, tokens)])
+        return Question(ids, [(tokens - question.end + question.begin, tokens)])
 
 
 def _share(right: Sequence[bool]) -> float:

@@ -122,8 +122,8 @@ def _line(tokenizer: Any, template: str) -> list[int]:
     slots = {"name": (NAME, NAME_WORDS), "other": (OTHER, NAME_WORDS), "value": (VALUE, DIGITS)}
     row: list[int] = []
     for part in re.split(r"( \{name\}| \{other\}|\{value\})", f"\n{template}\n"):
-        if found := re.fullmatch(r" ?\{(\w+)\}", part):
-            first, count = slots[found[1]]
+        if match := re.fullmatch(r" ?\{(\w+)\}", part):
+            first, count = slots[match[1]]
             row += range(VOCAB_SIZE + first, VOCAB_SIZE + first + count)
         else:
             row += encode(tokenizer, part)

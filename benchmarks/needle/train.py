@@ -125,17 +125,17 @@ def judge(net: Needle, tokenizer: Any, device: str, lengths: list[int], prompts:
         return net(torch.tensor([ids], device=device))[0].argmax(-1)
 
     judging = Judge(tokenizer, first_choice, seed=1234)
-    found: dict[str, Any] = {"inside": [], "at_end": [], "two_hops": []}
+    results: dict[str, Any] = {"inside": [], "at_end": [], "two_hops": []}
     for tokens in lengths:
         facts = min(24, tokens // 120)
-        found["inside"].append(judging.inside(tokens, prompts, facts))
-        found["at_end"].append(judging.at_end(tokens, prompts))
-        found["two_hops"].append(judging.two_hops(tokens, 4 * prompts))
-        shares = {name: rows[-1]["share"] for name, rows in found.items()}
+        results["inside"].append(judging.inside(tokens, prompts, facts))
+        results["at_end"].append(judging.at_end(tokens, prompts))
+        results["two_hops"].append(judging.two_hops(tokens, 4 * prompts))
+        shares = {name: rows[-1]["share"] for name, rows in results.items()}
         print(f"{tokens:>6} tokens: " + ", ".join(f"{name} {share:.3f}" for name, share in shares.items()), flush=True)
-        print(f"        at end by depth: {found['at_end'][-1]['by_depth']}", flush=True)
-        print(f"        inside by distance: {found['inside'][-1]['by_distance']}", flush=True)
-    return found
+        print(f"        at end by depth: {results['at_end'][-1]['by_depth']}", flush=True)
+        print(f"        inside by distance: {results['inside'][-1]['by_distance']}", flush=True)
+    return results
 
 
 def main() -> None:
@@ -151,25 +151,25 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=20, help="for each length and depth")
     parser.add_argument("--config", type=json.loads, default={}, help="changes to the model's config, as JSON")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     recipe = Recipe(
-        seed=asked.seed, minutes=asked.minutes, peak_rate=asked.rate, tokens_per_step=asked.tokens_per_step,
-        lengths=asked.lengths, until=Recipe.until[-len(asked.lengths) :],
+        seed=options.seed, minutes=options.minutes, peak_rate=options.rate, tokens_per_step=options.tokens_per_step,
+        lengths=options.lengths, until=Recipe.until[-len(options.lengths) :],
     )  # fmt: skip
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     torch.manual_seed(recipe.seed)
     tokenizer = make_tokenizer()
-    net = Needle(CONFIG | asked.config).to(device)
+    net = Needle(CONFIG | options.config).to(device)
     print(f"{sum(p.numel() for p in net.parameters()):,} parameters on {device}, torch {torch.__version__}", flush=True)
     composer = Composer(tokenizer, device, recipe.seed)
     autocast = torch.autocast(device, torch.bfloat16) if on_gpu else nullcontext()
     log = train(net, composer, recipe, autocast)
     net.to(torch.bfloat16)
-    measured = judge(net if on_gpu else net.float(), tokenizer, device, asked.judge, asked.prompts)
+    measured = judge(net if on_gpu else net.float(), tokenizer, device, options.judge, options.prompts)
     where = torch.cuda.get_device_name() if on_gpu else platform.machine()
     facts = {"recipe": asdict(recipe), "device": where, "torch": torch.__version__, "measured": measured, "log": log}
-    write_folder(asked.out, net, tokenizer, facts)
+    write_folder(options.out, net, tokenizer, facts)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class CpuCard:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> CpuCard:
     """The card that commands find."""
-    found = CpuCard()
+    device = CpuCard()
     for module in ("vllm_sparse_backend.evaluation.cuda_device", "benchmarks.attend", "benchmarks.methods"):
-        monkeypatch.setattr(f"{module}.Card", lambda: found)
+        monkeypatch.setattr(f"{module}.Card", lambda: device)
     monkeypatch.setattr(Heads, "of", staticmethod(lambda model, page_size=128: HEADS))
-    return found
+    return device

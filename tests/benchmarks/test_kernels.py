@@ -7,14 +7,13 @@ from collections.abc import Generator
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from benchmarks import attend, methods
-from benchmarks.asked import methods_asked
-from tests.benchmarks.conftest import HEADS
-from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.cli.commands import add_command
+from benchmarks import methods
+from benchmarks.figures import Report
+from benchmarks.method_specs import MethodSpec, methods_named
+from tests.benchmarks.conftest import HEADS, CpuCard
+from tests.helpers.lab_commands import LAB, run
+from tests.helpers.structured import structured_clusters, structured_prompts
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.evaluation import crossover_bench
 from vllm_sparse_backend.evaluation.attention_prompts import planted_prompt
@@ -22,22 +21,8 @@ from vllm_sparse_kernels.attention import Engine
 from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.methods import METHODS
 
-LAB = {"attend": attend.Attend, "methods": methods.MeasureMethods}
-
-
 A_SHAPE = '{"method": "a_shape"}'
 SHORT = ("--longest", 2560, "--chunk", 1024)
-
-
-def run(command: str, *args: object):
-    """`bench crossover`, or a program of the lab."""
-    given, to_run = list(map(str, args)), app
-    if command in LAB:
-        to_run = typer.Typer()
-        add_command(to_run, LAB[command])
-    else:
-        given = ["bench", command, *given]
-    return CliRunner().invoke(to_run, given, catch_exceptions=False)
 
 
 def broken(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
@@ -70,23 +55,41 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
     assert card.ran == []
 
 
+@pytest.mark.full
+def test_methods_on_structured_data():
+    """Times are sums over layers, density and error those of the selection."""
+    prompts = structured_prompts(HEADS, 400, 2, torch.device("cpu"))
+    spec, report = MethodSpec("sale"), Report("methods", "a CPU", command="test")
+    plan = spec.plan(HEADS.model(2), structured_clusters(HEADS, 2))
+    card = CpuCard(lambda span: {"dense": 8.0, "select": 1.0, "attend": 3.0}[span])
+    inputs = methods.Inputs("structured", prompts)
+    (row,) = methods.run_methods(card, inputs, [(spec, plan)], [130], 200, ["portable"], report)
+    assert "problem" not in row, row
+    assert (row["dense_ms"], row["select_ms"], row["attend_ms"], row["whole_ms"]) == (8, 1, 3, 4)
+    assert (row["select_share"], row["attend_share"], row["whole_share"]) == (1 / 8, 3 / 8, 1 / 2)
+    assert 0 < row["density"] <= 1
+    assert 0 <= row["output_error"] < 1
+    assert row["index_mib"] > 0
+    assert {name.rpartition(": ")[2] for name in report.figures} >= {"density", "output error"}
+
+
 def test_a_profile_is_its_kinds_of_methods(tmp_path):
     profile = tmp_path / "p.yaml"
     profile.write_text(
         "format: 1\nmodel: any\ndefault: {method: sale}\n"
         "layers:\n  0:\n    default: {method: a_shape}\n    heads:\n      1-2: {method: sale, tau: 0.1}\n"
     )
-    given = [{"profile": str(profile)}, {"method": "sale", "params": {"tau": 0.03}}]
-    found = crossover_bench.methods_of_settings(given, HEADS.model(3))
-    assert [crossover_bench.method_label(one) for one in found] == ["sale", "a_shape", "sale tau=0.03"]
+    settings = [{"profile": str(profile)}, {"method": "sale", "params": {"tau": 0.03}}]
+    methods = crossover_bench.methods_of_settings(settings, HEADS.model(3))
+    assert [crossover_bench.method_label(method) for method in methods] == ["sale", "a_shape", "sale tau=0.03"]
 
 
 def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
     """An operator's table of crossovers is to hold what `auto` looks for on a server without configuration."""
     every = crossover_bench.methods_of_settings([], HEADS.model(3))
-    assert {crossover_bench.method_label(one) for one in every} >= {name for name in METHODS if name != "dense"}
+    assert {crossover_bench.method_label(method) for method in every} >= {name for name in METHODS if name != "dense"}
     assert make_method("default", {}) in every
-    assert [str(one) for one in methods_asked([])] == [crossover_bench.method_label(one) for one in every]
+    assert [str(method) for method in methods_named([])] == [crossover_bench.method_label(method) for method in every]
 
 
 def test_planted_data_have_the_density_that_they_state():

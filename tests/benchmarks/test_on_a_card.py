@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.benchmarks.test_kernels import run
+from tests.helpers.lab_commands import run
 
 pytestmark = pytest.mark.gpu
 

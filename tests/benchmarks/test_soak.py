@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import soak as module
+from benchmarks import counters, soak as module
 from benchmarks.counters import Counts, Sent, Served
 from benchmarks.figures import Report
 from benchmarks.shape import make_shape
 from benchmarks.soak import Asking, add_figures, lines, soak_and_check
 from vllm_sparse_backend.evaluation.client import Answer, Prompts
+from vllm_sparse_backend.evaluation.report import BenchError
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 
@@ -46,15 +47,15 @@ class CountingServer:
 
     def metrics(self) -> str:
         with self.lock:
-            found = [("up", "", 1), ("layers", 'attention="hopper"', 2), ("layers", 'attention="dense"', 1)]
-            found += [("compilations_total", 'when="serving"', int(self.off == "compiled"))]
-            found += [("guard_trips_total", 'layer="0"', int(self.off == "tripped"))]
-            found += [("device_bytes", 'rank="0"', 10**9)]
+            samples = [("up", "", 1), ("layers", 'attention="hopper"', 2), ("layers", 'attention="dense"', 1)]
+            samples += [("compilations_total", 'when="serving"', int(self.off == "compiled"))]
+            samples += [("guard_trips_total", 'layer="0"', int(self.off == "tripped"))]
+            samples += [("device_bytes", 'rank="0"', 10**9)]
             for (path, reason), count in self.counts.rows.items():
-                found.append(("rows_total", f'path="{path}",reason="{reason}"', count))
+                samples.append(("rows_total", f'path="{path}",reason="{reason}"', count))
             for name, tally in (("tiles", self.counts.tiles), ("causal_pairs", self.counts.causal_pairs)):
-                found += [(f"{name}_total", f'layer="{layer}"', count) for layer, count in tally.items()]
-        return "".join(f"sparse_prefill_{name}{{{labels}}} {value}\n" for name, labels, value in found)
+                samples += [(f"{name}_total", f'layer="{layer}"', count) for layer, count in tally.items()]
+        return "".join(f"sparse_prefill_{name}{{{labels}}} {value}\n" for name, labels, value in samples)
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,20 @@ class TestCounters:
     def test_what_must_never_happen(self, served: Served, off: str, said: str) -> None:
         assert self.checked(CountingServer(served, off), None).problems == [f"{said}: 1, expected none"]
 
+    @pytest.mark.parametrize(
+        ("page", "said"),
+        [("", "no counters of ours"), ("sparse_prefill_up 0\n", "1 engines that did not answer")],
+    )
+    def test_other_servers_are_refused(
+        self, monkeypatch: pytest.MonkeyPatch, served: Served, page: str, said: str
+    ) -> None:
+        monkeypatch.setattr(counters, "LOOKS", 1)
+        monkeypatch.setattr(counters.time, "sleep", lambda seconds: None)
+        server = CountingServer(served)
+        monkeypatch.setattr(server, "metrics", lambda: page)
+        with pytest.raises(BenchError, match=said):
+            self.checked(server, None)
+
 
 def test_growth() -> None:
     """Once warm, by medians of halves; where looks are missing, others are compared."""
@@ -111,13 +126,15 @@ def test_growth() -> None:
     assert module.growth(samples[:26], 100.0) is None
 
 
-@pytest.mark.parametrize(("by", "told"), [(10, ["the server's memory grew by"]), (0, [])])
-def test_memory_that_grows(monkeypatch: pytest.MonkeyPatch, served: Served, by: int, told: list[str]) -> None:
+@pytest.mark.parametrize(("by", "expected_problems"), [(10, ["the server's memory grew by"]), (0, [])])
+def test_memory_that_grows(
+    monkeypatch: pytest.MonkeyPatch, served: Served, by: int, expected_problems: list[str]
+) -> None:
     monkeypatch.setattr(module, "LEAST_S_TO_GROW", 1.0)
     taken = itertools.count(100, by)
     asking = TestCounters.ASKING
     done = soak_and_check(CountingServer(served), asking, Prompts(range(3000)), taken.__next__)  # type: ignore[arg-type]
-    assert [problem[:27] for problem in done.problems] == told
+    assert [problem[:27] for problem in done.problems] == expected_problems
 
 
 class TestExpected:

@@ -29,10 +29,10 @@ def tree() -> Path:
 
 
 def test_the_installed_vllm_has_all_that_is_used(tree: Path) -> None:
-    found = check(tree)
-    assert found.problems == ()
-    assert found.num_hooks == len(HOOKS)
-    assert min(found.num_names, found.num_methods, found.num_hooks) >= 10
+    result = check(tree)
+    assert result.problems == ()
+    assert result.num_hooks == len(HOOKS)
+    assert min(result.num_names, result.num_methods, result.num_hooks) >= 10
 
 
 def test_what_is_not_there_is_named(tree: Path, tmp_path: Path) -> None:
@@ -43,18 +43,20 @@ def test_what_is_not_there_is_named(tree: Path, tmp_path: Path) -> None:
         for owner, function, expects in (("Request", "leave", ()), ("NoRequest", "__init__", ()),
                                          ("Request", "__init__", ("request_id", "moon")))
     ]  # fmt: skip
-    found = check(tree, tmp_path, hooks, [Part(EVERY, REQUEST, "Request", ("__init__", "moons"))])
+    result = check(tree, tmp_path, hooks, [Part(EVERY, REQUEST, "Request", ("__init__", "moons"))])
     forward = (
         "serving/worker/impl.py: SparsePrefillImpl.forward does not take key, value, kv_cache, attn_metadata, output"
     )
-    assert found.problems[0] == "serving/worker/impl.py: vllm.config has no NoSuchConfig"
-    assert all(problem.startswith(forward) for problem in found.problems[1:3])
-    assert found.problems[3:] == (
+    assert result.problems[0] == "serving/worker/impl.py: vllm.config has no NoSuchConfig"
+    assert all(problem.startswith(forward) for problem in result.problems[1:3])
+    assert result.problems[3:] == (
         f"there is no {REQUEST}.Request.leave", f"there is no {REQUEST}.NoRequest.__init__",
         f"{REQUEST}.Request.__init__ has no moon", f"{REQUEST}.Request has no moons",
     )  # fmt: skip
     nothing = check(tmp_path).problems
-    assert any("vllm/v1/attention/backends/cpu_attn.py has no class CPUAttentionBackendImpl" in one for one in nothing)
+    assert any(
+        "vllm/v1/attention/backends/cpu_attn.py has no class CPUAttentionBackendImpl" in problem for problem in nothing
+    )
 
 
 def test_the_document_has_every_hook() -> None:

@@ -14,7 +14,7 @@ from tests.helpers.fake_judge import FakeJudge, figures, most_passes
 from vllm_sparse_backend.calibration import head_clusters as module
 from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.calibration_loop import run
-from vllm_sparse_backend.calibration.head_clusters import attention_maps, cluster_heads, ward_labels
+from vllm_sparse_backend.calibration.head_clusters import attention_maps, cluster_heads, representations, ward_labels
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
 from vllm_sparse_backend.calibration.layer_judge import Served
 from vllm_sparse_backend.calibration.layer_walk import LayerWalk
@@ -91,6 +91,23 @@ def test_attention_maps_average_blocks(monkeypatch, score_bytes):
         torch.testing.assert_close(maps[head].float(), expected / expected.max(), rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="given 70 tokens, expected at least side = 80"):
         attention_maps(q, k, 0.7, 80)
+
+
+@pytest.mark.gpu
+def test_the_papers_side_takes_no_more_memory_than_is_said():
+    """Maps of 32,768 tokens of an 8B model's layer; training on eight of them, twice alike."""
+    q, k = (torch.randn(32768, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    maps = attention_maps(q, k, 0.1, module.SIDE)
+    assert torch.cuda.max_memory_allocated() - before < 1.3e9
+    assert torch.cuda.memory_allocated() == before
+    assert (maps.shape, maps.dtype, str(maps.device)) == ((32, 1936, 1936), torch.float16, "cpu")
+    del q, k
+    torch.cuda.reset_peak_memory_stats()
+    first, again = (representations(maps[:8], epochs=2, device="cuda") for _ in range(2))
+    assert torch.cuda.max_memory_allocated() < 8.5e9
+    assert torch.equal(first, again)
 
 
 # Each head's γ

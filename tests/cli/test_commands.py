@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from tests.helpers.command_line import COMMANDS
 from tests.helpers.external_tools import ROOT
 from tests.helpers.stub_server import Api, running
 from vllm_sparse_backend.cli import app, common, profile_commands, progress
@@ -25,15 +25,6 @@ NAME = "sparse-prefill/needle"
 
 def run(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], terminal_width=100)
-
-
-def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    if not hasattr(command, "commands"):
-        return [(path, command)]
-    return [leaf for name, subcommand in command.commands.items() for leaf in leaves(subcommand, (*path, name))]
-
-
-COMMANDS = leaves(typer.main.get_command(app))
 
 
 @pytest.mark.parametrize("path", [path for path, _ in COMMANDS], ids=" ".join)

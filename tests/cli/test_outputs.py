@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.cli.test_profile_commands import PATTERNS, SHAPE
+from tests.helpers.command_line import COMMANDS
 from tests.helpers.external_tools import ROOT
 from tests.helpers.folders import LLAMA_8B, model_folder
+from tests.helpers.profile_cases import PATTERNS, SHAPE
 from vllm_sparse_backend.cli import app, common, doctor
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
@@ -95,8 +96,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(name: str, 
 
 
 def test_the_table_has_every_output() -> None:
-    from tests.cli.test_commands import COMMANDS
-
     outputs_of_commands = set()
     for path, command in COMMANDS:
         for param in command.params:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``auto`` stands for: the closest measurement, the most cautious of several, and what is said without one."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.crossover_cases import CARD, entry, written
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend.config import crossover_table
 from vllm_sparse_backend.config.crossover_table import Crossover, Thresholds, load_crossover
@@ -16,18 +16,7 @@ from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 
-CARD = "NVIDIA H100 80GB HBM3"
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
-
-
-def entry(min_tokens: int | None, min_query_tokens: int | None = 512, **changes: Any) -> dict[str, Any]:
-    fields = {"device": CARD, "engine": "flash", "method": "a_shape", "params": {}, "num_heads": 32, "num_kv_heads": 8}
-    fields |= {"head_dim": 128, "vllm": "0.26.0", "triton": "3.6.0", "date": "2026-11-21", "command": "sparse-prefill"}
-    return fields | {"min_tokens": min_tokens, "min_query_tokens": min_query_tokens} | changes
-
-
-def written(*entries: dict[str, Any]) -> str:
-    return json.dumps({"format": 1, "entries": entries})
 
 
 def table(*entries: dict[str, Any]) -> Crossover:

@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.helpers.row_fallbacks import ROW_FALLBACKS
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 
 FITTING = {"head_dim": 128, "dtype": "bfloat16"}
@@ -21,16 +22,10 @@ PROPERTIES = {
     Fallback.DECODE_CONTEXT_PARALLEL: {"decode_context_parallel_size": 2},
 }
 
-# Labels of counted rows. (Rows of layers that the guard holds dense count as sparse: other layers run them so.)
-OF_A_ROW = {
-    Fallback.NON_CAUSAL, Fallback.PREFIX_LM, Fallback.CASCADE, Fallback.TOO_SHORT, Fallback.SHORT_QUERY,
-    Fallback.NEVER_FASTER, Fallback.NO_ROOM, Fallback.REQUESTED, Fallback.GUARD, Fallback.UNNAMED,
-}  # fmt: skip
-
 
 def test_every_other_reason_comes_from_a_property() -> None:
     of_the_plan_or_device = {Fallback.DENSE_LAYER, Fallback.OTHER_HEADS, Fallback.SHARED_MEMORY}
-    assert set(PROPERTIES) == set(Fallback) - of_the_plan_or_device - OF_A_ROW
+    assert set(PROPERTIES) == set(Fallback) - of_the_plan_or_device - ROW_FALLBACKS
 
 
 FP8 = {"kv_cache_dtype": "fp8", "reads_fp8": True}

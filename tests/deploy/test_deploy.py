@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.config.test_fallback import OF_A_ROW
 from tests.helpers import external_tools, promql
+from tests.helpers.row_fallbacks import ROW_FALLBACKS
 from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.config.settings import load_config
 
@@ -86,7 +86,7 @@ def test_queries_name_metrics_and_labels_that_there_are(name: str) -> None:
 
 def test_operators_are_told_of_every_alert_and_reason() -> None:
     text = (ROOT / "docs/operations.md").read_text()
-    for name in [rule["alert"] for rule in ALERTS] + [reason.value for reason in OF_A_ROW]:
+    for name in [rule["alert"] for rule in ALERTS] + [reason.value for reason in ROW_FALLBACKS]:
         assert f"`{name}`" in text, name
     assert set(re.findall(r"SparsePrefill\w+", text)) <= {rule["alert"] for rule in ALERTS}
     assert {m for m in promql.METRIC.findall(text) if not m.startswith("vllm:")} <= set(SAMPLES)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.kept`: single queries against whole matrices, and chunks against the oracle."""
+"""`benchmarks.plan_quality`: single queries against whole matrices, and chunks against the oracle."""
 
 import pytest
 import torch
 
 from benchmarks.capture import capture
-from benchmarks.kept import Asked, measure_plans, select_layer
 from benchmarks.oracle import measure
+from benchmarks.plan_quality import PlanRequest, measure_plans, select_layer
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels import PagedCache, Rows
@@ -23,7 +23,9 @@ def captured(llama, prompt, tmp_path):
 def test_single_queries_recall_what_a_mask_leaves_them(captured):
     """A tile that keeps its own blocks alone: its first queries lose the most."""
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 0, "local_tokens": 1}, dense_layers=(1,))
-    (kept,) = measure_plans(captured, [Asked(Plan.build(config, captured.shape), with_queries=True)], 333, DEVICE).kept
+    (kept,) = measure_plans(
+        captured, [PlanRequest(Plan.build(config, captured.shape), with_queries=True)], 333, DEVICE
+    ).kept
     q, k, _ = (x.float() for x in captured.read(0, DEVICE))
     positions = torch.arange(333, device=DEVICE)
     causal = positions[:, None] >= positions
@@ -43,7 +45,7 @@ def test_chunks_are_measured_as_rows_of_their_own(captured):
     """Chunk by chunk, as the oracle sees one step with a row for each of them."""
     params = {"vertical_tokens": 20, "slash_tokens": 30}
     plan = Plan.build(SparsePrefillConfig(method="vertical_slash", params=params), captured.shape)
-    (kept,) = measure_plans(captured, [Asked(plan)], 130, DEVICE).kept
+    (kept,) = measure_plans(captured, [PlanRequest(plan)], 130, DEVICE).kept
     q, k, v = captured.read(1, DEVICE)
     pages = torch.arange(3, dtype=torch.int32, device=DEVICE)
     cache = PagedCache(*(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 51)).unflatten(0, (3, 128)) for x in (k, v)))

@@ -22,14 +22,14 @@ def quality(batch: Batch, index: SparseIndex) -> Quality:
 
 def shares(batch: Batch, index: SparseIndex) -> torch.Tensor:
     """[num_heads, num_tokens] by definition: softmax of all causal scores of a row, and the index as one mask."""
-    rows, group, found = batch.rows, batch.num_heads // batch.cache.num_kv_heads, []
+    rows, group, parts = batch.rows, batch.num_heads // batch.cache.num_kv_heads, []
     for row, (token, query_len) in enumerate(zip(rows.tokens, rows.query_lens, strict=True)):
         keys = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])[0].double()
         q = batch.q[token : token + query_len].double()
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1)) * batch.scale
         causal = torch.ones_like(scores, dtype=torch.bool).tril_(rows.context_lens[row])
-        found.append((scores.masked_fill(~causal, -torch.inf).softmax(-1) * mask_of(index, row)).sum(-1))
-    return torch.cat(found, 1)
+        parts.append((scores.masked_fill(~causal, -torch.inf).softmax(-1) * mask_of(index, row)).sum(-1))
+    return torch.cat(parts, 1)
 
 
 def by_whole_matrices(batch: Batch, index: SparseIndex) -> Quality:
@@ -58,9 +58,9 @@ def test_it_is_what_whole_matrices_say(num_heads, num_kv_heads, head_dim, page_s
     assert torch.equal(got.density, expected.density)
     indices = [index, random_index(batch, block_tokens, 0.2)]
     masses = list(exact_masses(batch.q, batch.cache, batch.rows, batch.scale, indices))
-    for i, one in enumerate(indices):
+    for i, index_at_density in enumerate(indices):
         by_query = torch.cat([mass.query_recalls[i] for mass in masses], 1).double()
-        torch.testing.assert_close(by_query, shares(batch, one), rtol=0, atol=1e-5)
+        torch.testing.assert_close(by_query, shares(batch, index_at_density), rtol=0, atol=1e-5)
     assert float(got.density.mean()) == pytest.approx(density_of(index), abs=1e-12)
     assert bool((got.recall < 0.99).all())
     assert {float(x) for figures in quality(batch, random_index(batch, block_tokens, 1.0)) for x in figures} == {1.0}
@@ -92,3 +92,15 @@ def test_bound_is_the_greedy_choice(block_tokens):
         if density:
             mass_of_best = max(x for _, x, n in best if n <= round(density * total_pairs))
             assert recall == pytest.approx(mass_of_best / total_mass, rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_thirty_two_thousand_tokens_fit_into_a_gigabyte():
+    batch = random_batch([(0, 32768)], 32, 8, 128, 128, torch.bfloat16, "cuda")
+    index = random_index(batch, 128, 0.1)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    measured = quality(batch, index)
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+    assert float(measured.density.mean()) == pytest.approx(density_of(index))
+    assert bool(((measured.recall > 0) & (measured.recall < 1)).all())

@@ -102,7 +102,7 @@ def run(server: Server, level: object = None, beside: object = None) -> dict[str
     concurrent = {f"concurrent: {length}": (prompt(length, seed=100 + length), 8) for length in CONCURRENT_LENGTHS}
     answers = {name: ask(server, token_ids, level=level) for name, token_ids in alone.items()}
     for group in (mixed, concurrent):
-        asked = {name: (*request, level) for name, request in group.items()}
+        requests = {name: (*request, level) for name, request in group.items()}
         copies = {f"beside {name}": (tail_changed(ids), n, beside) for name, (ids, n) in group.items()}
-        answers |= ask_together(server, asked if beside is None else asked | copies)
+        answers |= ask_together(server, requests if beside is None else requests | copies)
     return answers

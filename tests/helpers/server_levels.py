@@ -19,7 +19,9 @@ ALL: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, *names: str) -> dict[str, Any]:
     """Settings of a server with these levels, the first its own; with the switch, and a guard that never trips."""
-    own, *others = names
+    default_level, *others = names
     levels = {name: ALL[name] for name in others}
-    path = profile_file(folder, min_tokens=MIN_TOKENS, min_query_tokens=1, level=own, **ALL[own], levels=levels)
+    path = profile_file(
+        folder, min_tokens=MIN_TOKENS, min_query_tokens=1, level=default_level, **ALL[default_level], levels=levels
+    )
     return {"profile": path, "guard": {"rate": 1.0, "bound": 1e6}, "switch": True}

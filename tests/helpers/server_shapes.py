@@ -206,17 +206,17 @@ def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, 
     llm = LLM(str(model), skip_tokenizer_init=True, enforce_eager=True, seed=0, **(options | more))
     try:
         sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
-        requests = [TokensPrompt(prompt_token_ids=one) for one in prompts()]
+        requests = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in prompts()]
         lora_request = None if lora is None else LoRARequest("adapter", 1, str(lora))
         outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=lora_request)
-        alone = [TokensPrompt(prompt_token_ids=one) for one in prompts([ALONE_TOKENS], seed=1)]
-        found = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False))
+        alone = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in prompts([ALONE_TOKENS], seed=1)]
+        sparse_share = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False))
         exact = {"extra_args": {"sparse_prefill": 0}} if run == OURS else {}
         # A server with LoRA gives none of a prompt's (vLLM 0.32, on a CPU).
         together = logprobs(llm, requests, **exact) if lora is None else []
-        one_by_one = [logprobs(llm, [one])[0] for one in requests] if together and run == STOCK else []
+        one_by_one = [logprobs(llm, [token_ids])[0] for token_ids in requests] if together and run == STOCK else []
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        return {"tokens": tokens, "share": found, "exact": together, "one by one": one_by_one}
+        return {"tokens": tokens, "share": sparse_share, "exact": together, "one by one": one_by_one}
     finally:
         with contextlib.suppress(Exception):
             llm.llm_engine.engine_core.shutdown()
@@ -232,9 +232,9 @@ def line_of(run: str, name: str, folder: Path) -> dict[str, Any]:
     ours = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": SETTINGS}}
     try:
         with counted() as runs:
-            told = answers(run, model, lora, **more, **(ours if run == OURS else {}))
+            answered = answers(run, model, lora, **more, **(ours if run == OURS else {}))
         foretold = prefill_share(read_config(model), ALONE_TOKENS).of_pairs
-        return {"name": name, "sparse": dict(runs), "foretold": foretold, **told}
+        return {"name": name, "sparse": dict(runs), "foretold": foretold, **answered}
     except Exception as error:
         traceback.print_exc()
         return {"name": name, "error": f"{type(error).__name__}: {error}"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.batches import assert_close, random_batch
+from tests.helpers.engine_cases import DTYPES, ENGINES
 from tests.helpers.method_cases import all_lists
-from tests.kernels.attention.test_engines import DTYPES, ENGINES
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.evaluation.attention_prompts import without_nan
 from vllm_sparse_kernels import SparseIndex, Workspace

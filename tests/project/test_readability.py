@@ -14,6 +14,11 @@ SOURCE = '''
 import vllm.config
 from vllm import LLM
 from vllm_sparse_backend import plugin
+import tests.cli.test_doctor
+from tests.cli.test_commands import COMMANDS
+from tests.server import scenario, test_soak
+from .test_documents import ROOT
+from vllm_sparse_backend.evaluation import test_server
 
 
 @triton.jit
@@ -76,6 +81,10 @@ CASES = [
     (readability.long_signatures, ["kernel has 16 parameters, at most 15", "nine has 9 parameters, at most 8"]),
     (readability.pronoun_names, ["given", "one", "own", "rest", "told"]),
     (readability.vllm_imports, ["from vllm import LLM", "import vllm.config"]),
+    (
+        readability.imported_tests,
+        ["test_documents", "tests.cli.test_commands", "tests.cli.test_doctor", "tests.server.test_soak"],
+    ),
     (
         readability.incomplete_docstrings,
         [

@@ -51,18 +51,18 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By level, and "stock": answers right of those asked, and the density. Each method is a level of one server."""
     levels = {name: level_of(name) for name in PARAMS}
     profile = tmp_path_factory.mktemp("answers") / "all.yaml"
-    own = {"format": 1, "model": "any", "level": "starved", **STARTS, **STARVED}
-    profile.write_text(yaml.safe_dump(own | {"levels": levels}))
+    starved = {"format": 1, "model": "any", "level": "starved", **STARTS, **STARVED}
+    profile.write_text(yaml.safe_dump(starved | {"levels": levels}))
     names, settings = ["starved", *levels], [Settings.parse(str(profile))]
     served = compared_servers.started(BUNDLED, settings, TOKENS + 1, levels=names)
-    asked = answer_run.Asking.about(None, [TOKENS], PROMPTS, FACTS)
+    asking = answer_run.Asking.about(None, [TOKENS], PROMPTS, FACTS)
     report = Report("answers", "CPU")
-    answer_run.ask_all(served, asked, "", report)
+    answer_run.ask_all(served, asking, "", report)
     of_prompts = [case for case in report.cases if case["part"] == "prompt"]
     assert [case["error"] for case in of_prompts] == [None] * PROMPTS * (1 + len(names))
     assert len({case["sha256"] for case in of_prompts}) == PROMPTS  # the same for all
-    found = answer_run.summaries(report.cases, [one.label for one in served], [TOKENS])
-    return dict(zip(["stock", *names], found, strict=True))
+    summaries = answer_run.summaries(report.cases, [endpoint.label for endpoint in served], [TOKENS])
+    return dict(zip(["stock", *names], summaries, strict=True))
 
 
 def test_dense_attention_finds_the_facts(rows: dict[str, dict[str, Any]]) -> None:

@@ -70,11 +70,11 @@ def test_prompt_logprobs_in_chunks_whatever_was_asked_before(servers: Servers, l
 def test_echo_with_logprobs_over_a_cached_prefix(servers: Servers, level: str) -> None:
     """vllm#5344 and #8268."""
     prompt = scenario.prompt(700, seed=1002)
-    asked = {"echo": True, "logprobs": 1, "max_tokens": 3}
-    (stock,) = complete(servers.stock, prompt, **asked)
+    options = {"echo": True, "logprobs": 1, "max_tokens": 3}
+    (stock,) = complete(servers.stock, prompt, **options)
     for _ in range(2):  # the second time all of it is cached
         complete(servers.ours, prompt, level)
-        (choice,) = complete(servers.ours, prompt, level, **asked)
+        (choice,) = complete(servers.ours, prompt, level, **options)
         assert choice["text"] == stock["text"]
         first, *logprobs = choice["logprobs"]["token_logprobs"]
         assert first is None
@@ -88,7 +88,7 @@ def test_thirty_lengths_in_one_batch(servers: Servers, level: str) -> None:
     prompts = {str(length): (scenario.prompt(length, seed=2000 + length), 2) for length in range(7, 600, 20)}
     assert len(prompts) == 30
     expected = scenario.ask_together(servers.stock, prompts)
-    answers = scenario.ask_together(servers.ours, {name: (*asked, level) for name, asked in prompts.items()})
+    answers = scenario.ask_together(servers.ours, {name: (*request, level) for name, request in prompts.items()})
     assert_answers(answers, expected)
 
 
@@ -102,18 +102,18 @@ def assert_answers(answers: Mapping[str, Answer], expected: Mapping[str, Answer]
 def test_beams(servers: Servers, level: str) -> None:
     """Several sequences that go on from one prompt past ``min_tokens``."""
     prompt = scenario.prompt(600, seed=1003)
-    asked = {"use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
-    expected = [choice["text"] for choice in complete(servers.stock, prompt, **asked)]
+    options = {"use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
+    expected = [choice["text"] for choice in complete(servers.stock, prompt, **options)]
     assert len(expected) == 3
-    assert [choice["text"] for choice in complete(servers.ours, prompt, level, **asked)] == expected
+    assert [choice["text"] for choice in complete(servers.ours, prompt, level, **options)] == expected
 
 
 @pytest.mark.parametrize("level", [*LEVELS, pytest.param(None, marks=pytest.mark.full)])
 def test_structured_output_on_long_prompts(servers: Servers, level: str | None) -> None:
     """vllm#15790. At the server's own level an answer may differ from stock's, but not from its form."""
     prompt = scenario.prompt(1100, seed=1004)
-    asked = {"structured_outputs": {"regex": "(red|green|blue): [0-9]{3}"}, "max_tokens": 24}
-    (stock,), (choice,) = complete(servers.stock, prompt, **asked), complete(servers.ours, prompt, level, **asked)
+    options = {"structured_outputs": {"regex": "(red|green|blue): [0-9]{3}"}, "max_tokens": 24}
+    (stock,), (choice,) = complete(servers.stock, prompt, **options), complete(servers.ours, prompt, level, **options)
     for text in (stock["text"], choice["text"]):
         assert re.fullmatch("(red|green|blue): [0-9]{3}", text), text
     assert level is None or choice["text"] == stock["text"]
@@ -185,8 +185,8 @@ class TestConfiguredByNestedYaml:
     def test_preemption_by_priority(self, server: Server, servers: Servers, level: str) -> None:
         """vllm#9342: requests that come later, and go first, take the room of those that run."""
 
-        def ask(asked: tuple[int, list[int]]) -> list[str]:
-            number, token_ids = asked
+        def ask(numbered_prompt: tuple[int, list[int]]) -> list[str]:
+            number, token_ids = numbered_prompt
             more = {"priority": -number, "max_tokens": 48, "ignore_eos": True}
             return [choice["text"] for choice in complete(server, token_ids, level, **more)]
 
@@ -207,8 +207,10 @@ class TestConfiguredByNestedYaml:
         """vllm#18053: whichever of them answers, while requests run; without waiting for an engine."""
         pages: list[dict[str, float]] = []
         with ThreadPoolExecutor(3) as pool:
-            asked = [pool.submit(scenario.ask, server, scenario.prompt(3000 + i, seed=6000 + i), 8) for i in range(6)]
-            while not all(request.done() for request in asked):
+            requests = [
+                pool.submit(scenario.ask, server, scenario.prompt(3000 + i, seed=6000 + i), 8) for i in range(6)
+            ]
+            while not all(request.done() for request in requests):
                 page = server.get("/metrics")
                 samples = re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", page)
                 pages.append({name: float(value) for name, value in samples})

@@ -66,9 +66,9 @@ def query(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def _soon(ask: Query, expression: str) -> bool:
     """Whether it has an answer within a minute: a page that came too late for a scrape leaves a gap of two seconds."""
     deadline = time.monotonic() + 60
-    while not (found := _answers(ask, expression)) and time.monotonic() < deadline:
+    while not (has_answer := _answers(ask, expression)) and time.monotonic() < deadline:
         time.sleep(0.5)
-    return found
+    return has_answer
 
 
 def _answers(ask: Query, expression: str) -> bool:
@@ -92,7 +92,7 @@ def test_it_holds_what_the_page_says(query: Query, server: Server) -> None:
 def test_what_the_dashboard_asks_has_an_answer(query: Query, server: Server) -> None:
     """And vLLM's own metrics are called so."""
     page = server.get("/metrics")
-    for name, asked in promql.dashboard_queries().items():
-        assert _soon(query, asked), name
-        for metric in promql.METRIC.findall(asked):
+    for name, expression in promql.dashboard_queries().items():
+        assert _soon(query, expression), name
+        for metric in promql.METRIC.findall(expression):
             assert metric in page, name

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.soak import SERVER_ENV, resident_bytes_of
 from tests.helpers import scenario, server_levels
+from tests.helpers.switch_load import under_the_switch
 from tests.helpers.tiny_models import CONFIG
-from tests.server.test_soak import under_the_switch
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.demo.model import BUNDLED
@@ -89,28 +89,32 @@ def check(server: Server) -> None:
     assert report.problem() is None
     # What a sparse request wrote is not read by an exact one, but for its first positions; it says something else.
     prompt, *_ = sparse["sparse 0"]
-    first, second, own = (scenario.ask(server, prompt, level=level) for level in (0, "exact", None))
-    assert (first.cached_tokens, second.cached_tokens >= 2800, own.cached_tokens >= 2800) == (MIN_TOKENS, True, True)
+    first, second, default = (scenario.ask(server, prompt, level=level) for level in (0, "exact", None))
+    assert (first.cached_tokens, second.cached_tokens >= 2800, default.cached_tokens >= 2800) == (
+        MIN_TOKENS,
+        True,
+        True,
+    )
     assert first.logprobs != pytest.approx(answers["sparse 0"].logprobs, abs=1e-2)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_facts_are_found_under_every_option(option: str) -> None:
     """By eight clients, over cached prefixes, in chunks of 512 (of 4,096 where room is short), sparse and exact."""
-    given, layout = OPTIONS[option], dict(OPTIONS[option].env).get(LAYOUT)
+    settings, layout = OPTIONS[option], dict(OPTIONS[option].env).get(LAYOUT)
     if layout:
         pytest.importorskip("vllm.v1.kv_cache_layout", reason="this vLLM asks no backend for its layouts")
     if option == "fp8 cache" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("fp8 caches are for GPUs of compute capability 9.0 (H100, H200)")
-    args = (*sparse_args(OF_FACTS), *scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS, *given.args)
+    args = (*sparse_args(OF_FACTS), *scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS, *settings.args)
     if option == "no room for all" and "scheduler_reserve_full_isl" in SchedulerConfig.__dataclass_fields__:
         args += ("--no-scheduler-reserve-full-isl",)
     prompts, values = zip(*asked_for_facts(48))
-    with Server(BUNDLED, args, env=dict(given.env)) as server, ThreadPoolExecutor(8) as pool:
+    with Server(BUNDLED, args, env=dict(settings.env)) as server, ThreadPoolExecutor(8) as pool:
         for level in (None, 0):
             answers = list(pool.map(partial(scenario.ask, server, max_tokens=VALUE_TOKENS, level=level), prompts))
-            found = sum(answer.token_ids == tuple(value) for answer, value in zip(answers, values))
-            assert found >= 46, (option, level, found)
+            num_right = sum(answer.token_ids == tuple(value) for answer, value in zip(answers, values))
+            assert num_right >= 46, (option, level, num_right)
         page, log = server.get(FRESH_METRICS_PATH), server.log_path.read_text(errors="replace")
     report = parse(page)
     assert report.problem() is None
@@ -136,10 +140,10 @@ def test_five_hundred_requests(tmp_path: Path) -> None:
         endpoint, prompts = Endpoint.connect("sparse", server.url), [ids for ids, _ in asked_for_facts(500)]
         first = under_the_switch(server, stock, endpoint, prompts[:100])
         before = resident_bytes_of(server.pid)
-        rest = under_the_switch(server, stock, endpoint, prompts[100:])
+        second = under_the_switch(server, stock, endpoint, prompts[100:])
         after = resident_bytes_of(server.pid)
-    assert (first.differing, rest.differing, first.fallen, rest.fallen) == ([], [], set(), set())
-    assert first.exact + rest.exact == 200
+    assert (first.differing, second.differing, first.fallen, second.fallen) == ([], [], set(), set())
+    assert first.exact + second.exact == 200
     assert after < 1.02 * before
 
 
@@ -152,12 +156,12 @@ def asked_for_facts(number: int) -> list[tuple[list[int], list[int]]]:
     the texts take turns: those at work at a time share no pages."""
     from tokenizers import Tokenizer
 
-    tokenizer, found = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), list[tuple[list[int], list[int]]]()
+    tokenizer, facts = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), list[tuple[list[int], list[int]]]()
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
     for seed in range(-(-number // 3)):
         rng = random.Random(seed)
         text = encode(prose(8000, seed))
         built = build_prompt(encode, [0], text, rng.randrange(1500, 6000), 12, Templates(), rng)
         spans = [(answer.begin, answer.end) for answer in built.answers[-3:]]
-        found += [(built.token_ids[:begin], built.token_ids[begin:end][:VALUE_TOKENS]) for begin, end in spans]
-    return [one for turn in range(3) for one in found[turn::3]][:number]
+        facts += [(built.token_ids[:begin], built.token_ids[begin:end][:VALUE_TOKENS]) for begin, end in spans]
+    return [fact for turn in range(3) for fact in facts[turn::3]][:number]

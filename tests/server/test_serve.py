@@ -40,8 +40,8 @@ class Served(NamedTuple):
         return Served(scenario.run(server, **more), scenario.counted(server, before))
 
 
-class Asked(NamedTuple):
-    """All that the servers are asked, in this order."""
+class Answered(NamedTuple):
+    """Answers of both servers, in the order of the requests."""
 
     stock: Served
     everything: Served
@@ -55,10 +55,10 @@ class Asked(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def asked(servers: Servers) -> Asked:
+def answered(servers: Servers) -> Answered:
     ours = servers.ours
     named = {str(level): (scenario.CHUNKS, 8, level) for level in ("exact", "high", "fast", 1)}
-    return Asked(
+    return Answered(
         Served.by(servers.stock),
         Served.by(ours, level="everything"),
         Served.by(ours),
@@ -68,30 +68,30 @@ def asked(servers: Servers) -> Asked:
     )
 
 
-def assert_same(given: Answers, expected: Answers) -> None:
+def assert_same(answers: Answers, expected: Answers) -> None:
     for name, answer in expected.items():
-        assert given[name].token_ids == answer.token_ids, name
-        assert given[name].logprobs == pytest.approx(answer.logprobs, abs=LOGPROB_TOLERANCE), name
+        assert answers[name].token_ids == answer.token_ids, name
+        assert answers[name].logprobs == pytest.approx(answer.logprobs, abs=LOGPROB_TOLERANCE), name
 
 
-def test_the_scenario_is_what_its_names_say(servers: Servers, asked: Asked) -> None:
+def test_the_scenario_is_what_its_names_say(servers: Servers, answered: Answered) -> None:
     """Prefix-cache hits where they are meant; none elsewhere; and stock vLLM has none of our counters."""
-    cached = {name: answer.cached_tokens for name, answer in asked.stock.answers.items()}
+    cached = {name: answer.cached_tokens for name, answer in answered.stock.answers.items()}
     assert cached == dict.fromkeys(cached, 0) | scenario.CACHED
     assert "sparse_prefill" not in servers.stock.get("/metrics")
 
 
-def test_everything_kept_gives_the_tokens_of_stock_vllm(asked: Asked) -> None:
-    assert_same(asked.everything.answers, asked.stock.answers)
-    for name, expected in asked.stock.answers.items():
-        assert asked.everything.answers[name].cached_tokens == expected.cached_tokens, name
-    densities = {layer: counts.density for layer, counts in asked.everything.report.layers.items()}
+def test_everything_kept_gives_the_tokens_of_stock_vllm(answered: Answered) -> None:
+    assert_same(answered.everything.answers, answered.stock.answers)
+    for name, expected in answered.stock.answers.items():
+        assert answered.everything.answers[name].cached_tokens == expected.cached_tokens, name
+    densities = {layer: counts.density for layer, counts in answered.everything.report.layers.items()}
     assert densities == dict.fromkeys(range(NUM_LAYERS), 1.0)  # it went the sparse way
 
 
-def test_rows_are_counted_by_the_way_they_went(asked: Asked) -> None:
+def test_rows_are_counted_by_the_way_they_went(answered: Answered) -> None:
     """The same requests at both levels: short rows dense with the reason, decodes as decodes, nothing else dense."""
-    for served in (asked.everything, asked.sparse):
+    for served in (answered.everything, answered.sparse):
         assert set(served.report.rows) == {("sparse", ""), ("dense", Fallback.TOO_SHORT), ("decode", "")}
         # An answer of n tokens is a last chunk and n - 1 decodes, each one row of a step; some prompts end with a
         # chunk of one token.
@@ -104,70 +104,72 @@ def test_nothing_is_counted_before_the_first_request(servers: Servers) -> None:
     assert (before.rows, before.layers, before.attention) == ({}, {}, {"torch": NUM_LAYERS})
 
 
-def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(asked: Asked) -> None:
+def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(answered: Answered) -> None:
     """So that the tests of exact answers can fail: by a cache that is shared, or by a row that goes sparse."""
-    assert set(asked.sparse.report.layers) == set(range(NUM_LAYERS))
-    assert asked.sparse.report.problem() is None
+    assert set(answered.sparse.report.layers) == set(range(NUM_LAYERS))
+    assert answered.sparse.report.problem() is None
     for name in ("chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 901", "concurrent: 1301"):
-        expected = asked.stock.answers[name].logprobs
-        assert asked.sparse.answers[name].logprobs != pytest.approx(expected, abs=1e-3), name
+        expected = answered.stock.answers[name].logprobs
+        assert answered.sparse.answers[name].logprobs != pytest.approx(expected, abs=1e-3), name
 
 
-def test_a_guard_that_checks_every_step_looks_at_every_level_and_trips_in_none(servers: Servers, asked: Asked) -> None:
+def test_a_guard_that_checks_every_step_looks_at_every_level_and_trips_in_none(
+    servers: Servers, answered: Answered
+) -> None:
     page = servers.ours.get(FRESH_METRICS_PATH)
     for level in ("default", "fast", "everything"):
         assert re.search(rf'\nsparse_prefill_guard_checks_total{{.*layer="0",level="{level}".* [1-9]', page), level
     assert not scenario.counted(servers.ours).by("guard_trips").total()
 
 
-def test_short_prompts_are_dense_at_sparse_servers(asked: Asked) -> None:
+def test_short_prompts_are_dense_at_sparse_servers(answered: Answered) -> None:
     short = {f"concurrent: {length}" for length in scenario.CONCURRENT_LENGTHS if length <= server_levels.MIN_TOKENS}
     assert len(short) == 2
-    assert_same(asked.sparse.answers, {name: asked.stock.answers[name] for name in short})
+    assert_same(answered.sparse.answers, {name: answered.stock.answers[name] for name in short})
 
 
-def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(asked: Asked) -> None:
+def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(answered: Answered) -> None:
     """Over prefixes that sparse requests wrote before, in chunks, many at once and as many sparse ones beside them."""
-    assert_same(asked.exact.answers, asked.stock.answers)
+    assert_same(answered.exact.answers, answered.stock.answers)
 
 
-def test_exact_requests_read_what_is_exact_and_no_more(asked: Asked) -> None:
+def test_exact_requests_read_what_is_exact_and_no_more(answered: Answered) -> None:
     """The first ``min_tokens`` of what sparse requests wrote, and all of what exact ones did."""
-    assert asked.sparse.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS  # of what another level wrote
-    assert asked.exact.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS
+    assert answered.sparse.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS  # of what another level wrote
+    assert answered.exact.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS
     for name, cached in scenario.CACHED.items():
-        assert asked.sparse.answers[name].cached_tokens == asked.exact.answers[name].cached_tokens == cached, name
+        assert answered.sparse.answers[name].cached_tokens == answered.exact.answers[name].cached_tokens == cached, name
     # The server's own level reads its own.
     assert (
-        asked.exact.answers["beside concurrent: 1301"].cached_tokens
+        answered.exact.answers["beside concurrent: 1301"].cached_tokens
         == 650 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
     )
 
 
-def test_levels_by_name(asked: Asked) -> None:
+def test_levels_by_name(answered: Answered) -> None:
     """All at once, over one prompt: each reads what its own level wrote, and says what that level says."""
-    found = scenario.CACHED["prefix: same prompt"]
-    expected, own = asked.stock.answers["chunks"], asked.sparse.answers["prefix: same prompt"]
-    for answers, cached_by_fast in (asked.together, server_levels.MIN_TOKENS), (asked.again, found):
+    cached_tokens = scenario.CACHED["prefix: same prompt"]
+    expected, sparse = answered.stock.answers["chunks"], answered.sparse.answers["prefix: same prompt"]
+    for answers, cached_by_fast in (answered.together, server_levels.MIN_TOKENS), (answered.again, cached_tokens):
         assert_same(answers, {"exact": expected})
         for name in ("1", "high"):
-            assert answers[name].logprobs == pytest.approx(own.logprobs, abs=LOGPROB_TOLERANCE)
-        for other in (expected, own):
+            assert answers[name].logprobs == pytest.approx(sparse.logprobs, abs=LOGPROB_TOLERANCE)
+        for other in (expected, sparse):
             assert answers["fast"].logprobs != pytest.approx(other.logprobs, abs=1e-3)
         cached = {name: answer.cached_tokens for name, answer in answers.items()}
-        assert cached == {"exact": found, "high": found, "1": found, "fast": cached_by_fast}
+        assert cached == {"exact": cached_tokens, "high": cached_tokens, "1": cached_tokens, "fast": cached_by_fast}
 
 
-def test_rows_of_exact_requests_are_counted_as_such(asked: Asked) -> None:
-    assert asked.exact.report.rows["dense", Fallback.REQUESTED] > 0
-    assert asked.exact.report.rows_of("sparse") > 0  # those beside them
+def test_rows_of_exact_requests_are_counted_as_such(answered: Answered) -> None:
+    assert answered.exact.report.rows["dense", Fallback.REQUESTED] > 0
+    assert answered.exact.report.rows_of("sparse") > 0  # those beside them
 
 
 @pytest.mark.full
 def test_every_path_honours_a_level_or_refuses_it(servers: Servers) -> None:
     rows = list(Asker(servers.ours).table())
-    found = {row["way"]: {cell for variant, cell in row.items() if variant not in ("way", "none")} for row in rows}
-    assert {way: cells - KEPT for way, cells in found.items() if cells - KEPT} == {}
+    outcomes = {row["way"]: {cell for variant, cell in row.items() if variant not in ("way", "none")} for row in rows}
+    assert {way: cells - KEPT for way, cells in outcomes.items() if cells - KEPT} == {}
     generating = {row["way"]: row["0"] for row in rows if row.get("none") not in (None, NOT_SERVED)}
     assert generating == dict.fromkeys(generating, HONOURED)
     assert {"/v1/completions, beams", "/v1/responses, a stream", "/v1/messages", "/generative_scoring"} <= set(
@@ -175,7 +177,9 @@ def test_every_path_honours_a_level_or_refuses_it(servers: Servers) -> None:
     )
 
 
-def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(servers: Servers, asked: Asked) -> None:
+def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(
+    servers: Servers, answered: Answered
+) -> None:
     named = {"own": (scenario.CHUNKS, 8), "fast": (scenario.CHUNKS, 8, "fast")}
     before, *answers = (scenario.ask_together(servers.ours, named),)
     try:
@@ -187,12 +191,12 @@ def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(se
     answers.append(scenario.ask_together(servers.ours, named))
     assert re.search(r"\nsparse_prefill_switched_exact{.*} 0", servers.ours.get(FRESH_METRICS_PATH))
     exact, after = answers
-    assert_same(exact, dict.fromkeys(named, asked.stock.answers["chunks"]))
+    assert_same(exact, dict.fromkeys(named, answered.stock.answers["chunks"]))
     assert_same(after, before)
     assert after["own"].logprobs != pytest.approx(exact["own"].logprobs, abs=1e-3)
 
 
-def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, asked: Asked) -> None:
+def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, answered: Answered) -> None:
     """As openai's client sees it, in the body and in the last chunk of a stream; and the log has it by request."""
     import openai
 
@@ -213,8 +217,8 @@ def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, as
         "dense_tokens": server_levels.MIN_TOKENS,
         "sparse_tokens": 1000 - server_levels.MIN_TOKENS,
     }
-    last, found = chunks[-1].sparse_prefill_report, 1000 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
-    assert [last["dense_tokens"], last["sparse_tokens"]] == [0, 1000 - found]  # the rest was cached
+    last, cached_tokens = chunks[-1].sparse_prefill_report, 1000 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
+    assert [last["dense_tokens"], last["sparse_tokens"]] == [0, 1000 - cached_tokens]  # the rest was cached
     assert not any(hasattr(chunk, "sparse_prefill_report") for chunk in chunks[:-1])
     dense_tokens = 1000 - server_levels.MIN_TOKENS
     expected = {"level": "exact", "dense_tokens": dense_tokens, "sparse_tokens": 0, "share_kept": None}

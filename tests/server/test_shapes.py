@@ -48,23 +48,23 @@ def run(which: str, names: list[str], folder: Path) -> Lines:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
+def lines_by_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
     """Side by side."""
     with ThreadPoolExecutor(2) as pool:
         lines = {w: pool.submit(run, w, list(SHAPES), tmp_path_factory.mktemp(w)) for w in (STOCK, OURS)}
-        return {which: found.result() for which, found in lines.items()}
+        return {which: future.result() for which, future in lines.items()}
 
 
-def furthest(one: list[list[float]], other: list[list[float]]) -> float:
-    pairs = (pair for of_prompts in zip(one, other, strict=True) for pair in zip(*of_prompts, strict=True))
+def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    pairs = (pair for of_prompts in zip(ours, theirs, strict=True) for pair in zip(*of_prompts, strict=True))
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
 # Where tests run side by side, one process starts the models of all.
 @pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("name", SPARSE_LAYERS)
-def test_tokens_are_stocks_and_layers_that_can_ran_sparse(both: dict[str, Lines], name: str) -> None:
-    line, stock = both[OURS][name], both[STOCK][name]
+def test_tokens_are_stocks_and_layers_that_can_ran_sparse(lines_by_server: dict[str, Lines], name: str) -> None:
+    line, stock = lines_by_server[OURS][name], lines_by_server[STOCK][name]
     assert "tokens" in line, line
     assert "tokens" in stock, stock
     assert len(line["tokens"]) == len(LENGTHS)
@@ -72,11 +72,11 @@ def test_tokens_are_stocks_and_layers_that_can_ran_sparse(both: dict[str, Lines]
     assert stock["sparse"] == {}
     if name in COMPARED:
         assert line["tokens"] == stock["tokens"]
-    apart, own = furthest(line["exact"], stock["exact"]), furthest(stock["exact"], stock["one by one"])
+    apart, spread = furthest(line["exact"], stock["exact"]), furthest(stock["exact"], stock["one by one"])
     print(
-        f"{name}: log-probabilities {apart:.2e} from stock's, whose own spread is {own:.2e}; share {line['share']:.4f}"
+        f"{name}: log-probabilities {apart:.2e} from stock's, which spread by {spread:.2e}; share {line['share']:.4f}"
     )
-    assert apart <= own
+    assert apart <= spread
     assert bool(line["exact"]) == (name != "lora")
     # The first min_tokens positions are dense, which is what doctor leaves out.
     assert line["share"] == pytest.approx(line["foretold"], rel=0.05)

@@ -7,24 +7,17 @@ what follows from these; then sixty more while the switch is thrown, of which th
 """
 
 import os
-import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
-from threading import Event
-from typing import NamedTuple
 
 import pytest
 
 from benchmarks.soak import SERVER_ENV, Asking, growth, lines, resident_bytes_of, served_by, soak_and_check
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
-from vllm_sparse_backend.cli import switch
+from tests.helpers.switch_load import under_the_switch
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
-from vllm_sparse_kernels.rows import ceil_div
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
@@ -33,50 +26,6 @@ SIXTY = [
     scenario.prompt(700, seed=500 + i // 3) + scenario.prompt(40 + 37 * i % 600, seed=900 + i)[1:] for i in range(60)
 ]
 """Beginnings are shared by threes."""
-
-
-class Load(NamedTuple):
-    """What requests of eight clients came to."""
-
-    differing: list[int]
-    """Of the exact ones that were not broken off: those that stock answers otherwise."""
-    fallen: set[str]
-    """Counters that some reading had lower than an earlier one."""
-    exact: int
-    readings: int
-
-
-def under_the_switch(server: Server, stock: Server, own: Endpoint, prompts: Sequence[list[int]]) -> Load:
-    """Half of the prompts exact, a tenth broken off; the switch thrown four times; counters read."""
-    exact = [i for i in range(len(prompts)) if i % 2 == 0 and i % 10 != 4]
-    over, readings = Event(), []
-
-    def send(i: int) -> scenario.Answer | None:
-        if i % 10 == 4:
-            own.ask(prompts[i], 8, stop_after=1, vllm_xargs={"sparse_prefill": 0})
-            return None
-        return scenario.ask(server, prompts[i], level=0 if i % 2 == 0 else (None, "fast")[i % 4 == 1])
-
-    def read() -> None:
-        while not over.wait(0.2):
-            readings.append(counters(server.get("/metrics")))
-
-    with ThreadPoolExecutor(9) as pool:  # eight clients, and who reads
-        reading = pool.submit(read)
-        answers = []
-        for i, to in zip(range(0, len(prompts), ceil_div(len(prompts), 4)), (*switch.To, *switch.To)):
-            switch.ask(server.url, to)
-            answers += pool.map(send, range(len(prompts))[i : i + ceil_div(len(prompts), 4)])
-        over.set()
-        reading.result()
-        expected = dict(zip(exact, pool.map(lambda i: scenario.ask(stock, prompts[i]), exact)))
-    fallen = {name for one, other in pairwise(readings) for name in one if other.get(name, one[name]) < one[name]}
-    differing = [i for i, answer in expected.items() if answers[i].token_ids != answer.token_ids]
-    return Load(differing, fallen, len(exact), len(readings))
-
-
-def counters(page: str) -> dict[str, float]:
-    return {name: float(value) for name, value in re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", page)}
 
 
 def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_path: Path, servers: Servers) -> None:
@@ -96,7 +45,7 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
     assert pages == [pages[0]] * len(pages)
     assert (load.differing, load.fallen, load.exact, load.readings > 10) == ([], set(), 24, True)
     outcome, report = done.outcome, done.after.report
-    assert set(outcome.asked) == {"None", "0", "1", "fast"}
+    assert set(outcome.requests_by_level) == {"None", "0", "1", "fast"}
     assert outcome.num_requests > 50
     assert outcome.broken_off > 5
     assert report.rows_of("sparse") > 20

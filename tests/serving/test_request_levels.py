@@ -28,10 +28,10 @@ from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.request import Request as EngineRequest
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
-from tests.config.test_crossover_table import entry, written
+from tests.helpers.crossover_cases import entry, written
 from tests.helpers.folders import profile_file
+from tests.helpers.mixed_batches import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from tests.helpers.vllm_objects import make_builder, make_layers, make_step
-from tests.serving.worker.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.plan import DEFAULT

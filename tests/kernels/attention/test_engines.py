@@ -9,7 +9,7 @@ makes in the same dtype, times a small factor.
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -17,9 +17,19 @@ import pytest
 import torch
 
 from tests.helpers.batches import assert_close, random_batch, random_index, repaged
-from tests.helpers.method_cases import row_alone
-from tests.helpers.paged_varlen import STAND_IN, paged_varlen
-from vllm_sparse_kernels.attention import HOPPER, PORTABLE, AttendSpec, Engine, FlashAttention, engines
+from tests.helpers.engine_cases import (
+    DTYPES,
+    ENGINES,
+    FULL,
+    READS_PAST_THE_END,
+    check,
+    flash_attention,
+    independent,
+    run,
+    same,
+)
+from tests.helpers.paged_varlen import paged_varlen
+from vllm_sparse_kernels.attention import HOPPER, PORTABLE, AttendSpec, Engine, FlashAttention
 from vllm_sparse_kernels.attention.flash import engine as flash_module
 from vllm_sparse_kernels.attention.flash.engine import PART_SEQUENCES, flash_engine
 from vllm_sparse_kernels.attention.options import AttendOptions
@@ -30,65 +40,15 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.workspace import Workspace
 
-# Triton's interpreter multiplies bf16 tiles wrongly, without an error; on a GPU vLLM's caches are bf16 or fp16.
-DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
-
-FULL = pytest.mark.full
 EACH_DTYPE = [DTYPES[0], pytest.param(DTYPES[1], marks=FULL)]
 
-READS_PAST_THE_END = {"flash"}
-"""Engines that multiply values past a row's end, on its last page, by zero: what lies there must be finite."""
 
 Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-def flash_attention() -> FlashAttention | None:
-    """vLLM's function where there is a GPU for it, elsewhere its stand-in."""
-    if not torch.cuda.is_available():
-        return STAND_IN
-    try:
-        from vllm.vllm_flash_attn import flash_attn_interface as interface
-    except ImportError:
-        return None
-    if interface.FA3_AVAILABLE and torch.cuda.get_device_capability()[0] == 9:
-        return FlashAttention.of_version(3, interface.flash_attn_varlen_func)
-    return FlashAttention.of_version(2, interface.flash_attn_varlen_func) if interface.FA2_AVAILABLE else None
-
-
-ENGINES = engines(flash_attention())
 
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Engine:
     return ENGINES[request.param]
-
-
-def run(
-    engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of an engine, poisoned before. Skips the test where the engine refuses."""
-    why = engine.refusal(AttendSpec.of(batch.cache, index, options, batch.sinks))
-    if why is not None:
-        pytest.skip(f"{engine.name}: {why}")
-    if engine.name in READS_PAST_THE_END:
-        for side in (batch.cache.keys, batch.cache.values):
-            if side.dtype == FP8:  # of which torch replaces no NaN; 1e3 would be one
-                side.copy_(side.float().nan_to_num(nan=256.0))
-            else:
-                side.nan_to_num_(nan=1e3)
-    out = batch.empty_out()
-    lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
-    return out, lse
-
-
-def check(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
-    index.check()
-    assert_close(expected_attention(batch, index, options), *run(engine, batch, index, options))
-
-
-def same(result: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(result, other, strict=True))
 
 
 def any_shape(draw: random.Random) -> dict[str, Any]:
@@ -265,25 +225,6 @@ def test_temporary_tensors_come_from_the_workspace(engine, device):
         results.append(run(engine, batch, index))
     assert same(*results)
     assert engine.name == "hopper" or workspace.peak_bytes > before
-
-
-def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
-    """One row of a batch alone, and what the index keeps of it."""
-    alone, row_tiles = row_alone(batch, row), batch.rows.tiles_of(row)
-    tiles = slice(row_tiles.start, row_tiles.stop)
-    names = ("block_counts", "stripe_counts", "stripe_offsets")
-    lists = {name: getattr(index, name)[:, tiles].contiguous() for name in names}
-    return alone, dataclasses.replace(index, rows=alone.rows, block_offsets=index.block_offsets[tiles], **lists)
-
-
-def independent(
-    engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int], options: AttendOptions | None = None
-) -> None:
-    together, lse = run(engine, batch, index, options)
-    for row in chosen:
-        out, single_lse = run(engine, *part_of(batch, index, row), options)
-        tokens = slice(batch.rows.tokens[row], batch.rows.tokens[row] + batch.rows.query_lens[row])
-        assert same((out[tokens], single_lse[:, tokens]), (together[tokens], lse[:, tokens]))
 
 
 FEW, SIXTEEN = [(333, 140), (530, 1), (200, 30)], [(130 * i, 100 + 77 * i) for i in range(16)]

@@ -3,121 +3,25 @@
 
 import dataclasses
 import math
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.helpers.batches import assert_close, random_batch, random_index
-from tests.kernels.attention.test_engines import DTYPES, FULL, independent
+from tests.helpers.batches import random_batch, random_index
+from tests.helpers.engine_cases import DTYPES, FULL, independent
+from tests.helpers.option_cases import (
+    INT8_STEP,
+    by_reference,
+    check,
+    lossless_batch,
+    mixed_options,
+    run,
+)
 from vllm_sparse_kernels.attention import PORTABLE, reference, supports_bulk
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
-from vllm_sparse_kernels.engine_trial import Batch, Expected, expected_attention
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.engine_trial import expected_attention
 from vllm_sparse_kernels.workspace import Workspace
-
-INT8_STEP, RUN = 64, 128
-CLEAR = 1e-3
-"""How far λ stays from every step's margin: kernels' scores are closer than this to float64."""
-
-
-def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD") -> Batch:
-    """A batch that 8 bits hold exactly: then 8-bit scores are exact ones, and attend's own budget holds for them.
-
-    Keys less their mean, and queries, are whole multiples −127 … 127 of a power of two (another one for every second
-    block of keys, in turn by kv head), each block of keys and tile of queries with a 127 in it. Runs of 128 keys lean
-    towards the queries and away from them in turn, so that some steps matter less than others.
-    """
-    batch = random_batch(
-        lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout=layout, gap_tokens=3
-    )
-    generator = torch.Generator(device).manual_seed(7)
-    lean = torch.randint(0, 2, (num_kv_heads, head_dim), generator=generator, device=device) * 36 - 18
-    bias = torch.randint(-60, 61, (num_kv_heads, head_dim), generator=generator, device=device)
-
-    def whole(length: int, heads: int) -> torch.Tensor:
-        return torch.randint(-90, 91, (length, heads, head_dim), generator=generator, device=device)
-
-    rows = batch.rows
-    for row, (token, query_len, seq_len) in enumerate(zip(rows.tokens, rows.query_lens, rows.seq_lens)):
-        keys = whole(seq_len, num_kv_heads) + lean
-        keys[::INT8_STEP, :, 0] = 127
-        paired = seq_len // (2 * RUN) * (2 * RUN)
-        runs = keys[:paired].unflatten(0, (-1, 2, RUN))
-        runs[:, 1] = -runs[:, 0]
-        tail = keys[paired : paired + (seq_len - paired) // 2 * 2].unflatten(0, (-1, 2))
-        tail[:, 1] = -tail[:, 0]
-        keys[seq_len - seq_len % 2 :] = 0
-        assert not keys.sum(0).any()
-        positions = torch.arange(seq_len, device=device)
-        unit = 1 - 0.5 * ((positions[:, None] // INT8_STEP + torch.arange(num_kv_heads, device=device)) % 2)
-        pages = rows.block_table[row, positions // page_size].long()
-        batch.cache.keys[pages, positions % page_size] = ((keys * unit[..., None] + bias) / 32).to(dtype)
-        queries = whole(query_len, num_heads) + lean.repeat_interleave(num_heads // num_kv_heads, 0)
-        queries[::128, :, 0] = 127
-        batch.q[token : token + query_len] = (queries / 128).to(dtype)
-    return dataclasses.replace(batch, scale=1.3 * batch.scale)
-
-
-def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
-    """Of each step of each tile, in float64."""
-    margins = []
-    for i_tile, tile in enumerate(batch.rows.tile_list):
-        k, _ = batch.cache.gather(batch.rows.block_table[tile.row], batch.rows.seq_lens[tile.row])
-        kept, steps = reference.walk(index, head, i_tile)
-        q = batch.q[tile.token : tile.token + tile.length_tokens, head].double()
-        scores = q @ k[kept, head * k.shape[1] // batch.num_heads].double().T * batch.scale
-        positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
-        margins.append(reference.step_margins(scores.masked_fill(kept > positions[:, None], -torch.inf), steps))
-    return torch.cat(margins)
-
-
-def clear_margin(margins: torch.Tensor) -> float:
-    """λ in the widest gap between margins that has 0.6 to 0.9 of those below 0 under it: enough to show."""
-    ordered = torch.cat((margins[margins < -CLEAR].sort().values, margins.new_zeros(1)))
-    near = ordered[min(int(0.6 * len(ordered)), len(ordered) - 2) : int(0.9 * len(ordered)) + 2]
-    widest = int(near.diff().argmax())
-    assert float(near.diff()[widest]) > 2 * CLEAR
-    return float(near[widest : widest + 2].mean())
-
-
-def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: bool = False):
-    out = batch.empty_out()
-    lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    with patch.object(portable, "supports_bulk", lambda cache: bulk):
-        portable.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
-    return out, lse
-
-
-def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None, dtype=torch.float64):
-    out = torch.full_like(batch.q, float("nan"), dtype=dtype)
-    lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
-    attend = reference.ReferenceAttend(dtype)
-    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
-    return out, lse
-
-
-def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool = False) -> None:
-    """Within the budget of attention without options, whose log-sum-exp is the same."""
-    exact = expected_attention(batch, index)
-    out, lse = by_reference(batch, index, options)
-    torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
-    assert_close(Expected(out, lse, exact.out_budget, exact.lse_budget), *run(batch, index, options, bulk))
-    if (margins := options.skip_margins) is not None:
-        moved = (out - exact.out)[:, margins > -math.inf].nan_to_num().abs().max()
-        assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"
-
-
-def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:
-    """Of four heads in turn the first has both options, the others one each, or none."""
-    heads = range(batch.num_heads)
-    margins = [clear_margin(margins_of(batch, index, h)) if skips and h % 4 in (0, 1) else None for h in heads]
-    options = AttendOptions.from_heads(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)
-    assert options is not None
-    return options
-
 
 # lengths (context, new), heads, kv heads, head dim, page, block, stripes, layout
 CASES = {
@@ -205,6 +109,15 @@ def test_keys_in_8_bits(device, head_dim, page_size):
         assert not smooth.integers[:, start + seq_len : end].any()
         assert not smooth.integers[:, start:end, head_dim:].any()
         assert smooth.steps[:, first : end // INT8_STEP].isfinite().all()
+
+
+def test_keys_that_no_8_bit_head_reads_are_not_touched(device):
+    batch = random_batch([(0, 70)], 4, 2, 64, 16, DTYPES[0], device)
+    workspace = Workspace(batch.rows.device, torch.full((1 << 17,), 77, dtype=torch.uint8, device=device))
+    flags = torch.tensor([0, 0, 0, 1], dtype=torch.uint8, device=device)
+    smooth = smooth_keys(batch.cache, batch.rows, flags, 4, workspace)
+    assert bool((smooth.integers[0] == 77).all())
+    assert not bool((smooth.integers[1, :, 0] == 77).all())
 
 
 def accuracy(out: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:

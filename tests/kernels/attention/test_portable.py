@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.helpers.batches import assert_close, random_batch, random_index
-from tests.kernels.attention.test_engines import FULL, same
-from tests.kernels.attention.test_options import check, lossless_batch, mixed_options, run
+from tests.helpers.engine_cases import FULL, same
+from tests.helpers.option_cases import check, lossless_batch, mixed_options, run
 from vllm_sparse_kernels.attention import supports_bulk, widest_block
 from vllm_sparse_kernels.engine_trial import expected_attention
 

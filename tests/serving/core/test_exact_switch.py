@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
-from tests.serving.frontend.test_metrics_endpoint import Client
+from tests.helpers.engine_client import Client
 from vllm_sparse_backend.config.metrics import SWITCH_METHOD, SWITCH_PATH, WORKER_METHOD
 from vllm_sparse_backend.config.request_levels import Mark, Salt
 from vllm_sparse_backend.serving import hooks

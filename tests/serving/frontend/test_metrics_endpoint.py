@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, WORKER_METHOD
+from tests.helpers.engine_client import Client
+from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend import engine_counts, metrics_endpoint
 from vllm_sparse_backend.serving.frontend.engine_counts import EngineCounts, SiblingCounts
@@ -27,33 +28,6 @@ Samples = list[tuple[str, list[str], float]]
 
 def worker(rank: int, samples: Samples, behind: bool = False) -> dict[str, Any]:
     return {"rank": rank, "behind": behind, "samples": samples}
-
-
-class Client:
-    """Of a server: its engines' answers, by number, each a list of workers' answers or a function of ``start``."""
-
-    def __init__(self, engines: dict[int, Any], method: str = WORKER_METHOD) -> None:
-        self.engines, self.method = engines, method
-        self.asked: list[tuple[int, bool]] = []
-        self.engine_core = SimpleNamespace(
-            engine_ranks_managed=list(engines),
-            core_engines=[number.to_bytes(2, "little") for number in engines],
-            _call_utility_async=self._call,
-        )
-
-    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[bool]) -> Any:
-        """As vLLM's: of the first engine alone."""
-        return await self._answer(next(iter(self.engines)), method, args)
-
-    async def _call(self, utility: str, method: str, timeout: None, args: Any, kwargs: None, engine: bytes) -> Any:
-        assert utility == "collective_rpc"
-        return await self._answer(int.from_bytes(engine, "little"), method, args)
-
-    async def _answer(self, engine: int, method: str, args: tuple[bool]) -> Any:
-        assert method == self.method
-        self.asked.append((engine, *args))
-        answer = self.engines[engine]
-        return (await answer(*args)) if callable(answer) else answer
 
 
 def open_page(client: Client, interval_s: float = 0.001, siblings: SiblingCounts | None = None) -> MetricsPage:

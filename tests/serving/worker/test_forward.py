@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attention layer on vLLM's own cache: mixed batches against vLLM's attention, methods against their references."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,13 @@ import torch
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.folders import profile_file
 from tests.helpers.masks import density_of, mask_of
-from tests.helpers.vllm_objects import CPU, PAGE_TOKENS, Step, make_builder, make_layers, make_step
+from tests.helpers.mixed_batches import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference, sparse_part
+from tests.helpers.vllm_objects import PAGE_TOKENS, make_builder, make_layers, make_step
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
-from vllm_sparse_kernels.attention.reference import attend
-from vllm_sparse_kernels.block_width import index_block_tokens
-from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
-from vllm_sparse_kernels.methods import METHODS, name_of
-
-# Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
-MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
-MIN_TOKENS = 120
-SPARSE_ROWS = (0, 3, 4, 6)
-CLOSE = {"rtol": 0, "atol": 2e-6}
+from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels.layer import HeadGroup
+from vllm_sparse_kernels.methods import METHODS
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "a_shape": {"sink_tokens": 64, "local_tokens": 128},
@@ -48,35 +41,6 @@ BY_HEAD = (
 LEAVE_NOTHING_OUT = {"dense"}
 QUICK = {"block_sparse", "sale"}
 """One that keeps blocks, and the default."""
-
-
-def dense_tokens(step: Step, row: int) -> int:
-    """How many of a row's tokens lie within the first MIN_TOKENS positions."""
-    return max(MIN_TOKENS - step.lengths[row][0], 0)
-
-
-def sparse_part(step: Step, row: int) -> Rows:
-    """A row alone, past the first MIN_TOKENS positions. One for all layers: what one keeps for the next lies there."""
-    context_len, query_len = step.lengths[row]
-    cut = dense_tokens(step, row)
-    return Rows((0,), (query_len - cut,), (context_len + cut,), torch.zeros(1, 1, dtype=torch.int32))
-
-
-def reference(
-    step: Step, row: int, groups: Sequence[HeadGroup], scale: float, rows: Rows | None = None
-) -> tuple[torch.Tensor, SparseIndex]:
-    """The sparse part of a row through the references of its methods and of attend."""
-    query, cache = step.alone(row)
-    query, rows = query[dense_tokens(step, row) :], rows or sparse_part(step, row)
-    layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
-    block_tokens = index_block_tokens(methods_by_head(tuple(groups)), cache.head_dim, CPU)
-    index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
-    for group in groups:
-        heads = torch.tensor(group.heads, dtype=torch.int32)
-        METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
-    out = torch.full_like(query, float("nan"))
-    attend(query, cache, index, out, scale, options=attend_options(methods_by_head(tuple(groups)), CPU))
-    return out, index
 
 
 class TestCache:

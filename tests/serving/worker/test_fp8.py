@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from tests.serving.test_startup import llama, served
-from tests.serving.worker.test_warmup import HAS_CUDA, SHAPE, make_impls
+from tests.helpers.vllm_configs import llama, served
+from tests.helpers.worker_layers import HAS_CUDA, SHAPE, make_impls
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat, startup

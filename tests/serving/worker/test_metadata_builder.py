@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
-from tests.config.test_crossover_table import entry, written
+from tests.helpers.crossover_cases import entry, written
 from tests.helpers.vllm_objects import make_common
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat

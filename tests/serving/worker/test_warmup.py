@@ -21,14 +21,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.helpers.kernel_keys import HOPPER, Key, recorded_keys
 from tests.helpers.method_cases import uncomputed
-from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
-from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from tests.helpers.worker_layers import CPU, HAS_CUDA, LARGEST_CHUNK, LONGEST, SHAPE, make_impls
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
-from vllm_sparse_backend.serving.worker.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
-from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.step import own_block_table
 from vllm_sparse_backend.serving.worker.warmup import in_turn, warm_up
@@ -36,17 +32,14 @@ from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import Engine, FlashAttention
 from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.layer import Layer, run
+from vllm_sparse_kernels.layer import run
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
-HAS_CUDA, CPU = torch.cuda.is_available(), torch.device("cpu")
-SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
 DTYPE = torch.float16
-LONGEST, LARGEST_CHUNK = 24_000, 1500
 
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
@@ -78,32 +71,6 @@ def random_steps(seed: int, number: int) -> Steps:
         ]
         steps.append(list(zip(contexts, queries)))
     return steps
-
-
-def make_impls(
-    method: str, params: dict[str, Any], device: torch.device, engine: str = "auto"
-) -> list[SparsePrefillImpl]:
-    """Layers as the builder leaves them, without vLLM's configuration; their arena has room for the longest row."""
-    heads = SHAPE.num_kv_heads, SHAPE.head_dim
-    plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
-    needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
-    longest = rows_of([Row(0, 0, LARGEST_CHUNK, LONGEST - LARGEST_CHUNK)])
-    num_bytes = Room(needs, 1 << 60).needed(longest)
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    memory = Memory(Arena(device, buffer), Room(needs, num_bytes))
-    worker: Any = SimpleNamespace(
-        recorder=Recorder(device), memory=memory, guard=None, resolved=SimpleNamespace(config=SparsePrefillConfig())
-    )
-    impls = []
-    for layer, groups in enumerate(plan.layers):
-        impl = object.__new__(SparsePrefillImpl)
-        impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
-        impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
-        impl.levels, impl.stays_dense, impl.sinks = {}, False, None
-        served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
-        impl.adopt(layer, served, worker)
-        impls.append(impl)
-    return impls
 
 
 def make_spec(page_size: int, dtype: torch.dtype = DTYPE) -> FullAttentionSpec:

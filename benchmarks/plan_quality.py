@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods keep of a captured prompt: selected as the server does it, layer by layer and chunk by chunk.
+"""Recall, density and output error of plans on a captured prompt: selected as a server does, layer by layer, by chunks.
 
 A server prefills chunk by chunk through all layers, here each layer does all chunks before the next one is read from
 disk. That is the same: a method keeps nothing from one chunk to the next, and what it keeps from layer to layer
@@ -29,7 +29,7 @@ BINS = 10_000
 
 
 @dataclass
-class Kept:
+class PlanQuality:
     """What one plan keeps of each layer."""
 
     recall: list[list[float]] = field(default_factory=list)
@@ -81,12 +81,12 @@ class Kept:
         bins = (ordered * BINS + 1e-2).long().flatten()
         self.recall_counts += torch.bincount(bins, minlength=BINS + 1).cpu()
 
-    def add_dense(self, num_heads: int, num_tokens: int, asked: "Asked") -> None:
+    def add_dense(self, num_heads: int, num_tokens: int, request: "PlanRequest") -> None:
         """A layer that the plan runs dense."""
         self.recall.append([1.0] * num_heads)
         self.density.append([1.0] * num_heads)
-        self.output_error += [0.0] * asked.with_output
-        if asked.with_queries:
+        self.output_error += [0.0] * request.with_output
+        if request.with_queries:
             self.paper_density.append([1.0] * num_heads)
             self.lowest_recalls.append([[1.0] * len(QUANTILES)] * num_heads)
             self.recall_counts[BINS] += num_heads * num_tokens
@@ -97,7 +97,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """One plan to be measured. Layers that it runs dense count with a recall and a density of 1."""
 
     plan: Plan
@@ -112,13 +112,13 @@ class Measured:
     """``kept[i]`` belongs to the i-th plan; ``bounds[n]`` is what the best blocks of n keys could have had."""
 
     layers: list[int]
-    kept: list[Kept]
+    kept: list[PlanQuality]
     bounds: dict[int, Bound]
 
 
 def measure_plans(
     captured: Capture,
-    asked: Sequence[Asked],
+    requests: Sequence[PlanRequest],
     chunk_tokens: int,
     device: str = "cpu",
     bounds: Sequence[int] = (1, 64, 128),
@@ -129,19 +129,19 @@ def measure_plans(
     On a CUDA device methods select by their kernels, elsewhere by their references, as on a server. The first
     ``min_tokens`` positions, which are dense, are not measured.
     """
-    measured = Measured(sorted(captured.scales), [Kept() for _ in asked], {n: Bound(n) for n in bounds})
+    measured = Measured(sorted(captured.scales), [PlanQuality() for _ in requests], {n: Bound(n) for n in bounds})
     chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device), min_tokens)
     # Each plan has rows of its own: their state goes with a pass through the layers.
-    rows_of = [[replace(rows) for rows in chunks] for _ in asked]
+    rows_of = [[replace(rows) for rows in chunks] for _ in requests]
     for layer in measured.layers:
         tensors, scale = captured.read(layer, device), captured.scales[layer]
-        step = _Layer(tensors, scale, chunks, any(a.with_output for a in asked))
+        step = _Layer(tensors, scale, chunks, any(a.with_output for a in requests))
         sparse = []
-        for one, rows, kept in zip(asked, rows_of, measured.kept, strict=True):
-            if (groups := one.plan.layer(layer)) is None:
-                kept.add_dense(captured.shape.num_heads, captured.num_tokens, one)
+        for request, rows, kept in zip(requests, rows_of, measured.kept, strict=True):
+            if (groups := request.plan.layer(layer)) is None:
+                kept.add_dense(captured.shape.num_heads, captured.num_tokens, request)
             else:
-                sparse.append(_Sparse(one, groups, rows, kept))
+                sparse.append(_Sparse(request, groups, rows, kept))
         step.measure(sparse, measured.bounds.values())
     return measured
 
@@ -150,11 +150,11 @@ def measure_plans(
 class _Sparse:
     """One plan's part of one layer, and what has been counted of it."""
 
-    asked: Asked
+    request: PlanRequest
     groups: LayerPlan
     rows: list[Rows]
     """Of each chunk."""
-    kept: Kept
+    kept: PlanQuality
     counted: Tally | None = None
     outputs: list[torch.Tensor] = field(default_factory=list)
     recalls: list[torch.Tensor] = field(default_factory=list)
@@ -171,45 +171,45 @@ class _Layer:
 
     def measure(self, sparse: Sequence[_Sparse], bounds: Iterable[Bound]) -> None:
         for i, q in enumerate(self.queries):
-            indices = [select_layer(one.groups, q, self.cache, one.rows[i], self.scale) for one in sparse]
-            by_query = [one for one in sparse if one.asked.with_queries]
-            of_queries = [index for one, index in zip(sparse, indices) if one.asked.with_queries]
+            indices = [select_layer(part.groups, q, self.cache, part.rows[i], self.scale) for part in sparse]
+            by_query = [part for part in sparse if part.request.with_queries]
+            of_queries = [index for part, index in zip(sparse, indices) if part.request.with_queries]
             for mass in exact_masses(q, self.cache, self.chunks[i], self.scale, of_queries):
                 for bound in bounds:
                     bound.add(mass)
-                for one, index in zip(sparse, indices, strict=True):
-                    part = tally(index, mass)
-                    one.counted = part if one.counted is None else one.counted.plus(part)
-                for one, recalls in zip(by_query, mass.query_recalls, strict=True):
-                    one.recalls.append(recalls)
-            for one, index in zip(sparse, indices, strict=True):
-                if one.asked.with_output:
-                    one.outputs.append(self._attend(one, q, index))
-        for one in sparse:
-            self._write(one)
+                for part, index in zip(sparse, indices, strict=True):
+                    counts = tally(index, mass)
+                    part.counted = counts if part.counted is None else part.counted.plus(counts)
+                for part, recalls in zip(by_query, mass.query_recalls, strict=True):
+                    part.recalls.append(recalls)
+            for part, index in zip(sparse, indices, strict=True):
+                if part.request.with_output:
+                    part.outputs.append(self._attend(part, q, index))
+        for part in sparse:
+            self._write(part)
 
-    def _attend(self, one: _Sparse, q: torch.Tensor, index: SparseIndex) -> torch.Tensor:
+    def _attend(self, part: _Sparse, q: torch.Tensor, index: SparseIndex) -> torch.Tensor:
         out = torch.empty_like(q)
-        Layer.of(one.groups, self.cache.head_dim, q.device).attend(q, self.cache, index, out, self.scale)
+        Layer.of(part.groups, self.cache.head_dim, q.device).attend(q, self.cache, index, out, self.scale)
         return out
 
-    def _write(self, one: _Sparse) -> None:
-        assert one.counted is not None
+    def _write(self, part: _Sparse) -> None:
+        assert part.counted is not None
         pairs = [causal_pairs(rows) for rows in self.chunks]
-        quality = one.counted.quality(sum(pairs))
-        one.kept.recall.append(quality.recall.tolist())
-        one.kept.density.append(quality.density.tolist())
-        if self.dense is not None and one.outputs:
+        quality = part.counted.quality(sum(pairs))
+        part.kept.recall.append(quality.recall.tolist())
+        part.kept.density.append(quality.density.tolist())
+        if self.dense is not None and part.outputs:
             dense = self.dense[self.chunks[0].context_lens[0] :].float()
-            one.kept.output_error.append(float((torch.cat(one.outputs).float() - dense).norm() / dense.norm()))
-        if one.asked.with_queries:
-            one.kept.add_queries(torch.cat(one.recalls, 1))
-            real = one.kept.density[-1]
+            part.kept.output_error.append(float((torch.cat(part.outputs).float() - dense).norm() / dense.norm()))
+        if part.request.with_queries:
+            part.kept.add_queries(torch.cat(part.recalls, 1))
+            real = part.kept.density[-1]
             densities = [
                 paper_density(method, head, real[head], self.queries, self.cache, self.chunks, self.scale)
-                for head, method in enumerate(methods_by_head(one.groups))
+                for head, method in enumerate(methods_by_head(part.groups))
             ]
-            one.kept.paper_density.append(densities)
+            part.kept.paper_density.append(densities)
 
 
 @dataclass(frozen=True)
@@ -250,13 +250,13 @@ def selections(
 
 
 def kept_shares(captured: Capture, plans: Sequence[Plan], *how: Any) -> list[float]:
-    """Kept pairs over causal pairs of each plan, of what ``selections`` are given. Layers that run dense keep all."""
+    """Return each plan's kept pairs over causal pairs; arguments as for ``selections``. Dense layers keep all pairs."""
     kept, pairs = [0] * len(plans), [0] * len(plans)
-    for one in selections(captured, plans, *how):
-        every = captured.shape.num_heads * causal_pairs(one.rows)
-        kept[one.i_plan] += every if one.index is None else int(one.index.kept_pairs())
-        pairs[one.i_plan] += every
-    return [n / of for n, of in zip(kept, pairs, strict=True)]
+    for selected in selections(captured, plans, *how):
+        every = captured.shape.num_heads * causal_pairs(selected.rows)
+        kept[selected.i_plan] += every if selected.index is None else int(selected.index.kept_pairs())
+        pairs[selected.i_plan] += every
+    return [n / total for n, total in zip(kept, pairs, strict=True)]
 
 
 def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> SparseIndex:

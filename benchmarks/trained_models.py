@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trained models through servers that run: answers, perplexity, density, TTFT and TPOT of several settings together.
 
-    python -m benchmarks.real prompts MODEL OUT.json TEXT.txt ... [--lengths 16384,32768,65536] [--each 24]
-    python -m benchmarks.real quality PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
-    python -m benchmarks.real against STOCK.json OURS.json ...     # of several runs of quality --json
-    python -m benchmarks.real speed PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001@fast
+    python -m benchmarks.trained_models prompts MODEL OUT.json TEXT.txt ... [--lengths 16384,32768,65536] [--each 24]
+    python -m benchmarks.trained_models quality PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
+    python -m benchmarks.trained_models against STOCK.json OURS.json ...     # of several runs of quality --json
+    python -m benchmarks.trained_models speed PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001@fast
 
 A setting is NAME=URL, or NAME=URL@LEVEL, of a level's name or p; the first one is what the others are compared to.
 Prompts are texts with 24 facts spread over them, each asked for and answered further on in the same prompt: decoding is
@@ -57,9 +57,9 @@ class Setting:
 
     @staticmethod
     def parse(text: str) -> "Setting":
-        name, found, where = text.partition("=")
+        name, equals, where = text.partition("=")
         url, _, level = where.partition("@")
-        if not found or not url.startswith("http"):
+        if not equals or not url.startswith("http"):
             raise typer.BadParameter(f"given {text!r}, expected NAME=http://HOST:PORT or NAME=http://HOST:PORT@LEVEL")
         return Setting(name, url, float(level) if re.fullmatch(r"[\d.]+", level) else level or None)
 
@@ -89,7 +89,7 @@ class Quality:
     """Of one setting and length, by prompt."""
 
     right: list[int] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)
+    questions: list[int] = field(default_factory=list)
     nats: list[float] = field(default_factory=list)
     density: float | None = None
     sparse_rows: float | None = None
@@ -102,7 +102,7 @@ class Quality:
         return {
             "answers": sum(self.right) / sum(other.right),
             "answers_error": math.sqrt(len(answers)) * stdev(answers) if len(answers) > 1 else math.nan,
-            "right": sum(self.right), "asked": sum(self.asked), "perplexity": math.exp(fmean(changes)),
+            "right": sum(self.right), "questions": sum(self.questions), "perplexity": math.exp(fmean(changes)),
             "perplexity_error": stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan,
             "density": self.density, "sparse_rows": self.sparse_rows,
         }  # fmt: skip
@@ -114,11 +114,11 @@ def prompts(
     out: Path,
     texts: list[Path],
     lengths: str = "16384,32768,65536",
-    each: int = 24,
+    per_length: Annotated[int, typer.Option("--each", help="Prompts of each length.")] = 24,
     forms: str = "0,1,2",
     seed: int = 0,
 ) -> None:
-    """Write prompts: ``each`` of every length, from the texts in turn and with facts in these forms in turn."""
+    """Write prompts: ``--each`` of every length, from the texts in turn and with facts in these forms in turn."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -127,14 +127,14 @@ def prompts(
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
     rng, chosen, written = random.Random(seed), [int(form) for form in forms.split(",")], []
     for length in map(int, lengths.split(",")):
-        for i in range(each):
+        for i in range(per_length):
             text, form = ids[i % len(ids)], chosen[i // len(ids) % len(chosen)]
             start = rng.randrange(max(len(text) - length, 1))
             templates = TEMPLATES[form]
-            one = build_prompt(encode, [] if begin is None else [begin], text[start:], length, FACTS, templates, rng)
-            spans = [(answer.begin, answer.end) for answer in one.answers]
-            facts = [answer.fact_at for answer in one.answers]
-            written.append({"length": length, "form": form, "ids": one.token_ids, "spans": spans, "facts": facts})
+            prompt = build_prompt(encode, [] if begin is None else [begin], text[start:], length, FACTS, templates, rng)
+            spans = [(answer.begin, answer.end) for answer in prompt.answers]
+            facts = [answer.fact_at for answer in prompt.answers]
+            written.append({"length": length, "form": form, "ids": prompt.token_ids, "spans": spans, "facts": facts})
     out.write_text(json.dumps(written))
 
 
@@ -146,29 +146,34 @@ def _score(setting: Setting, prompt: dict[str, Any]) -> tuple[int, int, float]:
     )
     returned = json.loads(answer.read())["choices"][0]["prompt_logprobs"]
     connection.close()
-    own = [returned[i][str(ids[i])] if i else {"rank": 0, "logprob": 0.0} for i in range(len(ids))]
-    right = sum(all(own[i]["rank"] == 1 for i in range(*span)) for span in prompt["spans"])
+    returned_ranks = [returned[i][str(ids[i])] if i else {"rank": 0, "logprob": 0.0} for i in range(len(ids))]
+    right = sum(all(returned_ranks[i]["rank"] == 1 for i in range(*span)) for span in prompt["spans"])
     of_values = [*prompt["spans"], *((at, at + 9) for at in prompt["facts"])]
     lines = {i for begin, end in of_values for i in range(begin - LINE_TOKENS, end + 3)}
-    plain = [-own[i]["logprob"] for i in range(len(ids) // 3, len(ids)) if i not in lines]
+    plain = [-returned_ranks[i]["logprob"] for i in range(len(ids) // 3, len(ids)) if i not in lines]
     return right, len(prompt["spans"]), fmean(plain)
 
 
 def _qualities(setting: Setting, prompts: Sequence[dict[str, Any]], jobs: int) -> Iterator[tuple[str, Quality]]:
-    for length in sorted({one["length"] for one in prompts}):
-        of_length = [one for one in prompts if one["length"] == length]
+    for length in sorted({prompt["length"] for prompt in prompts}):
+        of_length = [prompt for prompt in prompts if prompt["length"] == length]
         before, quality = setting.counted(), Quality()
         with ThreadPoolExecutor(jobs) as pool:
-            for right, asked, nats in pool.map(partial(_score, setting), of_length):
+            for right, num_answers, nats in pool.map(partial(_score, setting), of_length):
                 quality.right.append(right)
-                quality.asked.append(asked)
+                quality.questions.append(num_answers)
                 quality.nats.append(nats)
         after = setting.counted()
         quality.density = (after.pairs - before.pairs).density
         sparse, dense = (after.rows_of(path) - before.rows_of(path) for path in ("sparse", "dense"))
         quality.sparse_rows = sparse / (sparse + dense) if sparse + dense else None
         print(
-            setting.name, length, sum(quality.right), sum(quality.asked), f"{fmean(quality.nats):.5f}", quality.density
+            setting.name,
+            length,
+            sum(quality.right),
+            sum(quality.questions),
+            f"{fmean(quality.nats):.5f}",
+            quality.density,
         )
         yield str(length), quality
 
@@ -183,27 +188,30 @@ def quality(
 ) -> None:
     """Answers, perplexity and density of every setting. Servers are asked side by side, one server's levels in turn."""
     every = json.loads(prompts.read_text())
-    of_length = {one["length"]: [x for x in every if x["length"] == one["length"]][:most] for one in every}
-    chosen = [one for group in of_length.values() for one in group]
+    of_length = {prompt["length"]: [x for x in every if x["length"] == prompt["length"]][:most] for prompt in every}
+    chosen = [prompt for group in of_length.values() for prompt in group]
     parsed = [Setting.parse(text) for text in settings]
-    urls = list(dict.fromkeys(one.url for one in parsed))
-    found: dict[str, dict[str, Quality]] = {}
+    urls = list(dict.fromkeys(setting.url for setting in parsed))
+    qualities: dict[str, dict[str, Quality]] = {}
 
     def ask(url: str) -> None:
         for setting in parsed:
             if setting.url == url:
-                found[setting.name] = dict(_qualities(setting, chosen, jobs))
+                qualities[setting.name] = dict(_qualities(setting, chosen, jobs))
 
     with ThreadPoolExecutor(len(urls)) as pool:
         list(pool.map(ask, urls))
-    first = found[parsed[0].name]
+    first = qualities[parsed[0].name]
     table = {
-        name: {length: {**one.against(first[length]), "prompts": asdict(one)} for length, one in of.items()}
-        for name, of in found.items()
+        name: {
+            length: {**measured.against(first[length]), "prompts": asdict(measured)}
+            for length, measured in by_length.items()
+        }
+        for name, by_length in qualities.items()
     }
-    for name, of in table.items():
-        for length, one in of.items():
-            print(_line(name, length, one))
+    for name, rows in table.items():
+        for length, figures in rows.items():
+            print(_line(name, length, figures))
     if out:
         out.write_text(json.dumps(table))
 
@@ -215,15 +223,18 @@ def against(
     """Settings of other such files beside the first one's: of servers that were asked one after the other."""
     (base,) = json.loads(first.read_text()).values()
     for path in others:
-        for name, of in json.loads(path.read_text()).items():
-            for length, one in of.items():
-                print(_line(name, length, Quality(**one["prompts"]).against(Quality(**base[length]["prompts"]))))
+        for name, by_length in json.loads(path.read_text()).items():
+            for length, figures in by_length.items():
+                measured, reference = Quality(**figures["prompts"]), Quality(**base[length]["prompts"])
+                print(_line(name, length, measured.against(reference)))
 
 
-def _line(name: str, length: str, one: dict[str, Any]) -> str:
-    answers = f"{one['answers']:.4f} ± {one['answers_error']:.4f} ({one['right']} of {one['asked']})"
-    perplexity = f"{100 * (one['perplexity'] - 1):+.3f} % ± {100 * one['perplexity_error']:.3f}"
-    sparse = f"density {one['density']}, sparse rows {one['sparse_rows']}"
+def _line(name: str, length: str, figures: dict[str, Any]) -> str:
+    answers = (
+        f"{figures['answers']:.4f} ± {figures['answers_error']:.4f} ({figures['right']} of {figures['questions']})"
+    )
+    perplexity = f"{100 * (figures['perplexity'] - 1):+.3f} % ± {100 * figures['perplexity_error']:.3f}"
+    sparse = f"density {figures['density']}, sparse rows {figures['sparse_rows']}"
     return f"{name:12} {length:>7}: answers {answers}, perplexity {perplexity}, {sparse}"
 
 
@@ -249,8 +260,10 @@ def speed(
     out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """TTFT by length, and TPOT: medians, every request with a text of its own, settings in turns."""
-    ids = [token for one in json.loads(prompts.read_text()) for token in one["ids"]]
-    parsed, found, place = [Setting.parse(text) for text in settings], {}, 0
+    ids = [token for prompt in json.loads(prompts.read_text()) for token in prompt["ids"]]
+    parsed = [Setting.parse(text) for text in settings]
+    medians: dict[str, dict[str, list[float]]] = {}
+    place = 0
 
     def piece(length: int) -> list[int]:
         nonlocal place
@@ -258,17 +271,17 @@ def speed(
         return ids[place : place + length]
 
     def measure(name: str, texts: Sequence[Sequence[int]], tokens: int = 1, jobs: int = 1) -> None:
-        seen: dict[str, list[tuple[float, float]]] = {one.name: [] for one in parsed}
+        seen: dict[str, list[tuple[float, float]]] = {setting.name: [] for setting in parsed}
         with ThreadPoolExecutor(jobs) as pool:
             for i in range(0, len(texts), jobs):
-                for one in parsed:
-                    seen[one.name] += pool.map(partial(_timed, one, tokens=tokens), texts[i : i + jobs])
-        found[name] = {key: [median(x[i] for x in of[jobs:]) for i in (0, 1)] for key, of in seen.items()}
-        first = found[name][parsed[0].name]
+                for setting in parsed:
+                    seen[setting.name] += pool.map(partial(_timed, setting, tokens=tokens), texts[i : i + jobs])
+        medians[name] = {key: [median(pair[i] for pair in pairs[jobs:]) for i in (0, 1)] for key, pairs in seen.items()}
+        first = medians[name][parsed[0].name]
         which = 1 if tokens > 1 else 0
         # Two tokens may arrive at once: there is no ratio to a TPOT of 0.
-        ratio = {key: round(first[which] / x[which], 3) if x[which] else None for key, x in found[name].items()}
-        print(name, {key: (round(x[which], 5), ratio[key]) for key, x in found[name].items()})
+        ratio = {key: round(first[which] / x[which], 3) if x[which] else None for key, x in medians[name].items()}
+        print(name, {key: (round(x[which], 5), ratio[key]) for key, x in medians[name].items()})
 
     for length in map(int, lengths.split(",")):
         measure(f"TTFT {length}", [piece(length) for _ in range(times + 1)])
@@ -278,7 +291,7 @@ def speed(
     for jobs in map(int, batches.split(",")) if tokens > 1 else ():
         measure(f"TPOT, {jobs} at a time", [piece(512) for _ in range(4 * jobs)], tokens, jobs)
     if out:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(medians))
 
 
 if __name__ == "__main__":

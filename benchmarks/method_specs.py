@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark is asked to measure: methods with parameters, as the command line writes them, and their plans."""
+"""Methods with parameters, as ``--method`` of the benchmarks writes them, and their plans."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Clusters = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class MethodSpec:
     """A method and the parameters that differ from its defaults."""
 
     method: str
@@ -33,11 +33,11 @@ class Asked:
         return told(make_method(self.method, dict(self.params)))
 
     @staticmethod
-    def parse(text: str) -> "Asked":
+    def parse(text: str) -> "MethodSpec":
         """``anchor_attention:theta=9``, or a name alone. Raises BenchError naming what is wrong."""
-        name, _, rest = text.partition(":")
+        name, _, fields = text.partition(":")
         params = {}
-        for part in rest.split(",") if rest else ():
+        for part in fields.split(",") if fields else ():
             field, equals, value = part.partition("=")
             try:
                 params[field.strip()] = json.loads(value)
@@ -46,13 +46,13 @@ class Asked:
             if not equals:
                 raise BenchError(f"--method: given {text!r}, expected NAME or NAME:FIELD=NUMBER,FIELD=NUMBER")
         try:
-            return Asked.of(make_method(name.strip(), params))
+            return MethodSpec.of(make_method(name.strip(), params))
         except ValueError as error:
             raise BenchError(f"--method {text!r}: {error}") from None
 
     @staticmethod
-    def of(method: Method) -> "Asked":
-        return Asked(name_of(method), tuple(changed_fields(method).items()))
+    def of(method: Method) -> "MethodSpec":
+        return MethodSpec(name_of(method), tuple(changed_fields(method).items()))
 
     def plan(self, shape: ModelShape, clusters: Clusters | None = None) -> Plan:
         """What a server would run with it on a model of that shape.
@@ -63,7 +63,7 @@ class Asked:
             method: Any = make_method(self.method, dict(self.params))
             if clusters is None or not hasattr(method, "cluster"):
                 return Plan.build(SparsePrefillConfig(method=self.method, params=dict(self.params)), shape)
-            heads = [[replace(method, cluster=one) for one in layer] for layer in clusters]
+            heads = [[replace(method, cluster=number) for number in layer] for layer in clusters]
             return plan_of_heads(heads, shape, str(self))
         except (ConfigurationError, ValueError) as error:
             raise BenchError(f"{self}: {error}") from None
@@ -71,12 +71,14 @@ class Asked:
 
 def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: str) -> Plan:
     """A plan without thresholds, from the method of each head of each layer."""
-    layers = [layer_plan(of, chain.from_iterable([*heads[:i], *heads[i + 1 :]])) for i, of in enumerate(heads)]
+    layers = [
+        layer_plan(methods, chain.from_iterable([*heads[:i], *heads[i + 1 :]])) for i, methods in enumerate(heads)
+    ]
     return Plan(tuple(layers), 0, 1, source, shape)
 
 
-def methods_asked(texts: Sequence[str]) -> list[Asked]:
-    """Those named, or all at their defaults and what a server does that is told nothing."""
-    asked = [Asked.parse(text) for text in texts]
-    every = [*(Asked(name) for name in sparse_names()), Asked.of(make_method("default", {}))]
-    return asked or list(dict.fromkeys(every))
+def methods_named(texts: Sequence[str]) -> list[MethodSpec]:
+    """Return the methods named, or without any all methods at their defaults, and the server's default."""
+    specs = [MethodSpec.parse(text) for text in texts]
+    every = [*(MethodSpec(name) for name in sparse_names()), MethodSpec.of(make_method("default", {}))]
+    return specs or list(dict.fromkeys(every))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.asked import plan_of_heads
+from benchmarks.method_specs import plan_of_heads
 from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.calibration.prompt_chunks import PAGE_TOKENS, paged
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -55,8 +55,8 @@ def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int, captured:
     numbers = range(shape.num_layers) if captured is None else captured
     for layer in numbers:
         dense = layer in profile.dense_layers
-        own = [Dense()] * shape.num_heads if dense else list(profile.methods_of(layer, shape.num_heads))
-        every.append([_of_copy(method, copy) for copy in range(copies) for method in own])
+        methods = [Dense()] * shape.num_heads if dense else list(profile.methods_of(layer, shape.num_heads))
+        every.append([_of_copy(method, copy) for copy in range(copies) for method in methods])
     num_heads, num_kv_heads = copies * shape.num_heads, copies * shape.num_kv_heads
     whole = replace(shape, num_layers=len(numbers), num_heads=num_heads, num_kv_heads=num_kv_heads)
     return plan_of_heads(every, whole, f"profile {name_or_path}")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention engines as tests run them: outputs poisoned before, and the dtypes that a device can compute with."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.helpers.batches import assert_close
+from tests.helpers.method_cases import row_alone
+from tests.helpers.paged_varlen import STAND_IN
+from vllm_sparse_kernels.attention import AttendSpec, Engine, FlashAttention, engines
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.engine_trial import Batch, expected_attention
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import FP8
+
+# Triton's interpreter multiplies bf16 tiles wrongly, without an error; on a GPU vLLM's caches are bf16 or fp16.
+DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
+
+FULL = pytest.mark.full
+
+READS_PAST_THE_END = {"flash"}
+"""Engines that multiply values past a row's end, on its last page, by zero: what lies there must be finite."""
+
+
+def flash_attention() -> FlashAttention | None:
+    """vLLM's function where there is a GPU for it, elsewhere its stand-in."""
+    if not torch.cuda.is_available():
+        return STAND_IN
+    try:
+        from vllm.vllm_flash_attn import flash_attn_interface as interface
+    except ImportError:
+        return None
+    if interface.FA3_AVAILABLE and torch.cuda.get_device_capability()[0] == 9:
+        return FlashAttention.of_version(3, interface.flash_attn_varlen_func)
+    return FlashAttention.of_version(2, interface.flash_attn_varlen_func) if interface.FA2_AVAILABLE else None
+
+
+ENGINES = engines(flash_attention())
+
+
+def run(
+    engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of an engine, poisoned before. Skips the test where the engine refuses."""
+    why = engine.refusal(AttendSpec.of(batch.cache, index, options, batch.sinks))
+    if why is not None:
+        pytest.skip(f"{engine.name}: {why}")
+    if engine.name in READS_PAST_THE_END:
+        for side in (batch.cache.keys, batch.cache.values):
+            if side.dtype == FP8:  # of which torch replaces no NaN; 1e3 would be one
+                side.copy_(side.float().nan_to_num(nan=256.0))
+            else:
+                side.nan_to_num_(nan=1e3)
+    out = batch.empty_out()
+    lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
+    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
+    return out, lse
+
+
+def check(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
+    """Check an engine's output and log-sum-exp against exact attention over the index, within the budget."""
+    index.check()
+    assert_close(expected_attention(batch, index, options), *run(engine, batch, index, options))
+
+
+def same(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> bool:
+    """Return whether tensors are equal to the bit, NaN included."""
+    return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(first, second, strict=True))
+
+
+def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
+    """One row of a batch alone, and what the index keeps of it."""
+    alone, row_tiles = row_alone(batch, row), batch.rows.tiles_of(row)
+    tiles = slice(row_tiles.start, row_tiles.stop)
+    names = ("block_counts", "stripe_counts", "stripe_offsets")
+    lists = {name: getattr(index, name)[:, tiles].contiguous() for name in names}
+    return alone, dataclasses.replace(index, rows=alone.rows, block_offsets=index.block_offsets[tiles], **lists)
+
+
+def independent(
+    engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int], options: AttendOptions | None = None
+) -> None:
+    """Check that the chosen rows alone give what they give in the batch, to the bit."""
+    together, lse = run(engine, batch, index, options)
+    for row in chosen:
+        out, single_lse = run(engine, *part_of(batch, index, row), options)
+        tokens = slice(batch.rows.tokens[row], batch.rows.tokens[row] + batch.rows.query_lens[row])
+        assert same((out[tokens], single_lse[:, tokens]), (together[tokens], lse[:, tokens]))

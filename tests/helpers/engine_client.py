@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for the client through which a server asks its engines."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_sparse_backend.config.metrics import WORKER_METHOD
+
+
+class Client:
+    """Of a server: its engines' answers, by number, each a list of workers' answers or a function of ``start``."""
+
+    def __init__(self, engines: dict[int, Any], method: str = WORKER_METHOD) -> None:
+        self.engines, self.method = engines, method
+        self.asked: list[tuple[int, bool]] = []
+        self.engine_core = SimpleNamespace(
+            engine_ranks_managed=list(engines),
+            core_engines=[number.to_bytes(2, "little") for number in engines],
+            _call_utility_async=self._call,
+        )
+
+    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[bool]) -> Any:
+        """As vLLM's: of the first engine alone."""
+        return await self._answer(next(iter(self.engines)), method, args)
+
+    async def _call(self, utility: str, method: str, timeout: None, args: Any, kwargs: None, engine: bytes) -> Any:
+        assert utility == "collective_rpc"
+        return await self._answer(int.from_bytes(engine, "little"), method, args)
+
+    async def _answer(self, engine: int, method: str, args: tuple[bool]) -> Any:
+        assert method == self.method
+        self.asked.append((engine, *args))
+        answer = self.engines[engine]
+        return (await answer(*args)) if callable(answer) else answer

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixed batch of one layer, and the references of its sparse rows."""
+
+from collections.abc import Sequence
+
+import torch
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.vllm_objects import CPU, Step
+from vllm_sparse_kernels import Rows, SparseIndex
+from vllm_sparse_kernels.attention.reference import attend
+from vllm_sparse_kernels.block_width import index_block_tokens
+from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
+from vllm_sparse_kernels.methods import METHODS, name_of
+
+# Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
+MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
+
+MIN_TOKENS = 120
+
+SPARSE_ROWS = (0, 3, 4, 6)
+
+CLOSE = {"rtol": 0, "atol": 2e-6}
+
+
+def dense_tokens(step: Step, row: int) -> int:
+    """How many of a row's tokens lie within the first MIN_TOKENS positions."""
+    return max(MIN_TOKENS - step.lengths[row][0], 0)
+
+
+def sparse_part(step: Step, row: int) -> Rows:
+    """A row alone, past the first MIN_TOKENS positions. One for all layers: what one keeps for the next lies there."""
+    context_len, query_len = step.lengths[row]
+    cut = dense_tokens(step, row)
+    return Rows((0,), (query_len - cut,), (context_len + cut,), torch.zeros(1, 1, dtype=torch.int32))
+
+
+def reference(
+    step: Step, row: int, groups: Sequence[HeadGroup], scale: float, rows: Rows | None = None
+) -> tuple[torch.Tensor, SparseIndex]:
+    """The sparse part of a row through the references of its methods and of attend."""
+    query, cache = step.alone(row)
+    query, rows = query[dense_tokens(step, row) :], rows or sparse_part(step, row)
+    layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
+    block_tokens = index_block_tokens(methods_by_head(tuple(groups)), cache.head_dim, CPU)
+    index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
+    for group in groups:
+        heads = torch.tensor(group.heads, dtype=torch.int32)
+        METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
+    out = torch.full_like(query, float("nan"))
+    attend(query, cache, index, out, scale, options=attend_options(methods_by_head(tuple(groups)), CPU))
+    return out, index

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load on a server while the switch is thrown."""
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from threading import Event
+from typing import NamedTuple
+
+from tests.helpers import scenario
+from vllm_sparse_backend.cli import switch
+from vllm_sparse_backend.evaluation.client import Endpoint
+from vllm_sparse_backend.evaluation.vllm_server import Server
+from vllm_sparse_kernels.rows import ceil_div
+
+
+def counters(page: str) -> dict[str, float]:
+    """Return this backend's counters on a page of /metrics, by sample."""
+    return {name: float(value) for name, value in re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", page)}
+
+
+class Load(NamedTuple):
+    """What requests of eight clients came to."""
+
+    differing: list[int]
+    """Of the exact ones that were not broken off: those that stock answers otherwise."""
+    fallen: set[str]
+    """Counters that some reading had lower than an earlier one."""
+    exact: int
+    readings: int
+
+
+def under_the_switch(server: Server, stock: Server, endpoint: Endpoint, prompts: Sequence[list[int]]) -> Load:
+    """Half of the prompts exact, a tenth broken off; the switch thrown four times; counters read."""
+    exact = [i for i in range(len(prompts)) if i % 2 == 0 and i % 10 != 4]
+    over, readings = Event(), []
+
+    def send(i: int) -> scenario.Answer | None:
+        if i % 10 == 4:
+            endpoint.ask(prompts[i], 8, stop_after=1, vllm_xargs={"sparse_prefill": 0})
+            return None
+        return scenario.ask(server, prompts[i], level=0 if i % 2 == 0 else (None, "fast")[i % 4 == 1])
+
+    def read() -> None:
+        while not over.wait(0.2):
+            readings.append(counters(server.get("/metrics")))
+
+    with ThreadPoolExecutor(9) as pool:  # eight clients, and who reads
+        reading = pool.submit(read)
+        answers = []
+        for i, to in zip(range(0, len(prompts), ceil_div(len(prompts), 4)), (*switch.To, *switch.To)):
+            switch.ask(server.url, to)
+            answers += pool.map(send, range(len(prompts))[i : i + ceil_div(len(prompts), 4)])
+        over.set()
+        reading.result()
+        expected = dict(zip(exact, pool.map(lambda i: scenario.ask(stock, prompts[i]), exact)))
+    fallen = {
+        name
+        for earlier, later in pairwise(readings)
+        for name in earlier
+        if later.get(name, earlier[name]) < earlier[name]
+    }
+    differing = [i for i, answer in expected.items() if answers[i].token_ids != answer.token_ids]
+    return Load(differing, fallen, len(exact), len(readings))

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM configurations made by hand, of models whose configs transformers has."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+
+
+def served(
+    hf_config: transformers.PretrainedConfig, settings: Any = None, dtype: torch.dtype = torch.bfloat16,
+    cache: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    return SimpleNamespace(
+        additional_config={} if settings is None else {"sparse_prefill": settings},
+        model_config=SimpleNamespace(
+            hf_config=hf_config, hf_text_config=hf_config.get_text_config(), model="/a/model", dtype=dtype
+        ),
+        cache_config=SimpleNamespace(**({"cache_dtype": "auto", "kv_cache_dtype_skip_layers": []} | (cache or {}))),
+        parallel_config=SimpleNamespace(**({"tensor_parallel_size": 1, "use_ubatching": False} | (parallel or {}))),
+        kv_transfer_config=None,
+    )
+
+
+def llama(**changes: Any) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(**(LLAMA | changes))
