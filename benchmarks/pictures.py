@@ -28,7 +28,7 @@ LINES = ("#0969da", "#cf222e", "#1a7f37", "#9a6700")
 """Each is told from white and from black, as is the white that pictures lie on: GitHub shows them on either."""
 
 
-class MissingRows(ValueError):
+class MissingRowsError(ValueError):
     """Rows that a picture needs and the figures lack."""
 
 
@@ -59,7 +59,7 @@ def _values(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _needs(names: Mapping[str, bool]) -> None:
     if missing := [name for name, is_present in names.items() if not is_present]:
-        raise MissingRows("missing: " + "; ".join(missing))
+        raise MissingRowsError("missing: " + "; ".join(missing))
 
 
 def ttft_of(rows: list[dict[str, Any]]) -> Ttft:
@@ -82,7 +82,7 @@ def curves_of(rows: list[dict[str, Any]]) -> Curves:
         if match := re.fullmatch(r"curve, [^,]+, ([^,]+), ([\d,]+) tokens: \w+", name):
             longest[match[1]] = max(longest.get(match[1], "0"), match[2], key=_number)
     if not settings or not longest:
-        raise MissingRows(f"missing: {SPEED_UP.format('SETTING')}; {CURVE.format('SETTING', 'MODEL', 'N', 'answers')}")
+        raise MissingRowsError(f"missing: {SPEED_UP.format('SETTING')}; {CURVE.format('SETTING', 'MODEL', 'N', 'answers')}")
     settings.sort(key=lambda setting: values[SPEED_UP.format(setting)])
     curves: Curves = {}
     for model, tokens in sorted(longest.items()):
@@ -180,7 +180,7 @@ def main(
         try:
             draw(read(rows), folder / name)  # type: ignore[operator]
             print(f"{folder / name} written")
-        except MissingRows as error:
+        except MissingRowsError as error:
             print(f"{folder / name} not drawn; {results}: {error}")
             failed = True
     raise typer.Exit(failed)

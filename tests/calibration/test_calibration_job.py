@@ -64,7 +64,7 @@ def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
     assert profile.at_level("fast").provenance.density < profile.provenance.density < 1
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     pass
 
 
@@ -72,9 +72,9 @@ def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undistu
     capturer = StructuredCapturer()
 
     def stop() -> None:
-        raise Stopped
+        raise StoppedError
 
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         profile_of(make_job(tmp_path / "work", seed=7, capturer=capturer, progress=JobProgress(step=stop)))
     assert capturer.captured == ["prompts-0", "held-out-0"]
     again = StructuredCapturer()
