@@ -82,7 +82,9 @@ def curves_of(rows: list[dict[str, Any]]) -> Curves:
         if match := re.fullmatch(r"curve, [^,]+, ([^,]+), ([\d,]+) tokens: \w+", name):
             longest[match[1]] = max(longest.get(match[1], "0"), match[2], key=_number)
     if not settings or not longest:
-        raise MissingRowsError(f"missing: {SPEED_UP.format('SETTING')}; {CURVE.format('SETTING', 'MODEL', 'N', 'answers')}")
+        raise MissingRowsError(
+            f"missing: {SPEED_UP.format('SETTING')}; {CURVE.format('SETTING', 'MODEL', 'N', 'answers')}"
+        )
     settings.sort(key=lambda setting: values[SPEED_UP.format(setting)])
     curves: Curves = {}
     for model, tokens in sorted(longest.items()):
