@@ -11,7 +11,7 @@ import torch
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.folders import profile_file
 from tests.helpers.masks import density_of, mask_of
-from tests.helpers.vllm_objects import CPU, PAGE_TOKENS, Step, make_builder, make_layers, make_step
+from tests.helpers.vllm_objects import CPU, PAGE_TOKENS, Step, make_builder, make_layers, make_step, recorder_of
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
@@ -194,7 +194,7 @@ class TestMethods:
         assert (min(density) == 1) if method in LEAVE_NOTHING_OUT else (min(density) < 0.8), density
         if method != "share_prefill":  # there a layer's heads look at those of the layers before
             assert torch.equal(first, second)
-        counted = {(name, *labels): count for name, labels, count in builder.recorder.samples()[0]}
+        counted = {(name, *labels): count for name, labels, count in recorder_of(builder).samples()[0]}
         spans = [(max(MIXED[row][0], MIN_TOKENS), sum(MIXED[row])) for row in SPARSE_ROWS]
         causal = layers[0].impl.num_heads * sum(sum(range(start + 1, end + 1)) for start, end in spans)
         assert counted["kept_pairs", "0", "default"] == kept

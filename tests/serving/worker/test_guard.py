@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm.platforms import current_platform
 
 from tests.helpers.folders import profile_file
-from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step
+from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step, recorder_of
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import SHARE
@@ -65,7 +65,7 @@ class TestWhatIsChecked:
     def test_chunks_of_prompts_cannot_fall_in_step_with_it(self) -> None:
         """Nor do layers with each other: each place of a period is met by each layer, and pairs of layers part."""
         guard = make_guard()
-        due = [guard.due(range(32), step) for step in range(2000)]
+        due = [guard.layers_due(range(32), step) for step in range(2000)]
         steps = {layer: [step for step, layers in enumerate(due) if layer in layers] for layer in range(32)}
         for layer, found in steps.items():
             places = Counter(step % 10 for step in found)
@@ -184,7 +184,7 @@ class TestNothingWaits:
             for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
         }
         start = 150 + 1 + 63
-        part = builder._part_of(make_common(MIXED, **on_device), slice(3, 4), slice(start + 30, start + 158))
+        part = builder._part_of_batch(make_common(MIXED, **on_device), slice(3, 4), slice(start + 30, start + 158))
         assert part.query_start_loc_cpu.tolist() == [0, 128]
         assert (part.num_actual_tokens, part.max_query_len, part.max_seq_len) == (128, 128, 159)
         assert part.seq_lens_cpu_upper_bound.tolist() == [159]
@@ -247,13 +247,14 @@ class TestForward:
         _, builder = built(0, **TINY, **COMMON, guard={"rate": 0.5})
         for lengths in ([(300, 1)], [(0, 100)], [(0, 400)], [(5, 1)], [(0, 400)]):
             builder.build(0, make_common(lengths))
-        assert builder.sparse_steps == {DEFAULT: 2}
+        assert builder.guard_schedule.sparse_steps == {DEFAULT: 2}
 
     def test_groups_of_layers_share_one(self, configured: Callable[..., Any]) -> None:
         config = configured(**TINY, **COMMON, guard={})
         layers = make_layers(config, [0, 1])
         builders = [make_builder(config, [layer]) for layer in layers]
-        assert builders[0].guard is builders[1].guard is layers[0].impl.worker.guard is layers[1].impl.worker.guard
+        guards = [builder.guard_schedule.guard for builder in builders] + [layer.impl.worker.guard for layer in layers]
+        assert all(guard is guards[0] for guard in guards)
 
 
 @needs_cpu_build
@@ -313,7 +314,7 @@ class TestRequestsWithTheirOwnP:
         heads = {0: by_mass | {"kept_mass": 0.8}, 1: by_mass | {"kept_mass": 0.95}}
         profile = profile_file(tmp_path, default={"method": "a_shape"}, layers={0: {"heads": heads}})
         config = configured(profile=profile, **COMMON, guard={})
-        assert make_builder(config, make_layers(config, [0])).judged_share == 0.95
+        assert make_builder(config, make_layers(config, [0])).guard_schedule.judged_share == 0.95
 
 
 @needs_cpu_build
@@ -365,7 +366,7 @@ class TestLevels:
 
         def counts(held: set[Any]) -> dict[Any, float]:
             def now() -> dict[Any, float]:
-                samples, _ = builder.recorder.samples()
+                samples, _ = recorder_of(builder).samples()
                 return {(name, *labels): n for name, labels, n in samples if name in ("rows", "tiles", "causal_pairs")}
 
             before, layers[0].impl.worker.guard.held = now(), frozenset(held)

@@ -19,6 +19,7 @@ from tests.helpers.vllm_objects import (
     make_layers,
     make_model,
     make_step,
+    recorder_of,
 )
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
@@ -55,7 +56,7 @@ class TestGroups:
         for rows in ([(0, 200), (50, 1)], [(200, 90), (0, 40)]):
             builder.build(0, make_common(rows))
         causal, near = (sum(min(i + 1, w) for n in (290, 40) for i in range(n)) for w in (290, 64))
-        found = {name: value for name, _, value in builder.recorder.samples()[0]}
+        found = {name: value for name, _, value in recorder_of(builder).samples()[0]}
         assert found["prefill_pairs"] == 4 * 2 * (causal + near)
 
     def test_windowed_layers_have_a_builder_that_passes_everything_on(self, config: Any, lines: list[str]) -> None:
@@ -202,13 +203,13 @@ class TestDerived:
 class TestCounting:
     @staticmethod
     def rows(builder: SparsePrefillMetadataBuilder) -> dict[str, float]:
-        samples, _ = builder.recorder.samples()
+        samples, _ = recorder_of(builder).samples()
         return {" ".join(labels[:2]).strip(): count for name, labels, count in samples if name == "rows"}
 
     def test_rows_count_once_however_many_groups_see_them(self, config: Any) -> None:
         groups = [make_layers(config, [0], per_layer_sliding_window=64), *(make_layers(config, [i]) for i in (1, 2, 3))]
         builders = [make_builder(config, layers) for layers in groups]
-        assert len({id(builder.recorder) for builder in builders[1:]}) == 1
+        assert len({id(recorder_of(builder)) for builder in builders[1:]}) == 1
         common = make_common([(50, 1), (60, 1), (0, 200), (0, 30), (0, 0)])
         for builder in builders:
             builder.build(0, common)
@@ -231,7 +232,7 @@ class TestCounting:
         wrapper = WorkerWrapperBase()
         wrapper.worker = SimpleNamespace(vllm_config=builder.vllm_config, **{call: run})
         assert run_method(wrapper, call, (1,), {"two": 2}) == ((1,), {"two": 2})
-        assert builder.recorder.samples() == ([], False)
+        assert recorder_of(builder).samples() == ([], False)
         run()
         assert self.rows(builder) == {"decode": 1, "sparse": 1}
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.helpers.kernel_keys import HOPPER, Key, recorded_keys
 from tests.helpers.method_cases import uncomputed
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
@@ -30,7 +30,8 @@ from vllm_sparse_backend.serving.worker.arena import Arena, LayerNeed, Memory, R
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.step import own_block_table
+from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
+from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
 from vllm_sparse_backend.serving.worker.warmup import in_turn, warm_up
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import Engine, FlashAttention
@@ -99,9 +100,9 @@ def make_impls(
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
         impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
-        impl.levels, impl.stays_dense, impl.sinks = {}, False, None
+        impl.sinks = None
         served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
-        impl.adopt(layer, served, worker)
+        impl.adopt(layer, {DEFAULT: LayerLevel(served)}, worker)
         impls.append(impl)
     return impls
 
@@ -137,7 +138,7 @@ def run_steps(
         query = query.contiguous().to(FP8) if in_fp8 else query
         num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
-        for slab in memory.room.slabs(in_turn(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
+        for slab in memory.room.slabs(in_turn(lengths), copy_block_table_rows(table, list(range(1, len(lengths) + 1)))):
             for impl in impls:
                 with arena.frame():
                     out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)

@@ -88,7 +88,7 @@ class Guard:
                 settings.period_steps, settings.bound, settings.patience,
             )  # fmt: skip
 
-    def due(self, layers: Iterable[int], step: int) -> frozenset[int]:
+    def layers_due(self, layers: Iterable[int], step: int) -> frozenset[int]:
         """Layers to check in the step of that number, of those that have sparse rows of a level."""
         period, place = divmod(step, self.settings.period_steps)
         return frozenset(layer for layer in layers if mixed(period, layer) % self.settings.period_steps == place)

@@ -60,13 +60,13 @@ def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
     return {name: ModelLayer(number, impls[name]) for number, name in found.items()}
 
 
-def shared_worker(vllm_config: VllmConfig) -> Worker | None:
+def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
     """What the layers that go sparse on this worker have in common; None where no layer does."""
     impls = plain_impls(vllm_config).values()
     return next((impl.worker for impl in impls if impl.is_adopted), None)
 
 
-def reaches(vllm_config: VllmConfig) -> Counter[Reach]:
+def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
     """By how far back they look, heads of all layers of the served model on this worker that attend to their past."""
     layers = vllm_config.compilation_config.static_forward_context
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
@@ -90,7 +90,7 @@ def _number_of(name: str) -> int | None:
         return None
 
 
-def refuse_if_none_can(vllm_config: VllmConfig) -> None:
+def require_sparse_layer(vllm_config: VllmConfig) -> None:
     """Raise ConfigurationError where no layer of this worker can prefill sparsely.
 
     With pipeline parallelism other workers have other layers: then it is a warning.

@@ -78,7 +78,7 @@ class SparsePrefillMetadata(compat.DenseMetadata):
     sparse: SparseStep | None = None
 
 
-def own_block_table(block_table: torch.Tensor, ids: list[int]) -> torch.Tensor:
+def copy_block_table_rows(block_table: torch.Tensor, ids: list[int]) -> torch.Tensor:
     """Some rows of a block table, [len(ids), max_pages], in a copy of their own.
 
     Its rows begin at multiples of 64 bytes wherever vLLM's do: kernels are compiled for such addresses apart.

@@ -106,9 +106,9 @@ def requests_of(runner: Any) -> RunnerRequests | None:
     """The requests of vLLM's runner, which its layers' worker keeps; None where it has no layer that goes sparse."""
     known: RunnerRequests | None = vars(runner).get(REQUESTS)
     if known is None:
-        from vllm_sparse_backend.serving.worker.model_layers import shared_worker
+        from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
 
-        worker = shared_worker(runner.vllm_config)
+        worker = adopted_worker(runner.vllm_config)
         if worker is None:
             return None
         known = vars(runner)[REQUESTS] = worker.requests

@@ -21,7 +21,7 @@ from vllm_sparse_backend.serving.worker.arena import Row, rows_of
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.step import own_block_table
+from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
 from vllm_sparse_kernels import PagedCache, Rows, Workspace
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
@@ -72,9 +72,10 @@ def warm_up(
     kinds: dict[tuple[Layer, bool], WarmUp] = {}
     with warming_up():
         for impl in impls:
-            kind = impl.layer, impl.sinks is not None
-            if kind not in kinds:
-                kinds[kind] = WarmUp(impl, cache, table)
+            for level in impl.levels.values():
+                kind = level.layer, impl.sinks is not None
+                if kind not in kinds:
+                    kinds[kind] = WarmUp(impl, level.layer, cache, table)
         agreed = False
         while not agreed:
             for distinct in kinds.values():
@@ -83,28 +84,32 @@ def warm_up(
         for distinct in kinds.values():
             distinct.run()
         for impl in impls:
-            impl.layer = kinds[impl.layer, impl.sinks is not None].layer
+            impl.levels = {
+                name: replace(level, layer=kinds[level.layer, impl.sinks is not None].layer)
+                for name, level in impl.levels.items()
+            }
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to take what is left for its own cache
-    picker.report({impl.number: impl.layer.engine for impl in impls})
-    picker.report_selection({impl.number: impl.layer for impl in impls})
+    layers = {impl.number: level.layer for impl in impls for level in impl.levels.values()}
+    picker.report({number: layer.engine for number, layer in layers.items()})
+    picker.report_selection(layers)
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(kinds), time.monotonic() - start)
 
 
 class WarmUp:
     """One distinct layer over ``BATCHES``: its engines are chosen on the first batch, and run on all of them."""
 
-    def __init__(self, impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor) -> None:
+    def __init__(self, impl: SparsePrefillImpl, layer: Layer, cache: PagedCache, table: torch.Tensor) -> None:
         assert impl.worker is not None
         assert impl.worker.memory is not None
-        self.impl, self.layer, self.memory = impl, impl.layer, impl.worker.memory
+        self.impl, self.layer, self.memory = impl, layer, impl.worker.memory
         self.cache, self.table = cache, table
         # Some sinks outweigh all keys, as weights may.
         self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
 
     def _batch(self, lengths: Sequence[tuple[int, int]]) -> Batch:
-        rows = rows_of(in_turn(lengths), own_block_table(self.table, list(range(len(lengths)))))
+        rows = rows_of(in_turn(lengths), copy_block_table_rows(self.table, list(range(len(lengths)))))
         query = torch.randn(sum(rows.query_lens), self.impl.num_heads, self.cache.head_dim, device=self.table.device)
         dtype = self.cache.keys.dtype
         return Batch(query.to(dtype), self.cache, rows, self.impl.scale, self.impl.out_dtype, self.sinks)
