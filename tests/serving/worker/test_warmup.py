@@ -32,7 +32,7 @@ from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
-from vllm_sparse_backend.serving.worker.warmup import in_turn, warm_up
+from vllm_sparse_backend.serving.worker.warmup import consecutive_rows, warm_up
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import Engine, FlashAttention
 from vllm_sparse_kernels.attention.portable import engine as portable
@@ -138,7 +138,9 @@ def run_steps(
         query = query.contiguous().to(FP8) if in_fp8 else query
         num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
-        for slab in memory.room.slabs(in_turn(lengths), copy_block_table_rows(table, list(range(1, len(lengths) + 1)))):
+        for slab in memory.room.slabs(
+            consecutive_rows(lengths), copy_block_table_rows(table, list(range(1, len(lengths) + 1)))
+        ):
             for impl in impls:
                 with arena.frame():
                     out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
