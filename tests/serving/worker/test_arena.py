@@ -166,8 +166,8 @@ class TestSize:
         assert [[row.query_len for row in step] for step in few] == [[1000], [512] * 2, [384] * 3]
         for limits in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):  # nothing ever goes sparse
             assert list(largest_steps(8192, 256, *limits)) == []
-        ((one,), *_) = largest_steps(8192, 256, 17_000, Thresholds(16_384, 1024))
-        assert one.query_len == 616  # no more positions are sparse
+        ((row,), *_) = largest_steps(8192, 256, 17_000, Thresholds(16_384, 1024))
+        assert row.query_len == 616  # no more positions are sparse
 
     def test_it_is_no_larger_than_its_share_of_the_device(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

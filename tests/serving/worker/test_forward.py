@@ -100,8 +100,8 @@ class TestCache:
         assert (cache.page_size, cache.num_kv_heads, cache.head_dim) == (PAGE_TOKENS, num_kv_heads, head_dim)
         assert torch.equal(cache.keys.reshape(-1, num_kv_heads, head_dim)[slots], key)
         assert torch.equal(cache.values.reshape(-1, num_kv_heads, head_dim)[slots], value)
-        rest = torch.ones(5 * PAGE_TOKENS, dtype=torch.bool).index_fill(0, slots, False)
-        assert bool(cache.keys.reshape(5 * PAGE_TOKENS, -1)[rest].isnan().all())
+        unwritten = torch.ones(5 * PAGE_TOKENS, dtype=torch.bool).index_fill(0, slots, False)
+        assert bool(cache.keys.reshape(5 * PAGE_TOKENS, -1)[unwritten].isnan().all())
 
     def test_another_layout_is_an_error(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
         config = configured()
@@ -168,7 +168,7 @@ class TestMethods:
                 torch.testing.assert_close(out[step.tokens(row)][dense_tokens(step, row) :], expected, **CLOSE)
 
     @pytest.mark.parametrize(
-        "method", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in SETTINGS]
+        "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SETTINGS]
     )
     def test_sparse_rows_are_the_reference_of_each_row_alone(self, built: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives.

@@ -81,11 +81,13 @@ def test_other_caches_count_what_they_are(as_on_hopper: None) -> None:
 
 
 def test_scales_are_read_anew(as_on_hopper: None) -> None:
-    """vLLM may load weights again, and with them scales."""
+    """Because vLLM may load weights again, and with them scales."""
     cache = compat.paged_cache(torch.zeros(2, 1, 16, 64, dtype=torch.uint8), 32)
     assert cache.keys.dtype == cache.values.dtype == FP8
-    one, other = (compat.with_scales(cache, layer) for layer in (scaled_layer(), scaled_layer(_v_scale_float=2.0)))
-    assert (one.score_scale, one.value_scale) == (Q_SCALE * K_SCALE, V_SCALE)
+    cache_of_layer, other = (
+        compat.with_scales(cache, layer) for layer in (scaled_layer(), scaled_layer(_v_scale_float=2.0))
+    )
+    assert (cache_of_layer.score_scale, cache_of_layer.value_scale) == (Q_SCALE * K_SCALE, V_SCALE)
     assert other.value_scale == 2.0
 
 

@@ -166,7 +166,7 @@ class TestMetadata:
     def test_decodes_beside_sparse_rows_may_be_as_long_as_drafts_get(
         self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """vLLM may deal out drafts on the device: the host's query lengths are then only right in sum."""
+        """Because vLLM may distribute drafts on the device: the host's query lengths are then only right in sum."""
         monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
         (run,) = builder.build(0, make_common([(40, 2), (40, 2), (100, 200)])).sparse.dense_runs
         assert run.metadata.max_query_len == 4

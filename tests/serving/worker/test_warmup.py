@@ -318,7 +318,7 @@ def test_the_trials_cache_lies_as_the_servers_will(order: tuple[int, ...]) -> No
 
 def test_pages_that_are_padded_to_those_of_other_layers_are_in_the_trial() -> None:
     spec = replace(make_spec(16), page_size_padded=3 * make_spec(16).page_size_bytes)
-    plain, padded = (compat.random_cache(one, 3, torch.device("cpu")) for one in (make_spec(16), spec))
+    plain, padded = (compat.random_cache(layout, 3, torch.device("cpu")) for layout in (make_spec(16), spec))
     assert padded.strides == (3 * plain.strides[0], *plain.strides[1:])
 
 
@@ -337,8 +337,8 @@ def test_a_layout_that_the_dense_backend_does_not_read_is_refused(monkeypatch: p
 
     of_kernels = {"LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"}  # tests/kernels/attention/test_engines.py
     assert set(layouts.__members__) <= of_kernels
-    own = SparsePrefillBackend.supported_kv_cache_layouts()
-    assert own == compat.DenseBackend.supported_kv_cache_layouts() == (layouts.LBHNC,)
+    supported = SparsePrefillBackend.supported_kv_cache_layouts()
+    assert supported == compat.DenseBackend.supported_kv_cache_layouts() == (layouts.LBHNC,)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
     with pytest.raises(ValueError, match=r"VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every .*valid layouts: .'LBHNC'"):
         resolve_kv_cache_layout(VllmConfig(), [["LBHNC"]])
