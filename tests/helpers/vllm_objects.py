@@ -14,7 +14,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_backend.plugin import register
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadata, SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
 from vllm_sparse_kernels.paged import PagedCache
 
 PAGE_TOKENS = 32
@@ -78,6 +80,13 @@ def make_builder(
     spec = layers[0].get_kv_cache_spec(config)
     cls = cls or layers[0].get_attn_backend().get_builder_cls()
     return cls(spec, [layer.layer_name for layer in layers], config, CPU)
+
+
+def recorder_of(builder: SparsePrefillMetadataBuilder) -> Recorder:
+    """The counts of the worker that a builder belongs to."""
+    worker = adopted_worker(builder.vllm_config)
+    assert worker is not None
+    return worker.recorder
 
 
 def make_common(

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.serving.worker.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_kernels.layer import Layer
 
 HAS_CUDA, CPU = torch.cuda.is_available(), torch.device("cpu")
@@ -41,8 +42,8 @@ def make_impls(
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
         impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
-        impl.levels, impl.stays_dense, impl.sinks = {}, False, None
+        impl.sinks = None
         served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
-        impl.adopt(layer, served, worker)
+        impl.adopt(layer, {DEFAULT: LayerLevel(served)}, worker)
         impls.append(impl)
     return impls

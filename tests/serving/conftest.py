@@ -61,13 +61,12 @@ def built(configured: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function: the level of each row, or its name → as if a runner were at a step that has them."""
-
     from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
     from vllm_sparse_backend.serving.worker import step_context
 
     def begin(rows: Sequence[str | RequestLevel]) -> None:
-        asked = [level if isinstance(level, RequestLevel) else RequestLevel(level) for level in rows]
-        levels = {str(i): level for i, level in enumerate(asked) if level != SERVER_LEVEL}
+        requests = [level if isinstance(level, RequestLevel) else RequestLevel(level) for level in rows]
+        levels = {str(i): level for i, level in enumerate(requests) if level != SERVER_LEVEL}
         step = step_context.Step(levels, {str(i): 1 for i in range(len(rows))})
         step.req_ids = lambda: [str(i) for i in range(len(rows))]
         monkeypatch.setattr(step_context.RunnerRequests, "step", step)
@@ -80,16 +79,16 @@ def lines() -> Iterator[list[str]]:
     """What the plugin logs. Once vLLM has set up logging, its logger does not pass lines on to pytest's own handler."""
     from vllm_sparse_backend.plugin import LOGGER
 
-    found: list[str] = []
+    messages: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            messages.append(record.getMessage())
 
     logger, handler = logging.getLogger(LOGGER), Handler()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield found
+    yield messages
     logger.setLevel(level)
     logger.removeHandler(handler)

@@ -31,7 +31,7 @@ import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.crossover_cases import entry, written
 from tests.helpers.folders import profile_file
 from tests.helpers.mixed_batches import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
-from tests.helpers.vllm_objects import make_builder, make_layers, make_step
+from tests.helpers.vllm_objects import make_builder, make_layers, make_step, recorder_of
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.plan import DEFAULT
@@ -42,7 +42,8 @@ from vllm_sparse_backend.serving.frontend import middleware
 from vllm_sparse_backend.serving.frontend.middleware import LevelsEndpoint, LevelsMiddleware
 from vllm_sparse_backend.serving.level_policy import choices
 from vllm_sparse_backend.serving.worker import step_context
-from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.worker.layer_adoption import LayerAdoption
+from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_kernels.attention import PORTABLE
 
 EXACT = Mark("exact", None, Salt("exact", 100))
@@ -198,7 +199,7 @@ class TestFront:
             made = make_layers(config, range(4))
             builder = make_builder(config, made)
             assert builder.sparse_layers == (() if server_value == 0 else (0, 1, 2, 3))
-            assert (made[0].impl.worker.reserve() is None) == (server_value == 0)
+            assert (made[0].impl.worker.reserve_memory() is None) == (server_value == 0)
             step = make_step(made[0], MIXED)
             metadata = builder.build(0, step.common)
             exact = torch.equal(step.forward(made[0], metadata), step.by_dense_backend(made[0], builder))
@@ -695,7 +696,7 @@ class TestRows:
                 if level == "exact" or (number == 0):
                     assert torch.equal(out[tokens], dense[tokens]), (number, row)
                     continue
-                groups = layer.impl.at(level).layer.groups
+                groups = layer.impl.levels[level].layer.groups
                 expected, _ = reference(step, row, groups, layer.impl.scale)
                 cut = dense_tokens(step, row)
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
@@ -716,7 +717,7 @@ class TestRows:
             assert getattr(metadata, "sparse", None) is None
             for layer in made:
                 assert torch.equal(step.forward(layer, metadata), step.by_dense_backend(layer, builder))
-        samples, _ = builder.recorder.samples()
+        samples, _ = recorder_of(builder).samples()
         counted = {tuple(labels[:2]): n for name, labels, n in samples if name == "rows"}
         assert counted["dense", Fallback.UNNAMED] >= 2 * len(SPARSE_ROWS)
         assert ("sparse", "") not in counted
@@ -762,13 +763,16 @@ class TestRows:
         (table := tmp_path / "crossover.json").write_text(written(*entries))
         config = configured(profile=profile_file(tmp_path, **LEVELS), crossover=str(table))
 
-        def make_ready(self: Any, impls: Any, engine: str) -> None:
-            for impl in impls:
-                name = type(impl.layer.groups[0].method).__name__
-                engine = replace(PORTABLE, name="flash" if name == "BlockSparse" else "portable")
-                impl.layer = replace(impl.layer, engine=engine)
+        def on_engine(level: LayerLevel) -> LayerLevel:
+            is_block_sparse = type(level.layer.groups[0].method).__name__ == "BlockSparse"
+            engine = replace(PORTABLE, name="flash" if is_block_sparse else "portable")
+            return replace(level, layer=replace(level.layer, engine=engine))
 
-        monkeypatch.setattr(SparsePrefillMetadataBuilder, "_make_ready", make_ready)
-        thresholds = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).thresholds
+        def make_ready(self: Any, impls: Any, worker: Any) -> None:
+            for impl in impls:
+                impl.levels = {name: on_engine(level) for name, level in impl.levels.items()}
+
+        monkeypatch.setattr(LayerAdoption, "_make_ready", make_ready)
+        thresholds = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).row_classifier.thresholds
         numbers = {level: (lengths.min_tokens, lengths.min_query_tokens) for level, lengths in thresholds.items()}
         assert numbers == {DEFAULT: (100, 10), "fast": (300, 30)}

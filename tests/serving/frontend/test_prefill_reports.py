@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
-from tests.helpers.vllm_objects import make_step
+from tests.helpers.vllm_objects import make_step, recorder_of
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.request_levels import Ticket
 from vllm_sparse_backend.serving.frontend import prefill_reports
@@ -66,7 +66,7 @@ class TestTally:
 
 
 def pairs(builder: Any) -> dict[str, float]:
-    samples, _ = builder.recorder.samples()
+    samples, _ = recorder_of(builder).samples()
     return {
         name: sum(n for name_of_sample, _, n in samples if name_of_sample == name)
         for name in ("kept_pairs", "causal_pairs")

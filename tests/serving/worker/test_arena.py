@@ -2,6 +2,7 @@
 """One arena for all layers of a worker: its size, who allocates it when, and rows that do not fit all at once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vllm_sparse_backend.serving.worker.arena import (
     largest_steps,
     rows_of,
 )
+from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.worker.step import Slab
 from vllm_sparse_kernels.layer import HeadGroup
 from vllm_sparse_kernels.methods import METHODS
@@ -164,8 +166,8 @@ class TestSize:
         assert [[row.query_len for row in step] for step in few] == [[1000], [512] * 2, [384] * 3]
         for limits in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):  # nothing ever goes sparse
             assert list(largest_steps(8192, 256, *limits)) == []
-        ((one,), *_) = largest_steps(8192, 256, 17_000, Thresholds(16_384, 1024))
-        assert one.query_len == 616  # no more positions are sparse
+        ((row,), *_) = largest_steps(8192, 256, 17_000, Thresholds(16_384, 1024))
+        assert row.query_len == 616  # no more positions are sparse
 
     def test_it_is_no_larger_than_its_share_of_the_device(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -173,7 +175,7 @@ class TestSize:
         monkeypatch.setattr(compat, "device_memory_bytes", lambda: 1 << 20)
         config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
         (layer,) = make_layers(config, [0])
-        assert len(layer.impl.join(config, CPU).reserve().arena.buffer) == 1 << 16
+        assert len(layer.impl.shared_worker(config, CPU).reserve_memory().arena.buffer) == 1 << 16
 
 
 class TestReservation:
@@ -185,11 +187,11 @@ class TestReservation:
         with torch.inference_mode():
             for layer in layers:
                 layer.impl.forward(layer, query, None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        memory = layers[0].impl.join(config, CPU).memory
+        memory = layers[0].impl.shared_worker(config, CPU).memory
         assert memory is not None
         assert not memory.arena.buffer.is_inference()
         assert all(layer.impl.worker.memory is memory for layer in layers)
-        assert make_builder(config, layers).memory is memory
+        assert make_builder(config, layers).room is memory.room
 
     @pytest.mark.parametrize(
         ("settings", "options"), [({"dense_layers": [9]}, {}), ({}, {"per_layer_sliding_window": 64})]
@@ -208,11 +210,18 @@ class TestReservation:
         layers = make_layers(config, [0, 1, 2, 3])
         part = make_config(make_model(tmp_path, num_hidden_layers=1), config.additional_config["sparse_prefill"])
         part.compilation_config.static_forward_context.update(config.compilation_config.static_forward_context)
-        arena = layers[3].impl.join(part, CPU).reserve()
+        memory = layers[3].impl.shared_worker(part, CPU).reserve_memory()
         builders = [make_builder(config, layers[:2]), make_builder(config, layers[2:])]
         assert [builder.sparse_layers for builder in builders] == [(0, 1), (2, 3)]
-        assert builders[0].memory is builders[1].memory is arena
-        assert builders[0].recorder is builders[1].recorder
+        assert builders[0].room is builders[1].room is memory.room
+        workers = [layer.impl.worker for layer in layers]
+        assert all(worker is workers[0] and worker.memory is memory for worker in workers)
+
+
+def use_room(builder: SparsePrefillMetadataBuilder, room: Room) -> None:
+    """Let a builder's rows share another arena."""
+    builder.room = room
+    builder.row_classifier = replace(builder.row_classifier, room=room)
 
 
 class TestForward:
@@ -222,14 +231,15 @@ class TestForward:
         """An A-shape's tiles know of no other: chunks of whole tiles select as the row does."""
         params = {"sink_tokens": 64, "local_tokens": 128}
         (layer,), builder = built(0, method="a_shape", params=params, check_index=True)
-        step, room = make_step(layer, self.LENGTHS), builder.memory.room
+        step, room = make_step(layer, self.LENGTHS), builder.room
         num_bytes = room.needed(rows_of([Row(0, 0, 128, 8000)]))
         outputs = []
         for memory in (
-            builder.memory,
+            layer.impl.worker.memory,
             Memory(Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), Room(room.layers, num_bytes)),
         ):
-            layer.impl.worker.memory = builder.memory = memory
+            layer.impl.worker.memory = memory
+            use_room(builder, memory.room)
             metadata = builder.build(0, step.common)
             outputs.append(step.forward(layer, metadata))
             assert memory.arena.overflows == memory.arena.used_bytes == 0
@@ -238,14 +248,16 @@ class TestForward:
         torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
     def test_a_row_without_room_is_dense_and_counted(self, built: Callable[..., Any]) -> None:
-        _, builder = built(0)
-        needed = builder.memory.room.needed(rows_of([Row(0, 0, 1, 2000)]))
-        builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed))
+        (layer,), builder = built(0)
+        needed = builder.room.needed(rows_of([Row(0, 0, 1, 2000)]))
+        use_room(builder, Room(builder.room.layers, needed))
         common = make_common([(1000, 300), (5000, 300)])
-        assert [row.kind.reason for row in builder._classify(0, common)] == [None, Fallback.NO_ROOM]
-        assert builder.recorder._counts == {}
+        rows = builder.row_classifier.classify(common, 0, max_decode_tokens=1)
+        assert [row.kind.reason for row in rows] == [None, Fallback.NO_ROOM]
+        recorder = layer.impl.worker.recorder
+        assert recorder._counts == {}
         builder.build(0, common)
-        assert builder.recorder._counts["rows", ("dense", "no_room", "default")] == 1
+        assert recorder._counts["rows", ("dense", "no_room", "default")] == 1
 
 
 def test_what_does_not_fit_comes_from_torch_and_is_counted_and_said_once(lines: list[str]) -> None:

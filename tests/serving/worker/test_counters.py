@@ -75,7 +75,7 @@ def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
     assert totals == {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": 4 * CAUSAL, "kept_pairs 1": 4 * CAUSAL}
 
 
-class TestOnItsWay:
+class TestPendingCounts:
     """A copy that takes its time, as from a device."""
 
     class Event:
@@ -86,14 +86,14 @@ class TestOnItsWay:
 
     @pytest.fixture
     def event(self, monkeypatch: pytest.MonkeyPatch) -> Event:
-        event, set_out = self.Event(), Recorder._set_out
+        event, start_copy = self.Event(), Recorder._start_copy
 
         def late(self: Recorder) -> None:
-            set_out(self)
-            assert self._on_its_way is not None
-            self._on_its_way.listed._event = event  # type: ignore[assignment]
+            start_copy(self)
+            assert self._pending is not None
+            self._pending.listed._event = event  # type: ignore[assignment]
 
-        monkeypatch.setattr(Recorder, "_set_out", late)
+        monkeypatch.setattr(Recorder, "_start_copy", late)
         return event
 
     def test_what_arrives_is_of_one_moment(self, event: Event) -> None:

@@ -51,8 +51,8 @@ def raises(out: torch.Tensor) -> None:
     raise RuntimeError("no kernel image\n is available")
 
 
-def table(*found: Engine) -> dict[str, Engine]:
-    return {engine.name: engine for engine in found}
+def table(*available: Engine) -> dict[str, Engine]:
+    return {engine.name: engine for engine in available}
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def table(*found: Engine) -> dict[str, Engine]:
     ],
 )
 def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | None) -> None:
-    found = failure(broken(change), BATCH, STRIPES, None, expected_attention(BATCH, STRIPES))
-    assert found is None if says is None else says in str(found)
+    reason = failure(broken(change), BATCH, STRIPES, None, expected_attention(BATCH, STRIPES))
+    assert reason is None if says is None else says in str(reason)
     options = AttendOptions.from_heads([-1.0, None], [False, True], CPU)  # with these nothing but NaN can be found
-    found = failure(broken(change), BATCH, BLOCKS, options, None)
-    assert found is None if says is None or "off" in says else says in str(found)
+    reason = failure(broken(change), BATCH, BLOCKS, options, None)
+    assert reason is None if says is None or "off" in says else says in str(reason)
 
 
 def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:
@@ -77,8 +77,8 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
     wrong = broken(lambda out: out.mul_(1.01), "hopper")
     picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
     options = AttendOptions.from_heads([-1.0, None], [False, False], CPU)
-    asked = [(BLOCKS, None), (STRIPES, None), (BLOCKS, options)]
-    chosen = [picker.pick(BATCH, *given) for given in asked]
+    cases = [(BLOCKS, None), (STRIPES, None), (BLOCKS, options)]
+    chosen = [picker.pick(BATCH, index, case_options) for index, case_options in cases]
     assert [engine.name for engine in chosen] == ["flash", "flash", "hopper"]
     others = EnginePicker(table=table(flash_engine(STAND_IN), PORTABLE))
     assert others.pick(BATCH, BLOCKS, options).name == "portable"
@@ -195,18 +195,18 @@ def test_tensor_parallel_ranks_take_the_same_engines(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("wanted", "says"),
     [
         ("hopper", "no engine is named 'hopper'; there are flash, portable"),
         ("flash", "flash: there is no FlashAttention for this device"),
         ("portable", "portable: its result in a trial holds NaN"),
     ],
 )
-def test_an_engine_that_is_asked_for_and_cannot_be_had(asked: str, says: str) -> None:
-    found = table(flash_engine(None), broken(lambda out: out.fill_(float("nan")), "portable"))
+def test_an_engine_that_is_asked_for_and_cannot_be_had(wanted: str, says: str) -> None:
+    available = table(flash_engine(None), broken(lambda out: out.fill_(float("nan")), "portable"))
     with pytest.raises(ConfigurationError) as error:
-        EnginePicker(asked, found).pick(BATCH, BLOCKS, None)
-    assert str(error.value).startswith(f"--additional-config sparse_prefill.engine: given '{asked}', but ")
+        EnginePicker(wanted, available).pick(BATCH, BLOCKS, None)
+    assert str(error.value).startswith(f"--additional-config sparse_prefill.engine: given '{wanted}', but ")
     assert says in str(error.value)
 
 

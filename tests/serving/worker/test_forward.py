@@ -12,7 +12,7 @@ import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.folders import profile_file
 from tests.helpers.masks import density_of, mask_of
 from tests.helpers.mixed_batches import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference, sparse_part
-from tests.helpers.vllm_objects import PAGE_TOKENS, make_builder, make_layers, make_step
+from tests.helpers.vllm_objects import PAGE_TOKENS, make_builder, make_layers, make_step, recorder_of
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import PagedCache
@@ -64,8 +64,8 @@ class TestCache:
         assert (cache.page_size, cache.num_kv_heads, cache.head_dim) == (PAGE_TOKENS, num_kv_heads, head_dim)
         assert torch.equal(cache.keys.reshape(-1, num_kv_heads, head_dim)[slots], key)
         assert torch.equal(cache.values.reshape(-1, num_kv_heads, head_dim)[slots], value)
-        rest = torch.ones(5 * PAGE_TOKENS, dtype=torch.bool).index_fill(0, slots, False)
-        assert bool(cache.keys.reshape(5 * PAGE_TOKENS, -1)[rest].isnan().all())
+        unwritten = torch.ones(5 * PAGE_TOKENS, dtype=torch.bool).index_fill(0, slots, False)
+        assert bool(cache.keys.reshape(5 * PAGE_TOKENS, -1)[unwritten].isnan().all())
 
     def test_another_layout_is_an_error(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
         config = configured()
@@ -132,7 +132,7 @@ class TestMethods:
                 torch.testing.assert_close(out[step.tokens(row)][dense_tokens(step, row) :], expected, **CLOSE)
 
     @pytest.mark.parametrize(
-        "method", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in SETTINGS]
+        "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SETTINGS]
     )
     def test_sparse_rows_are_the_reference_of_each_row_alone(self, built: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives.
@@ -158,7 +158,7 @@ class TestMethods:
         assert (min(density) == 1) if method in LEAVE_NOTHING_OUT else (min(density) < 0.8), density
         if method != "share_prefill":  # there a layer's heads look at those of the layers before
             assert torch.equal(first, second)
-        counted = {(name, *labels): count for name, labels, count in builder.recorder.samples()[0]}
+        counted = {(name, *labels): count for name, labels, count in recorder_of(builder).samples()[0]}
         spans = [(max(MIXED[row][0], MIN_TOKENS), sum(MIXED[row])) for row in SPARSE_ROWS]
         causal = layers[0].impl.num_heads * sum(sum(range(start + 1, end + 1)) for start, end in spans)
         assert counted["kept_pairs", "0", "default"] == kept

@@ -19,7 +19,7 @@ from vllm_sparse_backend.serving import compat, startup
 from vllm_sparse_backend.serving.worker.arena import rows_of
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
-from vllm_sparse_backend.serving.worker.warmup import in_turn
+from vllm_sparse_backend.serving.worker.warmup import consecutive_rows
 from vllm_sparse_kernels.paged import FP8
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatc
     positions = torch.arange(seq_len)
     written = torch.cat((rounded(k, K_SCALE), rounded(v, V_SCALE)), -1).view(torch.uint8)
     physical[table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS] = written
-    slab = Slab(rows_of(in_turn([(seq_len - query_len, query_len)]), table[None]))
+    slab = Slab(rows_of(consecutive_rows([(seq_len - query_len, query_len)]), table[None]))
     out = torch.full((query_len, heads, dim), float("nan"), dtype=torch.float16)
     impl = impls[0]
     metadata = SimpleNamespace(sparse=SparseStep(slabs=(slab,), dense_runs=()))
@@ -81,11 +81,13 @@ def test_other_caches_count_what_they_are(as_on_hopper: None) -> None:
 
 
 def test_scales_are_read_anew(as_on_hopper: None) -> None:
-    """vLLM may load weights again, and with them scales."""
+    """Because vLLM may load weights again, and with them scales."""
     cache = compat.paged_cache(torch.zeros(2, 1, 16, 64, dtype=torch.uint8), 32)
     assert cache.keys.dtype == cache.values.dtype == FP8
-    one, other = (compat.with_scales(cache, layer) for layer in (scaled_layer(), scaled_layer(_v_scale_float=2.0)))
-    assert (one.score_scale, one.value_scale) == (Q_SCALE * K_SCALE, V_SCALE)
+    cache_of_layer, other = (
+        compat.with_scales(cache, layer) for layer in (scaled_layer(), scaled_layer(_v_scale_float=2.0))
+    )
+    assert (cache_of_layer.score_scale, cache_of_layer.value_scale) == (Q_SCALE * K_SCALE, V_SCALE)
     assert other.value_scale == 2.0
 
 

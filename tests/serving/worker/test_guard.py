@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm.platforms import current_platform
 
 from tests.helpers.folders import profile_file
-from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step
+from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step, recorder_of
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import SHARE
@@ -46,7 +46,7 @@ def make_guard(**settings: Any) -> Guard:
 
 def told(guard: Guard) -> dict[str, float]:
     """What it tells of its place, by the metric's name."""
-    return {of: value for of, labels, value in guard.recorder.samples()[0] if labels == LABELS}
+    return {name: value for name, labels, value in guard.recorder.samples()[0] if labels == LABELS}
 
 
 def judge(guard: Guard, sparse: torch.Tensor, dense: torch.Tensor) -> None:
@@ -65,23 +65,23 @@ class TestWhatIsChecked:
     def test_chunks_of_prompts_cannot_fall_in_step_with_it(self) -> None:
         """Nor do layers with each other: each place of a period is met by each layer, and pairs of layers part."""
         guard = make_guard()
-        due = [guard.due(range(32), step) for step in range(2000)]
+        due = [guard.layers_due(range(32), step) for step in range(2000)]
         steps = {layer: [step for step, layers in enumerate(due) if layer in layers] for layer in range(32)}
-        for layer, found in steps.items():
-            places = Counter(step % 10 for step in found)
+        for layer, checked in steps.items():
+            places = Counter(step % 10 for step in checked)
             assert len(places) == 10, layer
             assert max(places.values()) < 45, layer
         assert sum(map(len, due)) == 32 * 200
         assert max(map(len, due)) <= 12
-        assert len({tuple(found) for found in steps.values()}) == 32
+        assert len({tuple(checked) for checked in steps.values()}) == 32
 
     def test_any_queries_of_any_row(self) -> None:
         rows = [Row(0, 7, 300, 50), Row(1, 307, 20, 400), Row(2, 400, 128, 0)]
         slabs = [Slab(rows_of(rows[:2])), Slab(rows_of(rows[2:]))]
-        found = Counter((tokens.start, tokens.stop) for tokens in (pick_queries(s, slabs) for s in range(500)))
+        picked = Counter((tokens.start, tokens.stop) for tokens in (pick_queries(s, slabs) for s in range(500)))
         # Where a row ends within a tile, the tile before lends it queries.
-        assert set(found) == {(7, 135), (135, 263), (179, 307), (307, 327), (400, 528)}
-        assert min(found.values()) > 70
+        assert set(picked) == {(7, 135), (135, 263), (179, 307), (307, 327), (400, 528)}
+        assert min(picked.values()) > 70
 
 
 class TestJudgement:
@@ -184,7 +184,7 @@ class TestNothingWaits:
             for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
         }
         start = 150 + 1 + 63
-        part = builder._part_of(make_common(MIXED, **on_device), slice(3, 4), slice(start + 30, start + 158))
+        part = builder._part_of_batch(make_common(MIXED, **on_device), slice(3, 4), slice(start + 30, start + 158))
         assert part.query_start_loc_cpu.tolist() == [0, 128]
         assert (part.num_actual_tokens, part.max_query_len, part.max_seq_len) == (128, 128, 159)
         assert part.seq_lens_cpu_upper_bound.tolist() == [159]
@@ -205,8 +205,8 @@ class TestNothingWaits:
         torch.cuda.synchronize()
         guard.judge_arrived()
         expected = float((sparse.double() - dense.double()).norm() / dense.double().norm())
-        found = [value for name, _, value in guard.recorder.samples()[0] if name == "guard_error"]
-        assert found == [pytest.approx(expected, rel=1e-3)] * 50
+        errors = [value for name, _, value in guard.recorder.samples()[0] if name == "guard_error"]
+        assert errors == [pytest.approx(expected, rel=1e-3)] * 50
 
 
 @needs_cpu_build
@@ -247,13 +247,14 @@ class TestForward:
         _, builder = built(0, **TINY, **COMMON, guard={"rate": 0.5})
         for lengths in ([(300, 1)], [(0, 100)], [(0, 400)], [(5, 1)], [(0, 400)]):
             builder.build(0, make_common(lengths))
-        assert builder.sparse_steps == {DEFAULT: 2}
+        assert builder.guard_schedule.sparse_steps == {DEFAULT: 2}
 
     def test_groups_of_layers_share_one(self, configured: Callable[..., Any]) -> None:
         config = configured(**TINY, **COMMON, guard={})
         layers = make_layers(config, [0, 1])
         builders = [make_builder(config, [layer]) for layer in layers]
-        assert builders[0].guard is builders[1].guard is layers[0].impl.worker.guard is layers[1].impl.worker.guard
+        guards = [builder.guard_schedule.guard for builder in builders] + [layer.impl.worker.guard for layer in layers]
+        assert all(guard is guards[0] for guard in guards)
 
 
 @needs_cpu_build
@@ -291,10 +292,10 @@ class TestRequestsWithTheirOwnP:
         first, alone = self.run(served, at_step, [self.HONEST, self.HONEST])
         assert [probe.level for probe in first.probes] == ["p"]
         for levels in ([self.STARVED, self.STARVED], [self.STARVED, self.HONEST]) * 3:
-            found, out = self.run(served, at_step, levels)
+            sparse, out = self.run(served, at_step, levels)
             starved = step.tokens(0)
             assert float((out - dense)[starved].norm() / dense[starved].norm()) > self.BOUND
-            assert {probe.run.rows.start for probe in found.probes} == ({1} if self.HONEST in levels else set())
+            assert {probe.run.rows.start for probe in sparse.probes} == ({1} if self.HONEST in levels else set())
         _, out = self.run(served, at_step, [self.HONEST, self.HONEST])
         assert guard.held == frozenset()
         assert torch.equal(out, alone)
@@ -304,8 +305,8 @@ class TestRequestsWithTheirOwnP:
     def test_what_honest_requests_lose_turns_a_layer_dense_for_all_of_them(self, served: Any, at_step: Any) -> None:
         layer, builder, step = served
         self.run(served, at_step, [self.HONEST, self.STARVED])
-        found, out = self.run(served, at_step, [self.STARVED, self.HONEST])
-        assert found.held == {(0, "p")}
+        sparse, out = self.run(served, at_step, [self.STARVED, self.HONEST])
+        assert sparse.held == {(0, "p")}
         assert torch.equal(out, step.by_dense_backend(layer, builder))
 
     def test_the_largest_p_of_any_head_decides(self, configured: Callable[..., Any], tmp_path: Path) -> None:
@@ -313,7 +314,7 @@ class TestRequestsWithTheirOwnP:
         heads = {0: by_mass | {"kept_mass": 0.8}, 1: by_mass | {"kept_mass": 0.95}}
         profile = profile_file(tmp_path, default={"method": "a_shape"}, layers={0: {"heads": heads}})
         config = configured(profile=profile, **COMMON, guard={})
-        assert make_builder(config, make_layers(config, [0])).judged_share == 0.95
+        assert make_builder(config, make_layers(config, [0])).guard_schedule.judged_share == 0.95
 
 
 @needs_cpu_build
@@ -355,8 +356,8 @@ class TestLevels:
                 tokens = step.tokens(row)
                 assert torch.equal(out[tokens], (dense if level in held else sparse)[tokens])
             for probe in metadata.sparse.probes:
-                ((found, exact),) = (both for place, *both in seen if place == (0, probe.level))
-                assert torch.equal(found, sparse[probe.run.tokens])
+                ((checked, exact),) = (outputs for place, *outputs in seen if place == (0, probe.level))
+                assert torch.equal(checked, sparse[probe.run.tokens])
                 torch.testing.assert_close(exact, dense[probe.run.tokens], rtol=0, atol=2e-6)
 
     def test_rows_and_pairs_of_what_is_held_count_as_dense(self, served: Any, at_step: Any) -> None:
@@ -365,7 +366,7 @@ class TestLevels:
 
         def counts(held: set[Any]) -> dict[Any, float]:
             def now() -> dict[Any, float]:
-                samples, _ = builder.recorder.samples()
+                samples, _ = recorder_of(builder).samples()
                 return {(name, *labels): n for name, labels, n in samples if name in ("rows", "tiles", "causal_pairs")}
 
             before, layers[0].impl.worker.guard.held = now(), frozenset(held)

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.crossover_cases import entry, written
-from tests.helpers.vllm_objects import make_common
+from tests.helpers.vllm_objects import make_common, recorder_of
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, RowKind
 from vllm_sparse_backend.serving.worker.counters import DECODE, DENSE, SPARSE
 from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.worker.row_classifier import RowClassifier
 
 MIN_TOKENS, MIN_QUERY_TOKENS = 100, 20
 DECODES, SPARSES = DECODE_ROW, RowKind(SPARSE)
@@ -37,7 +38,10 @@ def builder(built: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
 def kinds(
     builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]], common_prefix_len: int = 0, **changes: Any
 ) -> list[RowKind]:
-    return [row.kind for row in builder._classify(common_prefix_len, make_common(lengths, **changes))]
+    rows = builder.row_classifier.classify(
+        make_common(lengths, **changes), common_prefix_len, builder.reorder_batch_threshold
+    )
+    return [row.kind for row in rows]
 
 
 class TestClassification:
@@ -102,9 +106,10 @@ class TestClassification:
     def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
         """The upper bound alone decides; without it, and off the CPU, nothing could."""
         common = make_common([(0, 200)], seq_lens=torch.zeros(1, dtype=torch.int32, device="meta"))
-        assert [row.kind for row in builder._classify(0, common)] == [SPARSES]
+        classifier = builder.row_classifier
+        assert [row.kind for row in classifier.classify(common, 0, max_decode_tokens=1)] == [SPARSES]
         with pytest.raises(RuntimeError, match="no sequence lengths on the host"):
-            builder._classify(0, dataclasses.replace(common, seq_lens_cpu_upper_bound=None))
+            classifier.classify(dataclasses.replace(common, seq_lens_cpu_upper_bound=None), 0, max_decode_tokens=1)
 
 
 class TestMetadata:
@@ -123,10 +128,10 @@ class TestMetadata:
     def test_decodes_alone_are_counted_and_not_looked_at(
         self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]]
     ) -> None:
-        monkeypatch.setattr(SparsePrefillMetadataBuilder, "_classify", None)
+        monkeypatch.setattr(RowClassifier, "classify", None)
         common = make_common(lengths)
         assert type(builder.build(0, common)) is compat.DenseMetadata
-        assert builder.recorder.samples()[0] == [("rows", [DECODE, "", ""], sum(q for _, q in lengths))]
+        assert recorder_of(builder).samples()[0] == [("rows", [DECODE, "", ""], sum(q for _, q in lengths))]
 
     @pytest.mark.full
     @given(lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=12))
@@ -150,7 +155,7 @@ class TestMetadata:
         common = make_common(self.LENGTHS, positions=torch.arange(343), mm_req_doc_ranges={4: [(3, 9)]})
         common._token_to_req_indices_cache = torch.zeros(343, dtype=torch.int32)
         common.compute_num_computed_tokens()
-        part = builder._part_of(common, slice(4, 5), slice(202, 232))
+        part = builder._part_of_batch(common, slice(4, 5), slice(202, 232))
         for name in ("positions", "mm_req_doc_ranges", "_token_to_req_indices_cache", "_num_computed_tokens_cache"):
             assert getattr(common, name) is not None
             assert getattr(part, name) is None
@@ -161,7 +166,7 @@ class TestMetadata:
     def test_decodes_beside_sparse_rows_may_be_as_long_as_drafts_get(
         self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """vLLM may deal out drafts on the device: the host's query lengths are then only right in sum."""
+        """Because vLLM may distribute drafts on the device: the host's query lengths are then only right in sum."""
         monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
         (run,) = builder.build(0, make_common([(40, 2), (40, 2), (100, 200)])).sparse.dense_runs
         assert run.metadata.max_query_len == 4

@@ -19,6 +19,7 @@ from tests.helpers.vllm_objects import (
     make_layers,
     make_model,
     make_step,
+    recorder_of,
 )
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
@@ -55,8 +56,8 @@ class TestGroups:
         for rows in ([(0, 200), (50, 1)], [(200, 90), (0, 40)]):
             builder.build(0, make_common(rows))
         causal, near = (sum(min(i + 1, w) for n in (290, 40) for i in range(n)) for w in (290, 64))
-        found = {name: value for name, _, value in builder.recorder.samples()[0]}
-        assert found["prefill_pairs"] == 4 * 2 * (causal + near)
+        counts = {name: value for name, _, value in recorder_of(builder).samples()[0]}
+        assert counts["prefill_pairs"] == 4 * 2 * (causal + near)
 
     def test_windowed_layers_have_a_builder_that_passes_everything_on(self, config: Any, lines: list[str]) -> None:
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
@@ -106,8 +107,8 @@ class TestGroups:
         monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", batched)
         monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", threshold)
         make_builder(config, make_layers(config, [0]))
-        told = [line for line in lines if "new tokens of a request at most" in line]
-        assert [f"a step has {chunk} new tokens" in line for line in told] == [True] * (chunk is not None)
+        warnings = [line for line in lines if "new tokens of a request at most" in line]
+        assert [f"a step has {chunk} new tokens" in line for line in warnings] == [True] * (chunk is not None)
 
     def test_each_rank_takes_its_own_heads_and_the_first_tells_the_plan(
         self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
@@ -130,13 +131,13 @@ class TestGroups:
 class TestDrafts:
     def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, config: Any) -> None:
         """Past the model's own numbers (EAGLE), or with the same numbers under another name (a model of its own)."""
-        own = make_layers(config, range(4))
+        served = make_layers(config, range(4))
         names = layer_name(4), "draft_model.model.layers.0.self_attn.attn"
         drafts = [vllm_objects.make_layer(config, name) for name in names]
-        builders = make_builder(config, own + drafts), make_builder(config, drafts)
+        builders = make_builder(config, served + drafts), make_builder(config, drafts)
         assert builders[0].sparse_layers == (0, 1, 2, 3)
         assert stays_dense(builders[1])
-        assert [not layer.impl.is_adopted for layer in own + drafts] == [False] * 4 + [True] * 2
+        assert [not layer.impl.is_adopted for layer in served + drafts] == [False] * 4 + [True] * 2
 
     def test_a_drafts_builder_with_the_drafts_configuration(self, config: Any, tmp_path: Any) -> None:
         """Whose shape no profile of the served model would fit."""
@@ -154,8 +155,8 @@ class TestDrafts:
         vllm_objects.make_layer(config, "mtp.layers.0.self_attn.attn")
         vllm_objects.make_layer(config, "model.layers.2.block.1.attn")  # two numbers: none that the plan could mean
         monkeypatch.setattr(type(config.model_config), "get_layers_start_end_indices", lambda *_: (2, 4))
-        found = model_layers(config)
-        assert {name: layer.number for name, layer in found.items()} == {layer_name(2): 2, layer_name(3): 3}
+        layers = model_layers(config)
+        assert {name: layer.number for name, layer in layers.items()} == {layer_name(2): 2, layer_name(3): 3}
 
 
 class TestDerived:
@@ -202,13 +203,13 @@ class TestDerived:
 class TestCounting:
     @staticmethod
     def rows(builder: SparsePrefillMetadataBuilder) -> dict[str, float]:
-        samples, _ = builder.recorder.samples()
+        samples, _ = recorder_of(builder).samples()
         return {" ".join(labels[:2]).strip(): count for name, labels, count in samples if name == "rows"}
 
     def test_rows_count_once_however_many_groups_see_them(self, config: Any) -> None:
         groups = [make_layers(config, [0], per_layer_sliding_window=64), *(make_layers(config, [i]) for i in (1, 2, 3))]
         builders = [make_builder(config, layers) for layers in groups]
-        assert len({id(builder.recorder) for builder in builders[1:]}) == 1
+        assert len({id(recorder_of(builder)) for builder in builders[1:]}) == 1
         common = make_common([(50, 1), (60, 1), (0, 200), (0, 30), (0, 0)])
         for builder in builders:
             builder.build(0, common)
@@ -231,7 +232,7 @@ class TestCounting:
         wrapper = WorkerWrapperBase()
         wrapper.worker = SimpleNamespace(vllm_config=builder.vllm_config, **{call: run})
         assert run_method(wrapper, call, (1,), {"two": 2}) == ((1,), {"two": 2})
-        assert builder.recorder.samples() == ([], False)
+        assert recorder_of(builder).samples() == ([], False)
         run()
         assert self.rows(builder) == {"decode": 1, "sparse": 1}
 
@@ -248,8 +249,8 @@ class TestCounting:
             builder = make_builder(config, layers)
             step = make_step(layer, [(50, 1), (0, 200)])
             step.forward(layer, builder.build(0, step.common))
-            told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
-            samples = {(name, *labels): value for name, labels, value in told}
+            answer = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))
+            samples = {(name, *labels): value for name, labels, value in answer["samples"]}
             assert {name for name, *_ in samples} <= set(METRICS)
             reserved = layer.impl.worker.memory.room.num_bytes
             assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == reserved
@@ -259,5 +260,5 @@ class TestCounting:
             assert not {("tiles", str(1 - stage), DEFAULT), ("layers", "dense")} & {*samples}
 
     def test_a_worker_without_such_layers_has_little_to_tell(self, configured: Configure) -> None:
-        told = worker_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0))
-        assert {name for name, *_ in told["samples"]} == {"compilations"}
+        answer = worker_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0))
+        assert {name for name, *_ in answer["samples"]} == {"compilations"}

@@ -26,8 +26,8 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.step import own_block_table
-from vllm_sparse_backend.serving.worker.warmup import in_turn, warm_up
+from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
+from vllm_sparse_backend.serving.worker.warmup import consecutive_rows, warm_up
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import Engine, FlashAttention
 from vllm_sparse_kernels.attention.portable import engine as portable
@@ -104,7 +104,9 @@ def run_steps(
         query = query.contiguous().to(FP8) if in_fp8 else query
         num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
-        for slab in memory.room.slabs(in_turn(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
+        for slab in memory.room.slabs(
+            consecutive_rows(lengths), copy_block_table_rows(table, list(range(1, len(lengths) + 1)))
+        ):
             for impl in impls:
                 with arena.frame():
                     out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
@@ -282,7 +284,7 @@ def test_the_trials_cache_lies_as_the_servers_will(order: tuple[int, ...]) -> No
 
 def test_pages_that_are_padded_to_those_of_other_layers_are_in_the_trial() -> None:
     spec = replace(make_spec(16), page_size_padded=3 * make_spec(16).page_size_bytes)
-    plain, padded = (compat.random_cache(one, 3, torch.device("cpu")) for one in (make_spec(16), spec))
+    plain, padded = (compat.random_cache(layout, 3, torch.device("cpu")) for layout in (make_spec(16), spec))
     assert padded.strides == (3 * plain.strides[0], *plain.strides[1:])
 
 
@@ -301,8 +303,8 @@ def test_a_layout_that_the_dense_backend_does_not_read_is_refused(monkeypatch: p
 
     of_kernels = {"LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"}  # tests/kernels/attention/test_engines.py
     assert set(layouts.__members__) <= of_kernels
-    own = SparsePrefillBackend.supported_kv_cache_layouts()
-    assert own == compat.DenseBackend.supported_kv_cache_layouts() == (layouts.LBHNC,)
+    supported = SparsePrefillBackend.supported_kv_cache_layouts()
+    assert supported == compat.DenseBackend.supported_kv_cache_layouts() == (layouts.LBHNC,)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
     with pytest.raises(ValueError, match=r"VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every .*valid layouts: .'LBHNC'"):
         resolve_kv_cache_layout(VllmConfig(), [["LBHNC"]])

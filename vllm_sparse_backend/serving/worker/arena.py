@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of selection and attention: one arena per worker, which its layers use one after the other.
 
-It is sized on the host, from the configuration alone, and allocated in vLLM's profile run, so that vLLM counts it
-before it sizes the cache. It holds any row that the scheduler can hand over, and as many rows at once as half a GiB
-takes; steps with more rows run in several slabs, each of which selects and attends on its own. A row whose selection
-alone is larger than the arena is cut into chunks, as the scheduler would have done with a smaller budget; only where
-single tiles of it do not fit does it run dense. How a row is cut depends on that row alone. What a row takes is
-computed for every row of every step, as it need not grow with the row's length.
+The arena is sized on the host, from the configuration, and allocated in vLLM's profile run, so that vLLM counts it
+before it sizes the KV cache. It holds any row that the scheduler can form, and as many rows at once as half a GiB
+takes. Steps with more rows run in several slabs, each of which selects and attends by itself. A row whose selection is
+larger than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if
+single tiles of it do not fit. How a row is cut depends on no other row. The memory of a row is computed for every row
+of every step, because it need not grow with the row's length.
 """
 
 import logging
@@ -36,32 +36,45 @@ from vllm_sparse_kernels.rows import ceil_div
 logger = logging.getLogger(LOGGER)
 
 SEVERAL_ROWS_BYTES = 512 << 20
-"""Up to here the arena grows for steps of several rows, past what the longest row alone needs."""
+"""Size in bytes up to which the arena grows for steps of several rows, past what the longest row needs."""
 
 SLACK = 1.01
-"""A row that is shorter by a tile may need a little more than the longest, as methods share out room for stripes among
-tiles."""
+"""Factor on the arena's size. A row that is shorter by a tile may need slightly more than the longest row, because
+methods distribute room for stripes among tiles."""
 
 KNOWN_LENGTHS = 1 << 14
-"""Rows, by their lengths, of which it is remembered whether they fit alone."""
+"""Number of row lengths for which it is cached whether a row fits by itself."""
 
 DEVICE_SHARE = 1 / 16
-"""Of the device's memory: the arena is never larger."""
+"""Maximum size of the arena, as a share of the device's memory."""
 
 
 class Arena(Workspace):
-    """A workspace that asks torch for what does not fit, says so once, and counts it, rather than ending the server."""
+    """A workspace that allocates with torch what does not fit, and logs the first such tensor.
+
+    Attributes:
+        overflows: Number of tensors that did not fit.
+    """
 
     overflows = 0
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return an uninitialised tensor in the arena; outside of it if it does not fit, which must not end a server.
+
+        Args:
+            *shape: Shape of the tensor.
+            dtype: Its dtype.
+
+        Returns:
+            The tensor, on the arena's device.
+        """
         try:
             return super().empty(*shape, dtype=dtype)
         except MemoryError as error:
             if self.overflows == 0:
                 logger.warning(
                     "sparse-prefill: a tensor did not fit into the arena and took other memory (%s); please report it "
-                    "with the plan that the log shows at start-up (said once)", error,
+                    "with the plan that the log shows at start-up (logged once)", error,
                 )  # fmt: skip
             self.overflows += 1
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -69,11 +82,15 @@ class Arena(Workspace):
 
 @dataclass(frozen=True)
 class LayerNeed:
-    """What one layer of the plan takes of the arena."""
+    """The arena memory that one layer of the plan takes.
+
+    Attributes:
+        groups: Groups of heads of the layer.
+        shape: Heads, dimensions and element size of the layer.
+    """
 
     groups: LayerPlan
     shape: LayerShape
-    """The most that a step has: each token may have a log-sum-exp, whether it belongs to a sparse row or not."""
 
     @staticmethod
     def of(
@@ -84,7 +101,19 @@ class LayerNeed:
         device: torch.device,
         engine: str = AUTO,
     ) -> "LayerNeed":
-        """``engine``: name of the attention engine that the operator asks for."""
+        """Return the need of a layer with this plan.
+
+        Args:
+            groups: Groups of heads of the layer.
+            num_kv_heads: Number of key-value heads on this rank.
+            head_dim: Dimension of the heads.
+            element_bytes: Size in bytes of an element of queries and outputs.
+            device: Where the layer runs.
+            engine: Name of the attention engine in the settings, or ``auto``. It decides the width of index blocks.
+
+        Returns:
+            The need.
+        """
         methods = methods_by_head(groups)
         num_heads, block_tokens = len(methods), index_block_tokens(methods, head_dim, device, engine)
         shape = LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes)
@@ -92,7 +121,7 @@ class LayerNeed:
 
     @cached_property
     def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
-        """How many heads have methods that take as much room."""
+        """Methods that differ in the memory they take, each with the number of its heads."""
         heads: dict[Method, int] = {}
         for group in self.groups:
             heads[group.method.size_key] = heads.get(group.method.size_key, 0) + len(group.heads)
@@ -100,11 +129,20 @@ class LayerNeed:
 
     @cached_property
     def int8_scores(self) -> bool:
-        """Whether any head asks for 8-bit scores."""
+        """Whether the method of any head uses 8-bit scores."""
         return any(method.int8_scores for method in methods_by_head(self.groups))
 
     def num_bytes(self, rows: Rows) -> int:
-        """The index, and on top of it the largest of what selecting any group and attending take."""
+        """Return the memory that the layer takes for these rows.
+
+        The index stays during the whole step. Selection of each group of heads, and attention, run one after the other.
+
+        Args:
+            rows: The rows of a slab.
+
+        Returns:
+            Number of bytes.
+        """
         shape = self.shape
         stripes = [(stripes_of(method, rows), num_heads) for method, num_heads in self.heads_of_methods]
         stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
@@ -115,7 +153,7 @@ class LayerNeed:
         return index + max(select, attend)
 
     def _select_bytes(self, rows: Rows, method: Method, num_heads: int) -> int:
-        """At least what selecting so many heads takes of a workspace."""
+        """Return an upper bound, in bytes, of the workspace that selection for heads of one method takes."""
         return rows.once(
             (method, num_heads, self.shape),
             lambda: method.workspace_bytes(rows, self.shape, num_heads, stripes_of(method, rows).capacity),
@@ -124,20 +162,42 @@ class LayerNeed:
 
 @dataclass(frozen=True)
 class Row:
-    """A sparse row, or a part of one: where its queries begin in q, and its new and its cached tokens."""
+    """A sparse row, or a part of a sparse row.
 
-    number: int  # in the block table that ``Room.slabs`` is given
+    Attributes:
+        number: Its row in the block table that ``Room.slabs`` gets.
+        token: Position of its first query among the queries of the step.
+        query_len: Number of new tokens.
+        context_len: Number of tokens before them.
+    """
+
+    number: int
     token: int
     query_len: int
     context_len: int
 
     @staticmethod
     def sparse_of(row: BatchRow, number: int) -> "Row":
-        """What the dense backend leaves of a batch's row."""
+        """Return the tokens of a batch's row that the dense backend does not take.
+
+        Args:
+            row: The row of the batch.
+            number: Its row in the block table of the sparse rows.
+
+        Returns:
+            The sparse part of the row.
+        """
         return Row(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
 
     def chunks(self, query_tokens: int) -> list["Row"]:
-        """The row as chunks of ``query_tokens``, the last one maybe shorter."""
+        """Cut the row into chunks.
+
+        Args:
+            query_tokens: Number of new tokens of each chunk. The last chunk may be shorter.
+
+        Returns:
+            The chunks in order.
+        """
         starts = range(0, self.query_len, query_tokens)
         return [
             Row(self.number, self.token + i, min(query_tokens, self.query_len - i), self.context_len + i)
@@ -146,11 +206,11 @@ class Row:
 
 
 class Room:
-    """What the layers of a worker need for given rows, and how rows are dealt out where not all of them fit at once.
+    """Deals out rows into slabs that fit into the arena.
 
     Args:
-        layers: What each layer needs.
-        num_bytes: Of the arena.
+        layers: Need of each layer. Equal ones count once.
+        num_bytes: Size of the arena in bytes.
     """
 
     def __init__(self, layers: Sequence[LayerNeed], num_bytes: int) -> None:
@@ -159,25 +219,41 @@ class Room:
         self._fits_alone = lru_cache(maxsize=KNOWN_LENGTHS)(self._row_fits_alone)
 
     def needed(self, rows: Rows) -> int:
-        """Bytes of the arena that the most demanding layer takes for these rows."""
+        """Return the memory that the most demanding layer takes for these rows.
+
+        Args:
+            rows: The rows of a slab.
+
+        Returns:
+            Number of bytes.
+        """
         return max(layer.num_bytes(rows) for layer in self.layers)
 
     def fits(self, row: Row) -> bool:
-        """Whether the row has room, whole or in chunks."""
+        """Return whether the row fits into the arena, whole or in chunks.
+
+        Args:
+            row: A sparse row.
+
+        Returns:
+            Whether it fits.
+        """
         return all(self._fits_alone(chunk.query_len, chunk.context_len) for chunk in self.chunks(row))
 
     def slabs(
         self, rows: Sequence[Row], block_table: torch.Tensor, request: RequestLevel = SERVER_LEVEL
     ) -> tuple[Slab, ...]:
-        """All rows, in order, in as few slabs as have room.
+        """Deal out rows into as few slabs as fit into the arena.
 
-        A row is cut into chunks by itself, whatever it runs beside: what it keeps is then bitwise the same in any
-        batch.
+        How a row is cut into chunks does not depend on the other rows, so that it keeps bitwise the same in any batch.
 
         Args:
-            rows: Each must have room (``fits``).
-            block_table: [num_rows, max_pages], the pages of the rows by their number.
-            request: the level of all these rows.
+            rows: Rows that fit (``fits``), at least one.
+            block_table: [num_rows, max_pages] int32, pages of the rows by their number.
+            request: Level of all these rows.
+
+        Returns:
+            Slabs with all rows, in order.
         """
         chunks = [chunk for row in rows for chunk in self.chunks(row)]
         if len(chunks) == len(rows):
@@ -194,9 +270,13 @@ class Room:
         return tuple(Slab(rows_of(part, block_table), request) for part in packed)
 
     def chunks(self, row: Row) -> list[Row]:
-        """The row itself, or as few chunks of it, of equal size, as fit, each alone. Depends on nothing else.
+        """Cut a row into as few chunks of equal size as fit into the arena, one at a time.
 
-        Chunks of one tile are the smallest: whether these fit is for ``fits`` to say.
+        Args:
+            row: A sparse row.
+
+        Returns:
+            The chunks; the row itself if it fits. Chunks of one tile are the smallest, and may not fit (``fits``).
         """
         num_tiles = ceil_div(row.query_len, TILE_TOKENS)
         while True:
@@ -213,7 +293,15 @@ class Room:
 
 
 def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
-    """Rows with consecutive numbers as kernels take them; without a block table only to reckon with."""
+    """Convert rows to the form that kernels take.
+
+    Args:
+        rows: Rows with consecutive numbers, at least one.
+        block_table: [num_rows, max_pages] int32, pages by a row's number; None if only sizes are computed.
+
+    Returns:
+        The rows.
+    """
     if block_table is None:
         block_table = torch.empty(len(rows), 0, dtype=torch.int32)
     else:
@@ -227,18 +315,18 @@ def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Row
 
 
 def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[Row]:
-    """The row that the scheduler can form with most new and cached tokens, and the one that begins a token earlier.
+    """Return the two rows of which a method takes most memory: no other row takes more, up to ``SLACK``.
 
-    A method that groups tiles by absolute position (AnchorAttention) has a group more in the latter. Of any other row
-    no method takes more than of these two, but for ``SLACK``.
+    These are the row with the most new and cached tokens, and the row that begins a token earlier. A method that groups
+    tiles by absolute position (AnchorAttention) has one more group in the latter.
 
     Args:
-        max_tokens: Of a step.
-        max_len: Of a request.
-        thresholds: The least of any level.
+        max_tokens: Maximum number of new tokens of a step.
+        max_len: Maximum number of tokens of a request.
+        thresholds: The lowest thresholds of any level.
 
     Returns:
-        The rows; none where nothing ever goes sparse.
+        The rows; empty if no row ever goes sparse.
     """
     if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
         return []
@@ -248,9 +336,16 @@ def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[
 
 
 def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> Iterator[list[Row]]:
-    """Steps that the scheduler can form, each of rows as long as can be: of one row, of two, of four and so on.
+    """Yield the largest steps that the scheduler can form, with one row, two rows, four rows and so on.
 
-    ``max_tokens`` and ``max_rows``: of a step; ``max_len``: of a request.
+    Args:
+        max_tokens: Maximum number of new tokens of a step.
+        max_rows: Maximum number of rows of a step.
+        max_len: Maximum number of tokens of a request.
+        thresholds: The lowest thresholds of any level.
+
+    Yields:
+        The rows of each step, as long as they can be; nothing if no row ever goes sparse.
     """
     rows = longest_rows(max_tokens, max_len, thresholds)
     if not rows:
@@ -259,7 +354,7 @@ def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thre
     most_rows = max(min(max_rows, max_tokens // max(thresholds.min_query_tokens, 1)), 1)
     num_rows = 1
     while True:
-        # Rows that end within a tile have more tiles together than one that is as long as all of them.
+        # Several rows that end within a tile have more tiles in total than a single row of the same number of tokens.
         query_len = min(ceil_div(max_tokens // num_rows, TILE_TOKENS) * TILE_TOKENS, longest)
         yield [Row(i, i * query_len, query_len, max_len - query_len) for i in range(num_rows)]
         if num_rows == most_rows:
@@ -268,34 +363,36 @@ def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thre
 
 
 class ArenaSize(NamedTuple):
-    """Bytes of an arena on a device that does not limit it, and what they are for."""
+    """Bytes that an arena needs on a device that does not limit it.
+
+    Attributes:
+        longest_row: Bytes for the most demanding row.
+        largest_step: Bytes for the most demanding step in a single slab.
+    """
 
     longest_row: int
-    """What the most demanding row takes alone."""
-
     largest_step: int
-    """What the most demanding step takes at a time."""
 
     @property
     def num_bytes(self) -> int:
-        """Enough for any row alone, and for several at once up to ``SEVERAL_ROWS_BYTES``."""
+        """Size for any single row, and for several rows at once up to ``SEVERAL_ROWS_BYTES``."""
         return int(max(self.longest_row, min(self.largest_step, SEVERAL_ROWS_BYTES)) * SLACK)
 
     @staticmethod
     def of(
         layers: Sequence[LayerNeed], max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds
     ) -> "ArenaSize | None":
-        """The size for a server's layers and limits.
+        """Return the size for a server's layers and limits.
 
         Args:
-            layers: What each distinct layer needs.
-            max_tokens: Of a step.
-            max_rows: Of a step.
-            max_len: Of a request.
-            thresholds: The least of any level.
+            layers: Need of each distinct layer.
+            max_tokens: Maximum number of new tokens of a step.
+            max_rows: Maximum number of rows of a step.
+            max_len: Maximum number of tokens of a request.
+            thresholds: The lowest thresholds of any level.
 
         Returns:
-            The size; None if nothing will ever go sparse.
+            The size; None if no row ever goes sparse.
         """
 
         def needed(rows: Sequence[Row]) -> int:
@@ -310,26 +407,46 @@ class ArenaSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """A worker's arena, and what has room in it."""
+    """A worker's arena.
+
+    Attributes:
+        arena: The arena.
+        room: Deals out rows into slabs that fit into it.
+    """
 
     arena: Arena
     room: Room
 
     @staticmethod
     def reserve(vllm_config: VllmConfig, resolved: Resolved, device: torch.device, rank: int = 0) -> "Memory | None":
-        """Allocate this worker's arena; None if nothing will ever go sparse here."""
-        scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
-        most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-        layers = _needs(vllm_config, resolved, device)
-        size = ArenaSize.of(layers, *most, max_len, resolved.earliest_thresholds())
+        """Allocate this worker's arena.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            resolved: The settings.
+            device: Where the arena lies.
+            rank: Tensor-parallel rank; the first rank logs the size.
+
+        Returns:
+            The arena; None if no row ever goes sparse on this worker.
+        """
+        scheduler = vllm_config.scheduler_config
+        layers = _layer_needs(vllm_config, resolved, device)
+        size = ArenaSize.of(
+            layers,
+            max_tokens=scheduler.max_num_batched_tokens,
+            max_rows=scheduler.max_num_seqs,
+            max_len=vllm_config.model_config.max_model_len,
+            thresholds=resolved.earliest_thresholds(),
+        )
         if size is None:
             return None
         num_bytes = min(size.num_bytes, int(compat.device_memory_bytes() * DEVICE_SHARE))
-        # In inference mode, as in the profile run, it would be a tensor that nothing outside may write to.
+        # In inference mode, as in the profile run, it would be a tensor that nothing outside of it may write to.
         with torch.inference_mode(False):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             if device.type == "cpu":
-                buffer.zero_()  # a host would take its pages one by one, while serving
+                buffer.zero_()  # else the host would map its pages one by one while serving
         if rank == 0:
             logger.info(
                 "sparse-prefill: an arena of %d MiB for selection and attention; the longest row takes %d, the largest "
@@ -338,8 +455,8 @@ class Memory:
         return Memory(Arena(device, buffer), Room(layers, num_bytes))
 
 
-def _needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) -> tuple[LayerNeed, ...]:
-    """What each distinct layer of this worker's part of the plans takes."""
+def _layer_needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) -> tuple[LayerNeed, ...]:
+    """Return the need of each distinct layer of this worker at any level."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_dim, engine = resolved.plan.shape.head_dim, resolved.config.engine
     if widest_block(head_dim, shared_bytes(device)) is None:

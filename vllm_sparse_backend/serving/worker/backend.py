@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend that ``--attention-backend sparse-prefill`` selects: vLLM's own, with our metadata builder and impl."""
+"""The backend that ``--attention-backend sparse-prefill`` selects: vLLM's dense backend with our builder and impl."""
 
 from typing import TYPE_CHECKING
 
@@ -11,35 +11,66 @@ if TYPE_CHECKING:
 
 
 class SparsePrefillBackend(DenseBackend):
-    """Everything that vLLM asks of a backend is its own backend's answer, but for the parts below."""
+    """vLLM's dense backend with sparse prefill. What is not overridden here is as in the dense backend."""
 
     @staticmethod
     def get_name() -> str:
+        """Return the name of the backend.
+
+        Returns:
+            The name, as vLLM logs it.
+        """
         return "SPARSE_PREFILL"
 
     @staticmethod
     def get_impl_cls() -> type["SparsePrefillImpl"]:
+        """Return the class that computes the attention of a layer.
+
+        Returns:
+            The class.
+        """
         from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 
         return SparsePrefillImpl
 
     @staticmethod
     def get_builder_cls() -> type["SparsePrefillMetadataBuilder"]:
+        """Return the class that builds the metadata of steps.
+
+        Returns:
+            The class.
+        """
         from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
 
         return SparsePrefillMetadataBuilder
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Selection depends on how the scheduler cuts a prompt into chunks, and that on other requests."""
+        """Return False: selection depends on how the scheduler cuts a prompt into chunks, and that on other requests.
+
+        Returns:
+            False.
+        """
         return False
 
     @classmethod
     def supports_rswa(cls) -> bool:
-        """Rows that the dense backend runs one by one would lose their prompts' lengths."""
+        """Return False: rows that the dense backend runs one by one would lose the lengths of their prompts.
+
+        Returns:
+            False.
+        """
         return False
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the dense backend's preferred page size, at least the size that bulk copies need on this device.
+
+        Args:
+            default_block_size: vLLM's default page size in tokens.
+
+        Returns:
+            Page size in tokens.
+        """
         preferred = super().get_preferred_block_size(default_block_size)
         return max(preferred, BULK_PAGE_TOKENS) if prefers_bulk_pages() else preferred

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a batch, each with all that decides what runs it: from the builder to the layers, one object a row."""
+"""The rows of a batch, each with what decides how it runs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,55 +12,76 @@ from vllm_sparse_backend.serving.worker.counters import DECODE, PADDING, SPARSE
 
 
 class RowKind(NamedTuple):
-    """What one row of a batch runs on, and why where it prefills dense."""
+    """What one row of a batch runs on.
+
+    Attributes:
+        path: The way the row runs, ``counters.DECODE``, ``DENSE``, ``SPARSE`` or ``PADDING``.
+        reason: Why the row prefills dense; None if it does not.
+        level: Name of its request's level, for counters; empty for decodes, which no level changes.
+    """
 
     path: str
     reason: Fallback | None = None
     level: str = DEFAULT
-    """The name of its request's level, for counters; of decodes nobody knows."""
 
 
 DECODE_ROW = RowKind(DECODE, level="")
 PADDING_ROW = RowKind(PADDING)
-"""A row without tokens, which fills up a batch to a graph's size."""
+"""A row without tokens that pads a batch to the size of a CUDA graph."""
 
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One request in a step: where its tokens begin in q, how many are new and cached, and what they run on."""
+    """One request in a step.
+
+    Attributes:
+        token: Position of its first query among the queries of the step.
+        query_len: Number of new tokens.
+        context_len: Number of tokens before them.
+        kind: What the row runs on.
+        min_tokens: Number of leading positions of a sparse row that are dense; 0 for other rows.
+        request: Level of its request.
+    """
 
     token: int
     query_len: int
     context_len: int
     kind: RowKind
     min_tokens: int = 0
-    """Of a sparse row: its first positions, which are dense."""
     request: RequestLevel = SERVER_LEVEL
-    """The level of its request."""
 
     @property
     def end(self) -> int:
+        """Position after its last query among the queries of the step."""
         return self.token + self.query_len
 
     @property
     def seq_len(self) -> int:
+        """Number of cached and new tokens."""
         return self.context_len + self.query_len
 
     @property
     def dense_end(self) -> int:
-        """The dense backend takes the row's tokens before this one: of a sparse row those within ``min_tokens``."""
+        """The dense backend takes the row's tokens before this one; in a sparse row, those within ``min_tokens``."""
         if self.kind.path != SPARSE:
             return self.end
         return self.token + max(self.min_tokens - self.context_len, 0)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether any token of it is."""
+        """Whether any token of the row goes sparse."""
         return self.dense_end < self.end
 
 
 def dense_runs(rows: Sequence[BatchRow]) -> Iterator[tuple[slice, slice]]:
-    """(rows, tokens) of each stretch of neighbouring tokens that the dense backend takes."""
+    """Yield the runs of consecutive tokens that the dense backend takes.
+
+    Args:
+        rows: All rows of a step.
+
+    Yields:
+        The rows and the tokens of each run, as slices of the batch. The first and the last row may be cut.
+    """
     first = None
     for i, row in enumerate(rows):
         if first is None and row.dense_end > row.token:

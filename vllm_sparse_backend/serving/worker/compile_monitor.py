@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton compiles of this project's kernels: all of it before the server reports ready, or it is counted and told.
+"""Counts the compilations of this project's kernels, and warns of each that happens after the server reported ready.
 
-Triton calls a listener whenever a process meets a kernel for arguments of a new kind, whether it then compiles it or
-finds it on disk: either keeps a request waiting, so both count.
+Triton calls a listener when a process first launches a kernel for a kind of arguments, whether it compiles the kernel
+or loads it from disk. Both keep a request waiting, so both count.
 """
 
 import logging
@@ -18,16 +18,20 @@ PACKAGE = "vllm_sparse_kernels"
 
 
 class Listener:
-    """Counts kernels of this project, and passes every call on to who listened before."""
+    """Counts compilations of this project's kernels.
 
-    def __init__(self, before: Any) -> None:
-        self.before = before
+    Args:
+        previous: The listener that was installed before, which still gets all calls; None if there was none.
+    """
+
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
         self.warming_up = False
         self.counts = {"warmup": 0, "serving": 0}
 
     def __call__(self, **event: Any) -> None:
-        if self.before is not None:
-            self.before(**event)
+        if self.previous is not None:
+            self.previous(**event)
         kernel = getattr(event.get("src"), "fn", None)
         if str(getattr(kernel, "module", "")).partition(".")[0] != PACKAGE:
             return
@@ -41,7 +45,11 @@ class Listener:
 
 
 def listener() -> Listener:
-    """This process's listener, which listens from now on."""
+    """Return this process's listener, which the first call installs.
+
+    Returns:
+        The listener.
+    """
     from triton import knobs
 
     if not isinstance(knobs.compilation.listener, Listener):
@@ -50,7 +58,11 @@ def listener() -> Listener:
 
 
 def counts() -> dict[str, int]:
-    """Compilations of this process by when they were, since it began to listen."""
+    """Return how many kernels this process has compiled since the listener was installed.
+
+    Returns:
+        The number during ``warmup`` and while ``serving``.
+    """
     from triton import knobs
 
     ours = knobs.compilation.listener
@@ -59,10 +71,15 @@ def counts() -> dict[str, int]:
 
 @contextmanager
 def warming_up() -> Iterator[None]:
-    """What is compiled within is no surprise."""
+    """Count what is compiled within as warm-up.
+
+    Yields:
+        Nothing.
+    """
     ours = listener()
-    before, ours.warming_up = ours.warming_up, True
+    was_warming_up = ours.warming_up
+    ours.warming_up = True
     try:
         yield
     finally:
-        ours.warming_up = before
+        ours.warming_up = was_warming_up

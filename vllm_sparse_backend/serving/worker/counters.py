@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ran sparse: counted by each worker, on its device where the numbers are there, and pulled by the server.
+"""Counts what ran sparse. Each worker counts, partly on its device, and the server collects the counts.
 
-Nothing here waits for the device, nor does counting tell anybody: ``metrics_endpoint`` has the server ask when somebody
-reads its /metrics. What it then gets is of one moment: host's and device's counts were taken together.
+Nothing here waits for the device, and counting sends nothing: the server asks when somebody reads its /metrics
+(``metrics_endpoint``). The counts that it gets are of one moment: those of host and device were taken together.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,25 +20,30 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
 
 Sample = tuple[str, list[str], float]
-"""A metric's name, its labels' values, and its own, a float: messages between processes hold no integer past 2^64."""
+"""A metric's name, the values of its labels, and its value: a float, as messages between processes hold no integer past
+2^64."""
 
 Key = tuple[str, tuple[str, ...]]
-"""A metric's name, and its labels' values."""
+"""A metric's name and the values of its labels."""
 
-Way = tuple[str, Fallback | None, str]
-"""What a row ran on, why dense, and its level, of which a decode has none."""
+RowLabels = tuple[str, Fallback | None, str]
+"""What a row ran on, why it ran dense, and the name of its level, empty for a decode."""
 
 PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
 
 COUNTER_RANGE = 1 << 64
-"""Of a device's counters: past it they begin anew."""
+"""Number of values of a counter on the device, which wraps around."""
 
 _dummies = 0
 
 
 @contextmanager
 def not_counting() -> Iterator[None]:
-    """Around what this process's worker does for no request: warm-up, graph capture, steps beside busy ranks."""
+    """Count nothing within: for what a worker runs for no request, such as warm-up, graph capture and dummy steps.
+
+    Yields:
+        Nothing.
+    """
     global _dummies
     _dummies += 1
     try:
@@ -48,11 +53,23 @@ def not_counting() -> Iterator[None]:
 
 
 def is_counting() -> bool:
+    """Return whether this process is outside of any ``not_counting``.
+
+    Returns:
+        Whether rows and pairs are to be counted.
+    """
     return _dummies == 0
 
 
 class HostCopy:
-    """A tensor on its way to the host, behind the work that it is of: there once it has ``arrived``."""
+    """An asynchronous copy of a tensor to the host, queued behind the work that computes the tensor.
+
+    Args:
+        tensor: The tensor, on any device.
+
+    Attributes:
+        host: The copy, valid once it has ``arrived``.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         on_device = tensor.device.type == "cuda"
@@ -63,20 +80,30 @@ class HostCopy:
             self._event.record()
 
     def arrived(self) -> bool:
+        """Return whether the copy is complete. Does not wait.
+
+        Returns:
+            Whether ``host`` is valid.
+        """
         return self._event is None or bool(self._event.query())
 
 
-class OnItsWay(NamedTuple):
-    """Counts of one moment; the device's are there once its copy is. Counters of the host are integers of any size."""
+class PendingCounts(NamedTuple):
+    """Counts of one moment, whose device part may still be on its way to the host."""
 
-    of_host: dict[Key, float]
+    host_counts: dict[Key, float]
+    """Counted on the host, as integers of any size."""
     listed: HostCopy
+    """Listed pairs, counted on the device."""
 
 
 class Recorder:
     """Counts of one worker.
 
-    Of the tensor-parallel ranks, which share a layer's heads, ``is_first_rank`` alone counts what is the same on all.
+    Args:
+        device: Where pairs are counted.
+        is_first_rank: Whether this is the first tensor-parallel rank. It alone counts what is the same on all ranks,
+            which share the heads of each layer.
     """
 
     def __init__(self, device: torch.device, is_first_rank: bool = True) -> None:
@@ -86,24 +113,41 @@ class Recorder:
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._last_listed: list[int] = []
         self._total_listed: list[int] = []
-        """Of all that the device has counted, however often its 64 bits were full."""
+        """Totals of all that the device has counted, however often its 64 bits wrapped around."""
         self._counts: dict[Key, float] = {}
-        self._on_its_way: OnItsWay | None = None
+        self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
 
     def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (DEFAULT,)) -> None:
-        """Make room for these layers at these levels, if there is none yet; before the first step."""
+        """Make room for counts of layers, before the first step. Layers that have room keep their counts.
+
+        Args:
+            layers: Numbers of the layers.
+            levels: Names of the levels.
+        """
         for place in product(layers, levels):
             self._places.setdefault(place, len(self._places))
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
 
-    def count_rows(self, way: Way, rows: int = 1) -> None:
-        path, reason, level = way
+    def count_rows(self, labels: RowLabels, rows: int = 1) -> None:
+        """Count rows that ran in the same way. Padding rows are not counted.
+
+        Args:
+            labels: What they ran on, why dense, and their level.
+            rows: Number of rows.
+        """
+        path, reason, level = labels
         if self.is_first_rank and is_counting() and path != PADDING:
             self._add("rows", (path, reason.value if reason else "", level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = DEFAULT) -> None:
-        """Add one layer's index of this step's rows of a level. Stays on the device."""
+        """Count the pairs of one layer in a step. Does not wait for the device.
+
+        Args:
+            layer: Number of the layer.
+            index: What it selected for rows of one level.
+            level: Name of the level.
+        """
         if not is_counting():
             return
         if self.device.type == "cpu":
@@ -117,11 +161,23 @@ class Recorder:
                 self._add(name, (layer, level), amount)
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
-        """Add to one of the counters in ``settings.metrics``; labels: all that are its own."""
+        """Add to a counter.
+
+        Args:
+            name: Name of a counter in ``config.metrics``.
+            labels: Values of all its labels.
+            amount: What to add.
+        """
         self._add(*_key(name, "counter", labels), amount)
 
     def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
-        """Set one of the gauges in ``settings.metrics``; labels: all that are its own."""
+        """Set a gauge.
+
+        Args:
+            name: Name of a gauge in ``config.metrics``.
+            labels: Values of all its labels.
+            value: Its new value.
+        """
         self._counts[_key(name, "gauge", labels)] = value
 
     def _add(self, name: str, labels: Iterable[object], amount: float) -> None:
@@ -129,38 +185,43 @@ class Recorder:
         self._counts[key] = self._counts.get(key, 0) + amount
 
     def samples(self, start: bool = True) -> tuple[list[Sample], bool]:
-        """What was counted up to some moment, and whether a later one's counts are on their way from the device.
+        """Return the latest counts that have arrived on the host. Never waits for the device.
 
-        start: have the counts of now set out, unless some are under way. Never waits for them to arrive.
+        Args:
+            start: Whether to start a copy of the current counts, unless one is under way.
+
+        Returns:
+            The samples, all of one moment, and whether counts of a later moment are on their way.
         """
-        self._arrive()
-        if start and self._on_its_way is None:
-            self._set_out()
-            self._arrive()
-        return self._arrived, self._on_its_way is not None
+        self._take_arrived()
+        if start and self._pending is None:
+            self._start_copy()
+            self._take_arrived()
+        return self._arrived, self._pending is not None
 
-    def _set_out(self) -> None:
-        self._on_its_way = OnItsWay(dict(self._counts), HostCopy(self._listed))
+    def _start_copy(self) -> None:
+        self._pending = PendingCounts(dict(self._counts), HostCopy(self._listed))
 
-    def _arrive(self) -> None:
-        if self._on_its_way is None:
+    def _take_arrived(self) -> None:
+        """Turn pending counts into samples, if they have arrived."""
+        if self._pending is None:
             return
-        found, listed = self._on_its_way
+        counts, listed = self._pending
         if listed.arrived():
             self._add_listed(listed.host.tolist())
             for (layer, level), place in self._places.items():
                 key = "kept_pairs", (str(layer), level)
-                if key in found and place < len(self._total_listed):
-                    found[key] += self._total_listed[place]
-            self._arrived = [(name, [*labels], float(value)) for (name, labels), value in found.items()]
-            self._on_its_way = None
+                if key in counts and place < len(self._total_listed):
+                    counts[key] += self._total_listed[place]
+            self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
+            self._pending = None
 
     def _add_listed(self, listed: list[int]) -> None:
         """Add what the device has counted since it was last read, less than ``COUNTER_RANGE`` for each place."""
-        added = [0] * (len(listed) - len(self._total_listed))
-        before, totals = self._last_listed + added, self._total_listed + added
+        new_places = [0] * (len(listed) - len(self._total_listed))
+        last_listed, totals = self._last_listed + new_places, self._total_listed + new_places
         self._total_listed = [
-            total + (now - then) % COUNTER_RANGE for total, now, then in zip(totals, listed, before, strict=True)
+            total + (now - last) % COUNTER_RANGE for total, now, last in zip(totals, listed, last_listed, strict=True)
         ]
         self._last_listed = listed
 

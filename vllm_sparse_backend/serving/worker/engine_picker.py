@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines each layer's selection and attention run on: the fastest that can and that a trial finds right.
+"""Chooses the engines of each layer's selection and attention: the fastest that supports the layer and passes a trial.
 
-A trial is one call on the warm-up batch: attention against float64 over the same index, selection against the method's
-portable engine. So an engine that a new compiler or driver breaks costs speed, never a server or a wrong answer.
-The choice is made at start-up, on all tensor-parallel ranks alike, and stays: what an engine raises in a step surfaces.
+A trial is one call on the warm-up batch. Attention is compared with float64 over the same index, selection with the
+method's portable engine. So an engine that a new compiler or driver breaks costs speed, never a server or a wrong
+answer. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An exception of an engine in
+a later step surfaces.
 """
 
 import logging
@@ -33,15 +34,15 @@ FIELD = "--additional-config sparse_prefill.engine"
 
 
 Report = dict[str, dict[str, str]]
-"""One rank's choices: by subject, in words that are the same on all ranks, the engines passed over and why."""
+"""Choices of a rank: by subject, which all ranks name alike, the engines that were passed over, and why."""
 
 
 class EnginePicker:
-    """Chooses engines for attention and for selection, one for each distinct layer of a server, at start-up.
+    """Chooses engines for attention and for selection, once for each distinct layer of a server, at start-up.
 
     Args:
-        wanted: Name of the attention engine that the operator asks for, or AUTO.
-        table: The attention engines by name, the fastest first; those of this process unless given.
+        wanted: Name of the attention engine in the settings, or ``auto``.
+        table: Attention engines by name, the fastest first; None for those of this process.
     """
 
     def __init__(self, wanted: str = AUTO, table: Mapping[str, Engine] | None = None) -> None:
@@ -52,14 +53,22 @@ class EnginePicker:
         self._excluded: Report = {}
 
     def pick(self, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> Engine:
-        """The attention engine for layers like this one, whose selection on the warm-up batch is ``index``.
+        """Return the attention engine for a kind of layer. The first call for a kind runs the trials.
+
+        Args:
+            batch: The warm-up batch.
+            index: What such a layer selected of the batch.
+            options: Options of its attention; None without any.
+
+        Returns:
+            The engine.
 
         Raises:
-            ConfigurationError: No engine is left; the message has the reason of each.
+            ConfigurationError: No engine is left; the message has the reason for each engine.
         """
         spec = AttendSpec.of(batch.cache, index, options, batch.sinks)
         if spec not in self._attention:
-            # Skips and 8 bits are approximations: that there is no NaN is all that can be asked there.
+            # Skipped products and 8-bit scores are approximations: the trial can only check them for NaN.
             exact = expected_attention(batch, index, options) if options is None else None
             excluded = self._excluded.get(_subject(spec), {})
 
@@ -75,12 +84,19 @@ class EnginePicker:
         return self._attention[spec].engine
 
     def pick_selection(self, layer: Layer, batch: Batch) -> tuple[SelectEngine, ...]:
-        """The selection engine of each of the layer's groups, tried on the warm-up batch.
+        """Return the selection engine of each group of a layer. The first call for a method runs the trials.
 
-        A method that has one engine needs no trial: there is nothing to choose, and warm-up runs it.
+        A method with a single engine needs no trial: there is nothing to choose, and warm-up runs it.
+
+        Args:
+            layer: The layer.
+            batch: The warm-up batch.
+
+        Returns:
+            An engine for each group, in order.
 
         Raises:
-            ConfigurationError: No engine is left for a group; the message has the reason of each.
+            ConfigurationError: No engine is left for a group; the message has the reason for each engine.
         """
         chosen = []
         for group, heads in zip(layer.groups, layer.head_ids, strict=True):
@@ -89,17 +105,15 @@ class EnginePicker:
         return tuple(chosen)
 
     def _pick_selection_of(self, method: Method, heads: torch.Tensor, layer: Layer, batch: Batch) -> SelectEngine:
-        # Methods of one size run the same kernels: one trial is enough.
+        # Methods of the same size run the same kernels, so that a single trial is enough.
         spec = SelectSpec(method.size_key, heads.device, batch.cache.head_dim)
         if spec not in self._selection:
-            excluded, sharp, portable = (
-                self._excluded.get(_subject(spec), {}),
-                sharpened(batch),
-                method.select_engines[-1],
-            )
+            excluded = self._excluded.get(_subject(spec), {})
+            sharp = sharpened(batch)
+            portable = method.select_engines[-1]
             by_portable = layer.index(batch.rows)
             is_right = selection_failure(portable, method, sharp, by_portable, heads, None) is None
-            expected = by_portable if is_right else None  # else the trial of the portable engine says why
+            expected = by_portable if is_right else None  # if it is wrong, its own trial reports why
 
             def trial(engine: SelectEngine) -> str | None:
                 index, reference = layer.index(batch.rows), None if engine.name == portable.name else expected
@@ -113,21 +127,21 @@ class EnginePicker:
 
     @property
     def passed_over(self) -> Report:
-        """What this rank passed over, for ``settle``."""
+        """The engines that this rank passed over, for ``settle``."""
         attention = {_subject(spec): choice.passed_over for spec, choice in self._attention.items()}
         return attention | {_subject(spec): choice.passed_over for spec, choice in self._selection.items()}
 
     def settle(self, reports: Sequence[Report]) -> bool:
-        """Have all tensor-parallel ranks take the same engine where they decide the same.
+        """Make all tensor-parallel ranks choose the same engine for the same subject.
 
-        An engine that one rank passes over is passed over on all, which the log says: the choices that this changes are
-        forgotten, and layers ask ``pick`` and ``pick_selection`` again.
+        An engine that any rank passes over is excluded on all ranks, and the log says so. Choices that this changes are
+        dropped, so that ``pick`` and ``pick_selection`` have to be called again.
 
         Args:
-            reports: ``passed_over`` of each rank, by rank: the same on all of them.
+            reports: ``passed_over`` of every rank, in the order of ranks. All ranks get the same reports.
 
         Returns:
-            Whether all ranks agree already: the same on all of them.
+            Whether all ranks agree. The same on all ranks.
         """
         merged: Report = {}
         for rank, report in enumerate(reports):
@@ -152,22 +166,32 @@ class EnginePicker:
     def _changes(
         self, spec: AttendSpec | SelectSpec, choice: EngineChoice[Engine] | EngineChoice[SelectEngine]
     ) -> bool:
-        """Whether the choice would be another one with what is excluded by now."""
+        """Return whether the choice is out of date, because another engine was excluded since."""
         return not self._excluded.get(_subject(spec), {}).keys() <= choice.passed_over.keys()
 
     def report(self, layers: Mapping[int, Engine]) -> None:
-        """Log which layers attend on which engine, and why the engines before it were not taken."""
+        """Log which layers attend on which engine, and why faster engines were not chosen.
+
+        Args:
+            layers: The engine of each layer by its number.
+        """
         self._report_passed_over(self._attention.values(), "engine")
         logger.info("sparse-prefill: attention: %s", _by_engine(layers, self.table))
         narrow = [s.block_tokens for s, c in self._attention.items() if c.engine.name == PORTABLE.name]
         if self.wanted == AUTO and min(narrow, default=64) < 64:
             logger.warning(
-                "sparse-prefill: engine portable takes longer for blocks of %d keys, made for engines that were not "
-                "taken, than for the fewer ones of 64 that %s 'portable' gives it", min(narrow), FIELD,
+                "sparse-prefill: engine portable takes longer for blocks of %d keys, which suit engines that were not "
+                "taken, than for the fewer blocks of 64 keys that %s 'portable' gives it", min(narrow), FIELD,
             )  # fmt: skip
 
     def report_selection(self, layers: Mapping[int, Layer]) -> None:
-        """Log which layers select on which engine, for methods that have several, and why others were not taken."""
+        """Log which layers select on which engine, and why faster engines were not chosen.
+
+        Methods with a single engine are left out.
+
+        Args:
+            layers: The layers by number.
+        """
         self._report_passed_over(self._selection.values(), "selection engine")
         numbers: dict[str, dict[int, SelectEngine]] = {}
         names: dict[str, None] = {}
@@ -187,14 +211,14 @@ class EnginePicker:
 
 
 def _subject(spec: AttendSpec | SelectSpec) -> str:
-    """What is chosen for, in the same words on all ranks: they have devices of their own."""
+    """Return the subject of a choice in words that are the same on all ranks, whose devices differ."""
     if isinstance(spec, SelectSpec):
         return f"selection ({spec.method}, heads of {spec.head_dim})"
     return f"attention ({replace(spec, device=torch.device(spec.device.type))})"
 
 
 def _by_engine(layers: Mapping[int, Engine] | Mapping[int, SelectEngine], order: Iterable[str]) -> str:
-    """Such as "layers 0-3 on hopper; layers 4-7 on portable", engines in that order."""
+    """Return for example "layers 0-3 on hopper; layers 4-7 on portable", with the engines in that order."""
     parts = []
     for name in order:
         numbers = sorted(number for number, engine in layers.items() if engine.name == name)
@@ -204,7 +228,14 @@ def _by_engine(layers: Mapping[int, Engine] | Mapping[int, SelectEngine], order:
 
 
 def refuse_on_cpu(wanted: str) -> None:
-    """Raise ConfigurationError where an engine is asked for on a CPU, on which attention runs in torch."""
+    """Check that the settings name no attention engine on a CPU, where attention runs in plain torch.
+
+    Args:
+        wanted: Name of the attention engine in the settings, or ``auto``.
+
+    Raises:
+        ConfigurationError: An engine is named, and vLLM runs on a CPU.
+    """
     if compat.IS_CPU and wanted != AUTO:
         raise ConfigurationError(
             f"{FIELD}: {unexpected(wanted, f'{AUTO!r}: vLLM runs on a CPU here, and attention in torch, on no engine')}"
@@ -212,19 +243,41 @@ def refuse_on_cpu(wanted: str) -> None:
 
 
 def forecast(spec: AttendSpec) -> tuple[str | None, dict[str, str]]:
-    """The engine that would serve such a layer, as far as can be told without a trial, and why others would not."""
+    """Return the attention engine that a server would choose, if its trial passes.
+
+    Args:
+        spec: The kind of layer.
+
+    Returns:
+        Name of the engine, None if no engine supports the layer; and by name why other engines do not.
+    """
     refusals = {name: engine.refusal(spec) for name, engine in engines(compat.flash_attention()).items()}
     taken = next((name for name, why in refusals.items() if why is None), None)
     return taken, {name: why for name, why in refusals.items() if why is not None}
 
 
 def forecast_selection(method: Method, head_dim: int) -> EngineChoice[SelectEngine]:
-    """The engine that would select for layers of that method, as far as can be told without a trial."""
+    """Return the selection engine that a server would choose, if its trial passes.
+
+    Args:
+        method: Method of the heads.
+        head_dim: Dimension of the heads.
+
+    Returns:
+        The engine, and why faster ones do not support the method.
+    """
     return choose_select_engine(SelectSpec(method, torch.device(compat.DEVICE_TYPE), head_dim))
 
 
 def usual_attention(shape: ModelShape | None = None) -> AttendSpec | None:
-    """What layers of such a model (of Llama-3.1-8B's heads unless told) mostly ask for; None where no block fits."""
+    """Return the kind of attention that most layers of a model need on this device.
+
+    Args:
+        shape: Shape of the model; None for that of Llama-3.1-8B.
+
+    Returns:
+        The kind of layer; None if no index block fits into the device's shared memory.
+    """
     shape = shape or ModelShape("LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
     num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     device = torch.device(compat.DEVICE_TYPE)

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The online guard: what does sparse attention lose on the prompts that come in, layer by layer?
+"""The online guard: measures the error of sparse attention on live prompts, layer by layer, and acts on it.
 
-One in so many steps with sparse rows of a level a layer is checked: up to 128 queries of one such row are computed by
-the dense backend too, over all keys, and the two outputs are compared. A layer that is too far off several times
-runs dense from then on for rows of that level, and at once where its output is no number, which is no loss but a fault.
-It still is checked, its sparse output computed for that alone: so that it has recovered is measured as well.
+In one of ``period_steps`` steps with sparse rows of a level, a layer is checked: the dense backend computes up to 128
+queries of one such row too, over all keys, and the two outputs are compared. If the error is too large in several
+checks in a row, the layer falls back to dense attention for rows of that level; it does so at once if its output holds
+NaN or infinity, which is a fault and no loss of accuracy. The layer is still checked while it is held dense, and its
+sparse output is computed for the check only, so that its recovery is measured as well.
 
-* **Which queries**: any 128 neighbours among the level's sparse ones in the step, not always a row's last. Methods that
-  estimate from a chunk's last queries are at their best there.
-* **When**: one step out of every ``period_steps``, which one a hash of the period and the layer says. So neither can
-  the prompts' chunks fall in step with it, nor is a layer left out by chance; and tensor-parallel ranks, which see the
-  same steps, check the same queries.
-* **Whose**: a request that sets its own p is checked only where that p is at least the server's own. Those that set a
-  smaller one ask for larger errors, and their rows say nothing about a layer. Where the layer is held dense, it is
-  dense for them too.
-* **Ranks judge by themselves**, each its own heads. One may run a layer dense that others run sparsely: no head reads
-  another's, so every rank's output is right, and what ranks exchange after attention is what it always is.
-* **Nothing waits for the device**: sums are copied to the host on their own, and judged in a later step.
+* **Queries**: any 128 consecutive ones among the level's sparse queries of the step, not always the last of a row.
+  Methods that estimate from a chunk's last queries are most accurate there.
+* **Steps**: one of every ``period_steps``, chosen by a hash of the period and the layer. So the chunks of prompts
+  cannot fall in step with the checks, and no layer is left out by chance. Tensor-parallel ranks see the same steps and
+  check the same queries.
+* **Requests**: a request that sets its own p is checked only if that p is at least the server's own. A request with a
+  smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is dense for
+  these requests too.
+* **Ranks**: each rank judges its own heads. One rank may run a layer dense that another runs sparse. No head reads
+  another head, so the output of every rank is right, and what ranks exchange after attention does not change.
+* **No synchronisation**: sums are copied to the host asynchronously and judged in a later step.
 """
 
 import logging
@@ -40,40 +41,57 @@ from vllm_sparse_kernels import TILE_TOKENS
 logger = logging.getLogger(LOGGER)
 
 PROBE_TOKENS = TILE_TOKENS
-"""Queries of a check: FlashAttention's own tile, so fewer of them would take as long."""
+"""Maximum number of queries of a check: one tile of FlashAttention, so that fewer would take as long."""
 
 RECOVERY_SHARE = 0.8
-"""Of the bound: what an error has to stay under for a layer to go sparse again."""
+"""Share of ``bound`` below which an error counts towards recovery."""
 
 MOST_DOUBLINGS = 6
-"""Of the checks that it takes. A layer at the bound would come and go for ever."""
+"""Maximum number of doublings of ``recover``. Without them, a layer near the bound would switch for ever."""
 
-LATELY = 10
-"""Checks whose mean error is exported."""
-
+RECENT_CHECKS = 10
+"""Number of checks whose mean error is exported."""
 
 Place = tuple[int, str]
-"""A layer, and the level of rows."""
+"""Number of a layer, and name of a level."""
 
 
 class Check(NamedTuple):
-    """Sums of one check, [2, num_heads]: of squared differences, and of squared dense outputs."""
+    """One check whose result is on its way to the host."""
 
     place: Place
     sums: HostCopy
+    """[2, num_heads] float32: sums of squared differences, and of squared dense outputs."""
 
 
 @dataclass
 class LayerState:
+    """What the guard knows of a layer at a level.
+
+    Attributes:
+        is_dense: Whether the guard holds it dense.
+        trips: How often it fell back to dense.
+        errors: Errors of the latest consecutive checks that favour a change.
+        recent_errors: Errors of the latest ``RECENT_CHECKS`` checks.
+    """
+
     is_dense: bool = False
     trips: int = 0
     errors: list[float] = field(default_factory=list)
-    """Of the last checks in a row that speak for a change."""
-    lately: deque[float] = field(default_factory=lambda: deque(maxlen=LATELY))
+    recent_errors: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_CHECKS))
 
 
 class Guard:
-    """Of one worker. ``held``: where it has rows run dense until further notice."""
+    """The guard of one worker.
+
+    Args:
+        settings: The settings.
+        recorder: Counts of the worker.
+        rank: Tensor-parallel rank.
+
+    Attributes:
+        held: Layers and levels that run dense for now.
+    """
 
     def __init__(self, settings: GuardConfig, recorder: Recorder, rank: int = 0) -> None:
         self.settings, self.recorder = settings, recorder
@@ -84,93 +102,141 @@ class Guard:
         if rank == 0:
             logger.info(
                 "sparse-prefill: the guard checks each layer once in %d steps with sparse rows of a level; a layer "
-                "with an error above %g in %d checks in a row runs dense at that level",
+                "with an error above %g in %d consecutive checks runs dense at that level",
                 settings.period_steps, settings.bound, settings.patience,
             )  # fmt: skip
 
-    def due(self, layers: Iterable[int], step: int) -> frozenset[int]:
-        """Layers to check in the step of that number, of those that have sparse rows of a level."""
+    def layers_due(self, layers: Iterable[int], step: int) -> frozenset[int]:
+        """Return the layers to check in a step.
+
+        Args:
+            layers: Layers that go sparse at the level.
+            step: Number of the step among those with sparse rows of the level.
+
+        Returns:
+            The layers to check.
+        """
         period, place = divmod(step, self.settings.period_steps)
-        return frozenset(layer for layer in layers if mixed(period, layer) % self.settings.period_steps == place)
+        return frozenset(layer for layer in layers if stable_hash(period, layer) % self.settings.period_steps == place)
 
     def compare(self, place: Place, sparse: torch.Tensor, dense: torch.Tensor) -> None:
-        """Start a check: a layer's output for the same queries, [num_tokens, num_heads, head_dim] each."""
+        """Start a check. Does not wait for the device.
+
+        Args:
+            place: The layer and the level.
+            sparse: [num_tokens, num_heads, head_dim], output of sparse attention.
+            dense: Output of dense attention for the same queries, of the same shape.
+        """
         exact = dense.float()
         sums = torch.stack([(sparse.float() - exact).square().sum((0, 2)), exact.square().sum((0, 2))])
         self._checks.append(Check(place, HostCopy(sums)))
 
     def judge_arrived(self) -> None:
-        """Draw conclusions from what has arrived; on the host, between steps."""
+        """Judge the checks whose results have arrived. Runs on the host, between steps."""
         while self._checks and self._checks[0].sums.arrived():
-            place, sums = self._checks[0].place, self._checks.popleft().sums.host
-            self.recorder.count("guard_checks", labels_of(place))
-            # Where the dense output is no number either, what came into the layer was none: no fault of this one.
+            place, copy = self._checks.popleft()
+            sums = copy.host
+            self.recorder.count("guard_checks", place_labels(place))
+            # A dense output that is not finite comes from the layer's input, which is no fault of this layer.
             if bool(sums[1].isfinite().all()):
                 self._judge(place, *relative_errors(sums))
 
-    def _judge(self, place: Place, error: float, heads: list[float]) -> None:
+    def _judge(self, place: Place, error: float, head_errors: list[float]) -> None:
+        """Update the state of a layer by the error of a check, of all heads together and of single heads."""
         state = self._states.setdefault(place, LayerState())
         bound = self.settings.bound * (RECOVERY_SHARE if state.is_dense else 1)
         is_good = error <= bound  # NaN is not
         state.errors = [*state.errors, error] if is_good is state.is_dense else []
         is_fault = not math.isfinite(error) and not state.is_dense
         if is_fault or len(state.errors) >= self._needed(state):
-            furthest = max(range(len(heads)), key=lambda head: (math.isnan(heads[head]), heads[head]))
-            self._change(place, state, f"head {furthest} had {heads[furthest]:.2f} in the last")
-        # What is no number counts as 1, as if nothing were left.
-        state.lately.append(error if math.isfinite(error) else 1.0)
-        labels = labels_of(place)
-        self.recorder.gauge("guard_error", labels, sum(state.lately) / len(state.lately))
+            furthest = max(range(len(head_errors)), key=lambda head: (math.isnan(head_errors[head]), head_errors[head]))
+            self._change(place, state, f"head {furthest} had {head_errors[furthest]:.2f} in the last")
+        # An error that is not finite is exported as 1, the error of an output of zeros.
+        state.recent_errors.append(error if math.isfinite(error) else 1.0)
+        labels = place_labels(place)
+        self.recorder.gauge("guard_error", labels, sum(state.recent_errors) / len(state.recent_errors))
         self.recorder.gauge("guard_dense", labels, float(state.is_dense))
 
     def _needed(self, state: LayerState) -> int:
+        """Return the number of consecutive checks that it takes to change the state."""
         if not state.is_dense:
             return self.settings.patience
         return self.settings.recover << min(state.trips - 1, MOST_DOUBLINGS)
 
-    def _change(self, place: Place, state: LayerState, of_head: str) -> None:
-        """From sparse to dense, or back."""
-        errors = f"{len(state.errors)} checks in a row, bound {self.settings.bound:g}, errors " + ", ".join(
-            f"{error:.3f}" for error in state.errors[-3:]
-        )
-        state.is_dense, state.errors = not state.is_dense, []
+    def _change(self, place: Place, state: LayerState, head_note: str) -> None:
+        """Turn a layer dense at a level, or sparse again."""
+        latest = ", ".join(f"{error:.3f}" for error in state.errors[-3:])
+        errors = f"{len(state.errors)} checks in a row, bound {self.settings.bound:g}, errors {latest}"
+        state.is_dense = not state.is_dense
+        state.errors = []
         if state.is_dense:
             state.trips += 1
-            self.recorder.count("guard_trips", labels_of(place))
+            self.recorder.count("guard_trips", place_labels(place))
             self.held |= {place}
             logger.warning(
                 "sparse-prefill: layer %d runs dense from now on at level %s%s: %s (%s; %s)", *place, self._where,
-                Fallback.GUARD.explain, errors, of_head,
+                Fallback.GUARD.explain, errors, head_note,
             )  # fmt: skip
         else:
             self.held -= {place}
             logger.warning("sparse-prefill: layer %d goes sparse again at level %s%s (%s)", *place, self._where, errors)
 
 
-def labels_of(place: Place) -> dict[str, object]:
+def place_labels(place: Place) -> dict[str, object]:
+    """Return the metric labels of a layer at a level.
+
+    Args:
+        place: The layer and the level.
+
+    Returns:
+        Values by the label's name.
+    """
     return dict(zip(LAYER_LEVEL, place, strict=True))
 
 
 def relative_errors(sums: torch.Tensor) -> tuple[float, list[float]]:
-    """‖O − Õ‖₂ / ‖O‖₂ of all heads together, and of each. sums [2, num_heads], on the host."""
-    off, of = sums.double().tolist()
-    return _ratio(sum(off), sum(of)), [_ratio(*head) for head in zip(off, of, strict=True)]
+    """Return the relative errors ‖O − Õ‖₂ / ‖O‖₂ of a check.
+
+    Args:
+        sums: [2, num_heads] float32 on the host, sums of squared differences and of squared dense outputs.
+
+    Returns:
+        The error of all heads together, and the error of every head.
+    """
+    squared_errors, squared_norms = sums.double().tolist()
+    total = _root_ratio(sum(squared_errors), sum(squared_norms))
+    return total, [_root_ratio(*head) for head in zip(squared_errors, squared_norms, strict=True)]
 
 
-def _ratio(off: float, of: float) -> float:
-    if of == 0:
-        return 0.0 if off == 0 else math.inf
-    return math.sqrt(off / of)
+def _root_ratio(squared_error: float, squared_norm: float) -> float:
+    if squared_norm == 0:
+        return 0.0 if squared_error == 0 else math.inf
+    return math.sqrt(squared_error / squared_norm)
 
 
 def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
-    """Tokens to check in the step of that number: up to 128 that end where a tile does, any tile alike likely."""
+    """Return the queries to check in a step, up to ``PROBE_TOKENS`` that end where a tile ends.
+
+    Args:
+        step: Number of the step among those with sparse rows of the level.
+        slabs: The level's sparse rows.
+
+    Returns:
+        The tokens of the batch. Every tile is equally likely.
+    """
     tiles = [(slab.rows, tile) for slab in slabs for tile in slab.rows.tile_list]
-    rows, tile = tiles[mixed(step) % len(tiles)]
+    rows, tile = tiles[stable_hash(step) % len(tiles)]
     end = tile.token + tile.length_tokens
     return slice(max(rows.tokens[tile.row], end - PROBE_TOKENS), end)
 
 
-def mixed(*numbers: int) -> int:
-    """A hash of integers, the same in every process."""
+def stable_hash(*numbers: int) -> int:
+    """Return a hash of integers that is the same in every process.
+
+    Args:
+        *numbers: The integers.
+
+    Returns:
+        A hash of 32 bits.
+    """
     return zlib.crc32(repr(numbers).encode())

@@ -5,9 +5,8 @@ The cache has been written when ``forward`` is called. Nothing in ``forward`` wa
 """
 
 import contextlib
-import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fal
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.counters import is_counting, not_counting
+from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.request_tallies import Spans, add_pairs
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step import DenseRun, Slab, SparseStep
@@ -28,84 +28,114 @@ from vllm_sparse_kernels.paged import PagedCache
 
 
 class SparsePrefillImpl(compat.DenseImpl):
-    """Attention of one layer. Until ``adopt`` gives it a plan, and where it can't go sparse, it runs dense."""
+    """Attention of one layer. It runs dense until ``adopt`` gives it levels.
+
+    Attributes:
+        fallback: Why the layer can never go sparse; None if it can.
+        worker: What all layers of the worker share; None until the layer needs it.
+        levels: What the layer does at each level, by the level's name; empty while it runs dense.
+        number: Number of the layer in the model, once it is adopted.
+    """
 
     out_dtype: torch.dtype | None = None
-    """Of results, which is not the query's where that is in fp8."""
+    """Dtype of the output, which differs from the query's if that is in fp8."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        given = inspect.signature(super().__init__).bind(*args, **more).arguments  # whatever this release has
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # By name, whichever arguments this release of vLLM has and however it passes them.
+        arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self.config = config = get_current_vllm_config()
         self.out_dtype = config.model_config.dtype
-        attn_type = given.get("attn_type", "decoder")
+        attn_type = arguments.get("attn_type", "decoder")
         traits = LayerTraits(
             head_dim=self.head_size,
             attn_type=str(getattr(attn_type, "value", attn_type)),
-            sliding_window=given["sliding_window"],
-            alibi=given["alibi_slopes"] is not None,
-            softcap=given.get("logits_soft_cap"),
-            **compat.layer_limits(config, given["kv_cache_dtype"], self.supports_quant_query_input),
+            sliding_window=arguments["sliding_window"],
+            alibi=arguments["alibi_slopes"] is not None,
+            softcap=arguments.get("logits_soft_cap"),
+            **compat.layer_limits(config, arguments["kv_cache_dtype"], self.supports_quant_query_input),
         )
         self.fallback: Fallback | None = layer_fallback(traits)
         self.worker: Worker | None = None
-        self.is_adopted = False
-        self.levels: dict[str, SparsePrefillImpl] = {}
-        self.stays_dense = False  # at this level, though not at another
+        self.levels: Mapping[str, LayerLevel] = {}
 
-    def reason(self, levels: Sequence[LayerPlan]) -> Fallback | None:
-        """Why this layer prefills dense, where this is its part of each level's plan; None if it can go sparse."""
-        if self.fallback is not None:
-            return self.fallback
-        if not levels:
-            return Fallback.DENSE_LAYER
-        if sum(len(group.heads) for group in levels[0]) != self.num_heads:
-            return Fallback.OTHER_HEADS
-        if widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE))) is None:
-            return Fallback.SHARED_MEMORY
-        return None
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the layer goes sparse."""
+        return bool(self.levels)
+
+    @property
+    def layer(self) -> Layer:
+        """The methods and engines of the server's own level, of a layer that goes sparse."""
+        return self.levels[DEFAULT].layer
 
     @property
     def attention_name(self) -> str:
         """What computes the attention of this layer's prefills."""
         return self.layer.attention_name if self.is_adopted else "dense"
 
-    def adopt(self, number: int, layer: Layer, worker: Worker) -> None:
-        """Go sparse from now on: the model's layer of that number prefills as ``layer`` says."""
-        self.number, self.layer, self.worker, self.is_adopted = number, layer, worker, True
+    def dense_reason(self, plans: Sequence[LayerPlan]) -> Fallback | None:
+        """Return why the layer prefills dense.
 
-    def at(self, level: str) -> "SparsePrefillImpl":
-        """This layer as rows of that level have it: itself, unless another was adopted for it."""
-        return self.levels.get(level, self)
+        Args:
+            plans: The layer's groups of heads at each level; empty if the plan leaves it dense at all levels.
 
-    def adopt_levels(self, number: int, levels: Sequence[LayerPlan], worker: Worker) -> list["SparsePrefillImpl"]:
-        """``adopt`` this layer's part of each level's plan, the server's own first: one of this class for each."""
-        plans = worker.resolved.plans
-        self.levels = {level: copy.copy(self) for level in plans if level != DEFAULT}
-        each = [self, *self.levels.values()]
-        for one, plan, groups in zip(each, plans.values(), levels, strict=True):
-            one.adopt(number, worker.layer(groups, self.head_size), worker)
-            one.stays_dense = plan.layer(number) is None
-        return each
+        Returns:
+            The reason; None if the layer can go sparse.
+        """
+        if self.fallback is not None:
+            return self.fallback
+        if not plans:
+            return Fallback.DENSE_LAYER
+        if sum(len(group.heads) for group in plans[0]) != self.num_heads:
+            return Fallback.OTHER_HEADS
+        if widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE))) is None:
+            return Fallback.SHARED_MEMORY
+        return None
 
-    def join(self, vllm_config: VllmConfig, device: torch.device, planned: bool = False) -> Worker:
-        """What the worker's layers share, which the first of them to ask for it makes.
+    def adopt(self, number: int, levels: Mapping[str, LayerLevel], worker: Worker) -> None:
+        """Make the layer go sparse from now on.
 
-        ``planned``: with the plans of the model that this configuration is of. A profile run may have made it from the
-        configuration of a part, whose arena is kept then.
+        Args:
+            number: Number of the layer in the model.
+            levels: What it does at each level, the server's own among them.
+            worker: What all layers of the worker share.
+        """
+        self.number = number
+        self.levels = dict(levels)
+        self.worker = worker
+
+    def shared_worker(self, vllm_config: VllmConfig, device: torch.device, planned: bool = False) -> Worker:
+        """Return what the worker's layers share, which the first layer that needs it creates.
+
+        A profile run may have created it from the configuration of a part of the model. Its arena is kept then.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            device: Where the layers run.
+            planned: Whether its plans must be those of this configuration's model.
+
+        Returns:
+            The shared object, which this layer keeps.
+
+        Raises:
+            ConfigurationError: A setting is wrong or does not fit the model.
         """
         layers = vllm_config.compilation_config.static_forward_context.values()
         impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
-        known = [impl.worker for impl in impls if impl.worker is not None]
-        fitting = [one for one in known if not planned or one.is_of(vllm_config)]
-        self.worker = fitting[0] if fitting else Worker(vllm_config, device, known[0].memory if known else None)
+        workers = [impl.worker for impl in impls if impl.worker is not None]
+        fitting = [worker for worker in workers if not planned or worker.fits(vllm_config)]
+        if fitting:
+            self.worker = fitting[0]
+        else:
+            self.worker = Worker(vllm_config, device, workers[0].memory if workers else None)
         return self.worker
 
     def _reserve_in_profile_run(self, device: torch.device) -> None:
-        """Now vLLM counts what is allocated. A part of a model may know its own configuration alone: then not now."""
+        """Allocate the arena while vLLM measures memory, unless a part of a model knows only its own configuration."""
         if self.fallback is None and self.worker is None:
             with contextlib.suppress(ConfigurationError):
-                self.join(get_current_vllm_config_or_none() or self.config, device).reserve()
+                self.shared_worker(get_current_vllm_config_or_none() or self.config, device).reserve_memory()
 
     def forward(
         self,
@@ -117,61 +147,83 @@ class SparsePrefillImpl(compat.DenseImpl):
         attn_metadata: Any,
         output: torch.Tensor,
         *scales: torch.Tensor | None,
-        **more: torch.Tensor | None,
+        **kwargs: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query and output [num_tokens, num_heads, head_dim]; kv_cache as vLLM's backend has it, already written.
+        """Compute the attention of one step over a cache that has been written already.
 
-        Where the cache is in fp8, the query comes in fp8 too, rounded by vLLM's layer; the output never does. key
-        and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache. What follows
-        the output is the dense backend's own business.
+        Args:
+            layer: vLLM's attention layer, which has the scales of an fp8 cache.
+            query: [num_tokens, num_heads, head_dim]; in fp8 if the cache is, rounded by vLLM's layer.
+            key: [num_tokens, num_kv_heads, head_dim]; None if the layer reads another layer's cache.
+            value: Of the shape of ``key``; None where ``key`` is.
+            kv_cache: As vLLM's dense backend lays it out.
+            attn_metadata: Of the builder of this backend; None in vLLM's profile run.
+            output: Of the shape of ``query``, never in fp8. The result is written into it.
+            *scales: Passed on to the dense backend.
+            **kwargs: Passed on to the dense backend.
+
+        Returns:
+            ``output``.
         """
         if attn_metadata is None:
             self._reserve_in_profile_run(query.device)
         forward = super().forward
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
-        if step is None or not self.is_adopted or all(self.at(slab.level).stays_dense for slab in step.slabs):
-            return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more)
+        if step is None or not self.is_adopted or all(self.levels[slab.level].stays_dense for slab in step.slabs):
+            return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)
 
         def run_dense(run: DenseRun, out: torch.Tensor) -> None:
             compat.take_prefix_ranges(run.metadata, attn_metadata, run.rows, run.tokens)
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
-            forward(layer, *part, kv_cache, run.metadata, out, *scales, **more)
+            forward(layer, *part, kv_cache, run.metadata, out, *scales, **kwargs)
 
         cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
+
+        def run_sparse(levels: set[str]) -> None:
+            for slab in step.slabs:
+                if slab.level in levels:
+                    self.run(slab, query, cache, output, step.spans)
+
         levels = {slab.level for slab in step.slabs}
         held = {level for level in levels if (self.number, level) in step.held}
         probes = [probe for probe in step.probes if self.number in probe.layers]
-
-        def go_sparse(levels: set[str]) -> None:
-            for slab in step.slabs:
-                if slab.level in levels:
-                    self.at(slab.level).run(slab, query, cache, output, step.spans)
-
-        with not_counting():  # of rows that run dense, for checks alone: it is overwritten
-            go_sparse(held & {probe.level for probe in probes})
-        of_held = {probe.level: output[probe.run.tokens].clone() for probe in probes if probe.level in held}
+        # Levels that the guard holds dense still go sparse for its checks. Dense attention overwrites their output.
+        with not_counting():
+            run_sparse(held & {probe.level for probe in probes})
+        held_outputs = {probe.level: output[probe.run.tokens].clone() for probe in probes if probe.level in held}
         if held:
-            forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more)
+            forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)
         else:
             for run in step.dense_runs:
                 run_dense(run, output[run.tokens])
-        go_sparse(levels - held)
+        run_sparse(levels - held)
         for probe in probes:
-            sparse = of_held.get(probe.level, output[probe.run.tokens])
-            run_dense(probe.run, exact := torch.empty_like(sparse))
+            sparse = held_outputs.get(probe.level, output[probe.run.tokens])
+            exact = torch.empty_like(sparse)
+            run_dense(probe.run, exact)
             assert self.worker is not None
             assert self.worker.guard is not None
             self.worker.guard.compare((self.number, probe.level), sparse, exact)
         return output
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, spans: Spans = ()) -> None:
-        """Select and attend for some of the step's rows."""
+        """Select and attend for some of the step's rows.
+
+        Args:
+            slab: The rows, all of one level.
+            query: [num_tokens, num_heads, head_dim], of all rows of the step.
+            cache: The layer's cache.
+            output: Of the shape of ``query``. The output of these rows is written into it.
+            spans: Sparse tokens of requests that ask for a report.
+        """
         assert self.worker is not None
         assert self.worker.memory is not None
         arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
             kept_mass = slab.request.kept_mass
-            layer = self.layer if kept_mass is None else with_kept_mass(self.layer, kept_mass)
+            layer = self.levels[slab.level].layer
+            if kept_mass is not None:
+                layer = with_kept_mass(layer, kept_mass)
             check = self.worker.resolved.config.check_index
             index = run(layer, LayerInputs(query, cache, slab.rows, scale), output, arena, self.sinks, check)
             recorder.count_pairs(self.number, index, slab.level)

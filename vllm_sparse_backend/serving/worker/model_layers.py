@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The served model's own attention layers on this worker, found among all that vLLM has built there."""
+"""Finds the served model's attention layers among all layers that vLLM has built on this worker."""
 
 import logging
 from collections import Counter
@@ -20,15 +20,23 @@ logger = logging.getLogger(LOGGER)
 
 
 class ModelLayer(NamedTuple):
+    """A layer of the served model: its number, and its attention implementation."""
+
     number: int
     impl: SparsePrefillImpl
 
 
 def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
-    """By name, layers that run this backend as it is.
+    """Return the layers that run this backend itself.
 
-    vLLM derives backends from a chosen one where a layer attends to something else than its own sequence (chunked and
-    cross attention, static sinks, pooled blocks): those are not ours to touch.
+    vLLM derives backends from this one for layers that attend to something else than their own sequence (chunked and
+    cross attention, static sinks, pooled blocks). Those stay as vLLM made them.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The implementations by the layer's name.
     """
     layers = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
@@ -40,60 +48,86 @@ def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
 
 
 def _path(backend: type) -> str:
-    """Where a backend is registered from: those that vLLM derives bear other names."""
+    """Return the qualified name of a backend. Those that vLLM derives have other names."""
     return f"{backend.__module__}.{backend.__qualname__}"
 
 
 def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
-    """By name, the served model's layers among ``plain_impls``.
+    """Return the served model's layers among ``plain_impls``.
 
-    A draft model's layers may bear the same numbers: they are built after the served model's, which are the first of
-    each number.
+    A draft model's layers may have the same numbers. They are built after the served model's, so that the first layer
+    of a number is the served model's.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The layers of this pipeline stage by name.
     """
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     impls = plain_impls(vllm_config)
     for name in impls:
         number = _number_of(name)
         if number is not None and first <= number < end:
-            found.setdefault(number, name)
-    return {name: ModelLayer(number, impls[name]) for number, name in found.items()}
+            names.setdefault(number, name)
+    return {name: ModelLayer(number, impls[name]) for number, name in names.items()}
 
 
-def shared_worker(vllm_config: VllmConfig) -> Worker | None:
-    """What the layers that go sparse on this worker have in common; None where no layer does."""
+def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
+    """Return what the layers that go sparse on this worker share.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The shared object; None if no layer goes sparse.
+    """
     impls = plain_impls(vllm_config).values()
     return next((impl.worker for impl in impls if impl.is_adopted), None)
 
 
-def reaches(vllm_config: VllmConfig) -> Counter[Reach]:
-    """By how far back they look, heads of all layers of the served model on this worker that attend to their past."""
+def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
+    """Count the query heads of the served model's decoder layers on this worker by how far back they attend.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        Number of heads of all layers by reach, whether the layers go sparse or not.
+    """
     layers = vllm_config.compilation_config.static_forward_context
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
-    found: Counter[Reach] = Counter()
+    heads: Counter[Reach] = Counter()
     known: set[int | None] = {None}
     for name, layer in layers.items():
         impl, number = getattr(layer, "impl", None), _number_of(name)
         if isinstance(impl, SparsePrefillImpl) and impl.attn_type == "decoder" and number not in known:
             known.add(number)
             if first <= number < end:
-                found[Reach(layer.sliding_window or 0, getattr(layer, "attention_chunk_size", 0) or 0)] += (
-                    impl.num_heads
-                )
-    return found
+                reach = Reach(layer.sliding_window or 0, getattr(layer, "attention_chunk_size", 0) or 0)
+                heads[reach] += impl.num_heads
+    return heads
 
 
 def _number_of(name: str) -> int | None:
+    """Return the number in a layer's name; None if there is none, or more than one."""
     try:
         return int(extract_layer_index(name))
-    except AssertionError:  # no number in it, or more than one
+    except AssertionError:
         return None
 
 
-def refuse_if_none_can(vllm_config: VllmConfig) -> None:
-    """Raise ConfigurationError where no layer of this worker can prefill sparsely.
+def require_sparse_layer(vllm_config: VllmConfig) -> None:
+    """Check that some layer of this worker can go sparse.
 
-    With pipeline parallelism other workers have other layers: then it is a warning.
+    With pipeline parallelism other workers have other layers. A worker without such a layer then only logs a warning.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ConfigurationError: No layer can go sparse, and there is one pipeline stage.
     """
     reasons = {impl.fallback for impl in plain_impls(vllm_config).values()} or {Fallback.NOT_DECODER}
     if None in reasons:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker saw of the requests that ask how they are prefilled: a tally each, told in its log when they end."""
+"""Tallies of requests that ask for a report on their prefill. A worker logs each when its request ends."""
 
 import logging
 from collections import OrderedDict
@@ -19,54 +19,81 @@ from vllm_sparse_kernels.index import causal_pairs
 logger = logging.getLogger(LOGGER)
 
 MOST_KEPT = 1024
-"""Tallies of a worker: of more requests than that, the oldest are forgotten."""
+"""Maximum number of tallies of a worker. The oldest are dropped first."""
 
 
 @dataclass
 class Tally:
-    """What this worker saw of a request: tokens by the way they went, and pairs of its own layers and heads."""
+    """Prompt tokens of a request, and the pairs of its sparse tokens in the layers and heads of this worker.
+
+    Attributes:
+        level: Name of the request's level.
+        ticket: Ticket of the HTTP request that gets the report, drawn by the server; empty if only the log gets it.
+        dense_tokens: Number of tokens that were prefilled dense.
+        sparse_tokens: Number of tokens that were prefilled sparse.
+        causal_pairs: Number of causal pairs of the sparse tokens.
+        masked_pairs: Number of pairs in ``listed_pairs`` that the causal mask leaves out.
+        listed_pairs: Number of pairs in selected blocks and stripes, an int64 scalar on the device; None before the
+            first.
+    """
 
     level: str
     ticket: str = ""
-    """Of the HTTP request that gets the report, as the server's process drew it; empty where only the log tells it."""
     dense_tokens: int = 0
     sparse_tokens: int = 0
     causal_pairs: int = 0
     masked_pairs: int = 0
-    listed_pairs: torch.Tensor | None = None  # a scalar on the device
+    listed_pairs: torch.Tensor | None = None
 
     def add_tokens(self, row: BatchRow) -> None:
+        """Add the tokens of a row that prefills.
+
+        Args:
+            row: A row of the request.
+        """
         dense = row.dense_end - row.token
         if row.kind.path in (DENSE, SPARSE):
             self.dense_tokens += dense
             self.sparse_tokens += row.query_len - dense
 
     def add_pairs(self, index: SparseIndex, row: int) -> None:
-        """Those of one row of an index. Stays on the device."""
+        """Add the pairs of one row of an index. Does not wait for the device.
+
+        Args:
+            index: What a layer selected.
+            row: Number of the row in the index.
+        """
         rows = index.rows
         table = rows.block_table[row : row + 1]
-        alone = Rows((0,), rows.query_lens[row : row + 1], rows.context_lens[row : row + 1], table)
+        single_row = Rows((0,), rows.query_lens[row : row + 1], rows.context_lens[row : row + 1], table)
         tiles = [i for i, tile in enumerate(rows.tile_list) if tile.row == row]
         listed = index.listed_pairs()[:, tiles[0] : tiles[-1] + 1].sum()
         self.listed_pairs = listed if self.listed_pairs is None else self.listed_pairs + listed
-        self.masked_pairs += index.num_heads * alone.masked_pairs(index.block_tokens)
-        self.causal_pairs += index.num_heads * causal_pairs(alone)
+        self.masked_pairs += index.num_heads * single_row.masked_pairs(index.block_tokens)
+        self.causal_pairs += index.num_heads * causal_pairs(single_row)
 
     @property
     def kept_pairs(self) -> int:
-        """Waits for the device: to be asked for once the request has been prefilled."""
+        """Number of kept pairs. Waits for the device: read it only when the request has been prefilled."""
         return 0 if self.listed_pairs is None else int(self.listed_pairs) - self.masked_pairs
 
 
 TALLIES: "OrderedDict[str, Tally]" = OrderedDict()
-"""Of this process's worker, by the engine's request id, the oldest first."""
+"""Tallies of this process's worker by the engine's request id, the oldest first."""
 
 Spans = Sequence[tuple[int, int, Tally]]
-"""(first, end) of a request's sparse tokens in the step, and its tally."""
+"""(first token, end, tally) of the sparse tokens of each request in a step that has a tally."""
 
 
 def ticket_in(extra_args: Mapping[str, object]) -> str | None:
-    """The ticket in a request's ``extra_args``, empty where it has none; None where it asks for no report."""
+    """Return the ticket of a request.
+
+    Args:
+        extra_args: The ``extra_args`` of its sampling parameters.
+
+    Returns:
+        The ticket; empty if only the log gets the report, None if the request asks for no report.
+    """
     value = extra_args.get(REPORT)
     if isinstance(value, str):
         return value
@@ -74,12 +101,26 @@ def ticket_in(extra_args: Mapping[str, object]) -> str | None:
 
 
 def begin(req_id: str, level: str, ticket: str = "") -> None:
+    """Begin the tally of a request.
+
+    Args:
+        req_id: The engine's id of the request.
+        level: Name of its level.
+        ticket: Ticket of the HTTP request; empty if only the log gets the report.
+    """
     TALLIES[req_id] = Tally(level, ticket)
     if len(TALLIES) > MOST_KEPT:
         TALLIES.popitem(last=False)
 
 
 def end(req_id: str) -> None:
+    """Log the tally of a request that has ended, if it has one with tokens. Waits for the device.
+
+    The tally stays, for the server may ask for it later.
+
+    Args:
+        req_id: The engine's id of the request.
+    """
     tally = TALLIES.get(req_id)
     if tally is not None and tally.dense_tokens + tally.sparse_tokens:
         kept = f", {tally.kept_pairs / tally.causal_pairs:.3f} of their pairs kept" if tally.causal_pairs else ""
@@ -90,24 +131,51 @@ def end(req_id: str) -> None:
 
 
 def spans_of(rows: Sequence[BatchRow], req_ids: Sequence[str | None], count_tokens: bool) -> Spans:
-    """Where pairs of the step belong to a tally; and tokens are added, by the one builder of a worker that does so."""
-    found = [(row, tally) for row, req_id in zip(rows, req_ids) if (tally := TALLIES.get(req_id or "")) is not None]
-    for row, tally in found if count_tokens else ():
-        tally.add_tokens(row)
-    return [(row.dense_end, row.end, tally) for row, tally in found if row.is_sparse]
+    """Return which tokens of a step belong to a tally, and add the tokens to their tallies.
+
+    Args:
+        rows: All rows of the step.
+        req_ids: The engine's id of each row's request; may be shorter than ``rows``.
+        count_tokens: Whether to add tokens. Only one builder of a worker does.
+
+    Returns:
+        The sparse tokens that belong to a tally.
+    """
+    spans = []
+    for row, req_id in zip(rows, req_ids):
+        tally = TALLIES.get(req_id or "")
+        if tally is None:
+            continue
+        if count_tokens:
+            tally.add_tokens(row)
+        if row.is_sparse:
+            spans.append((row.dense_end, row.end, tally))
+    return spans
 
 
 def add_pairs(spans: Spans, index: SparseIndex) -> None:
+    """Add the pairs of an index to the tallies of its rows. Does not wait for the device.
+
+    Args:
+        spans: Tokens of the step that belong to a tally.
+        index: What a layer selected for rows of the step.
+    """
     for row, token in enumerate(index.rows.tokens):
-        for first, past, tally in spans:
-            if first <= token < past:
+        for first, stop, tally in spans:
+            if first <= token < stop:
                 tally.add_pairs(index, row)
 
 
 def about(ticket: str) -> list[dict[str, Any]]:
-    """What this worker has of the requests with this ticket, one for each prompt and choice of an HTTP request.
+    """Return the tallies of an HTTP request, for the server. Waits for the device.
 
-    Of things that msgpack knows. Ids are not looked at: clients choose them, and may choose those of others.
+    Request ids do not matter: clients choose them, and may choose those of others.
+
+    Args:
+        ticket: Ticket of the HTTP request.
+
+    Returns:
+        A tally for each prompt and choice of the HTTP request, as values that msgpack can encode.
     """
     tallies = [tally for tally in TALLIES.values() if ticket and tally.ticket == ticket]
     return [

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of one worker share: settings, arena, counters and guard. The first layer that needs it makes it."""
+"""What the layers of one worker share: settings, arena, counters and guard."""
+
+from collections.abc import Sequence
 
 import torch
 from vllm.config import VllmConfig
@@ -10,53 +12,113 @@ from vllm_sparse_backend.serving.resolution import log_other_device, resolve
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.guard import Guard
+from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
 from vllm_sparse_kernels.layer import Layer, LayerPlan
 
 
 class Worker:
-    """Groups of layers and microbatches have builders of their own; what is here they have in common."""
+    """What the layers of one worker share. Groups of layers and microbatches have builders of their own.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        device: Where the layers run.
+        memory: The arena, if there is one already.
+
+    Attributes:
+        rank: Tensor-parallel rank.
+        resolved: The settings.
+        recorder: Counts of this worker.
+        memory: The arena; None until ``reserve_memory``, and if no row ever goes sparse.
+        guard: The guard; None until ``get_guard``, and if it is off.
+        requests: The requests of this worker and their levels.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, memory: Memory | None = None) -> None:
         self.vllm_config, self.device = vllm_config, device
         self.rank, size = compat.tensor_parallel(vllm_config)
         self.resolved = resolve(vllm_config, self.rank, size)
         log_other_device(self.resolved, self.rank)
-        # In inference mode, as in the profile run, tensors would be such as nothing outside may write to.
+        # In inference mode, as in the profile run, they would be tensors that nothing outside of it may write to.
         with torch.inference_mode(False):
             self.recorder = Recorder(device, is_first_rank=self.rank == 0)
         self.memory = memory
         self.guard: Guard | None = None
-        self.said: set[str] = set()
-        """What the log says once for a worker."""
         self.requests = RunnerRequests({EXACT, *self.resolved.plans})
+        self._logged: set[str] = set()
         self._layers: dict[LayerPlan, Layer] = {}
 
-    def is_of(self, vllm_config: VllmConfig) -> bool:
-        """Whether its plans are for that configuration's model."""
+    def fits(self, vllm_config: VllmConfig) -> bool:
+        """Return whether the plans are for this configuration's model.
+
+        Args:
+            vllm_config: vLLM's configuration.
+
+        Returns:
+            Whether the model has the shape that the plans were made for.
+        """
         return self.resolved.plan.shape == compat.model_shape(vllm_config)
 
-    def reserve(self) -> Memory | None:
-        """The arena, allocated when it is first asked for; None if nothing will ever go sparse here."""
+    def reserve_memory(self) -> Memory | None:
+        """Return the arena, which the first call allocates.
+
+        Returns:
+            The arena; None if no row ever goes sparse.
+        """
         if self.memory is None and not self.resolved.is_dense:
             self.memory = Memory.reserve(self.vllm_config, self.resolved, self.device, self.rank)
         return self.memory
 
-    def watch_over(self) -> Guard | None:
-        """The guard, if the operator asked for it."""
+    def get_guard(self) -> Guard | None:
+        """Return the guard, which the first call creates.
+
+        Returns:
+            The guard; None if the settings leave it off.
+        """
         settings = self.resolved.config.guard
         if settings is not None and self.guard is None:
             self.guard = Guard(settings, self.recorder, self.rank)
         return self.guard
 
     def layer(self, groups: LayerPlan, head_dim: int) -> Layer:
-        """What layers of this plan do; one object for all of them."""
+        """Return the methods and engines of layers with this plan.
+
+        Args:
+            groups: The groups of heads of a layer at one level.
+            head_dim: Dimension of its heads.
+
+        Returns:
+            One object for all layers of the same plan.
+        """
         if groups not in self._layers:
             self._layers[groups] = Layer.of(groups, head_dim, self.device, self.resolved.config.engine)
         return self._layers[groups]
 
-    def says(self, line: str) -> bool:
-        """Whether a line is still to be logged: of each one the first time."""
-        is_new = line not in self.said
-        self.said.add(line)
+    def layer_levels(self, number: int, groups_by_level: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
+        """Return what a layer does at each level.
+
+        Args:
+            number: Number of the layer in the model.
+            groups_by_level: Its groups of heads at each level, in the order of the plans.
+            head_dim: Dimension of its heads.
+
+        Returns:
+            The levels of the layer by name, the server's own first.
+        """
+        return {
+            level: LayerLevel(self.layer(groups, head_dim), stays_dense=plan.layer(number) is None)
+            for (level, plan), groups in zip(self.resolved.plans.items(), groups_by_level, strict=True)
+        }
+
+    def should_log(self, line: str) -> bool:
+        """Return whether a line is yet to be logged: True once for each line.
+
+        Args:
+            line: The line, or a key for it.
+
+        Returns:
+            Whether this is the first call with the line.
+        """
+        is_new = line not in self._logged
+        self._logged.add(line)
         return is_new

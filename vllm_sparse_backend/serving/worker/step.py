@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step of the engine is to this backend: its sparse rows, and the runs of rows that run dense."""
+"""A step of the engine as the metadata builder hands it to the layers: its sparse rows, and runs of dense tokens."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,14 +13,17 @@ from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
 
 TABLE_STEP = 16
-"""Entries of a block table's row are filled up to a multiple of this."""
+"""Block table rows have a length that is a multiple of this number of entries."""
 
 
 @dataclass(frozen=True)
 class DenseRun:
-    """Neighbouring rows that the dense backend runs: their tokens, and metadata as if they were the whole batch.
+    """Consecutive tokens that the dense backend runs.
 
-    Of the last row these may be the first tokens alone.
+    Attributes:
+        rows: Their rows in the batch. The first and the last row may be cut.
+        tokens: The tokens in the batch.
+        metadata: The dense backend's metadata, as if these tokens were the whole batch.
     """
 
     rows: slice
@@ -31,24 +34,27 @@ class DenseRun:
 class Slab(NamedTuple):
     """Sparse rows of a step that select and attend together.
 
-    Most steps are one slab; where the arena has no room for all rows at a time, they are several.
+    Most steps have a single slab for each level. A step has more if the arena has no room for all its rows at once.
     """
 
     rows: Rows
     request: RequestLevel = SERVER_LEVEL
-    """The level of the requests of all these rows."""
+    """Level of the requests of all these rows."""
 
     @property
     def level(self) -> str:
-        """The name of that level."""
+        """Name of the level."""
         return self.request.name
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries of a sparse row of a level for which some layers of the step are compared with the dense backend.
+    """Queries of a sparse row for which layers are compared with the dense backend.
 
-    ``run``: these queries as if they were the whole batch, over all keys that they may see.
+    Attributes:
+        level: Name of the row's level.
+        run: The queries as a dense run, over all keys in their causal reach.
+        layers: Numbers of the layers to compare.
     """
 
     level: str
@@ -58,9 +64,14 @@ class Probe:
 
 @dataclass
 class SparseStep:
-    """The part of a step that prefills sparsely.
+    """The sparse part of a step, and what is around it.
 
-    ``held``: layers and levels that the guard keeps dense by now; these rows run on the whole batch's metadata.
+    Attributes:
+        slabs: The sparse rows.
+        dense_runs: All other tokens of the step.
+        held: Layers and levels that the guard holds dense. These rows run on the whole batch's metadata.
+        probes: Queries for which the guard compares layers with the dense backend.
+        spans: Sparse tokens of requests that ask for a report.
     """
 
     slabs: tuple[Slab, ...]
@@ -68,25 +79,31 @@ class SparseStep:
     held: frozenset[tuple[int, str]] = frozenset()
     probes: tuple[Probe, ...] = ()
     spans: Spans = ()
-    """Sparse tokens of requests that asked for a report."""
 
 
 @dataclass
 class SparsePrefillMetadata(compat.DenseMetadata):
-    """The dense backend's metadata of the whole batch, for layers that stay dense, and the sparse part of the step."""
+    """The dense backend's metadata of the whole batch, for layers that run dense, and the sparse part of the step."""
 
     sparse: SparseStep | None = None
 
 
-def own_block_table(block_table: torch.Tensor, ids: list[int]) -> torch.Tensor:
-    """Some rows of a block table, [len(ids), max_pages], in a copy of their own.
+def copy_block_table_rows(block_table: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """Copy some rows of a block table. Does not wait for the device.
 
-    Its rows begin at multiples of 64 bytes wherever vLLM's do: kernels are compiled for such addresses apart.
+    Rows of the copy begin at multiples of 64 bytes, as those of vLLM's block tables do: Triton compiles kernels
+    separately for addresses that are multiples of 16 bytes.
+
+    Args:
+        block_table: [num_rows, max_pages] int32.
+        ids: Numbers of the rows, ascending, at least one.
+
+    Returns:
+        [len(ids), max_pages] int32, in memory of its own.
     """
     max_pages, device = block_table.shape[1], block_table.device
-    own = torch.empty(len(ids), ceil_div(max_pages, TABLE_STEP) * TABLE_STEP, dtype=torch.int32, device=device)
-    own = own[:, :max_pages]
+    padded = torch.empty(len(ids), ceil_div(max_pages, TABLE_STEP) * TABLE_STEP, dtype=torch.int32, device=device)
+    copy = padded[:, :max_pages]
     if ids[-1] - ids[0] + 1 == len(ids):
-        return own.copy_(block_table[ids[0] : ids[-1] + 1])
-    chosen = to_device(ids, torch.int64, device)
-    return own.copy_(block_table.index_select(0, chosen))
+        return copy.copy_(block_table[ids[0] : ids[-1] + 1])
+    return copy.copy_(block_table.index_select(0, to_device(ids, torch.int64, device)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose rows a step has: the level of each request of a worker's runner, and the order of the requests' rows.
+"""Maps the rows of a step to requests and their levels.
 
-One ``RunnerRequests`` for each worker. The hooks around its runner fill it in, and the metadata builders read it.
+Each worker has one ``RunnerRequests``. The hooks around its runner fill it in, and the metadata builders read it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,14 +12,19 @@ from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, Mark, Reques
 from vllm_sparse_backend.serving.worker import request_tallies
 
 REQUESTS = "sparse_prefill_requests"
-"""Attribute of vLLM's runner that holds its ``RunnerRequests``."""
+"""Name of the attribute of vLLM's runner that holds its ``RunnerRequests``."""
 
 
 class Step:
-    """The step that a worker's runner is at: its requests and their levels, and the order of the rows, once known.
+    """The current step of a worker's runner.
 
-    levels: of all requests of the runner that have another than the server's; scheduled: by request, its tokens in the
-    step. A dummy run has tokens of nobody.
+    Args:
+        levels: Levels of all requests of the runner that have another level than the server's own, by id.
+        scheduled: Number of tokens in the step by request id; empty in a dummy run.
+        runner: vLLM's runner; needed only if its metadata numbers the requests of rows.
+
+    Attributes:
+        req_ids: Returns the ids of the rows' requests in order, once vLLM has ordered them.
     """
 
     def __init__(self, levels: Mapping[str, RequestLevel], scheduled: Mapping[str, int], runner: Any = None) -> None:
@@ -27,19 +32,29 @@ class Step:
         self.req_ids: Callable[[], Sequence[str]] = tuple
 
     def rows(self, common: Any) -> Sequence[str | None]:
-        """The request of each row of a batch's metadata, padding rows left out; none where nobody told."""
+        """Return the request of each row of a batch.
+
+        Args:
+            common: vLLM's metadata of the batch.
+
+        Returns:
+            Ids without padding rows, None for a row of no scheduled request; empty if the order is not known.
+        """
         numbers = getattr(common, "req_idx", None)
         if numbers is None:
             return self.req_ids()
-        known = (self.runner.req_states.index_to_req_id.get(int(number)) for number in numbers)
-        return [req_id if req_id in self.scheduled else None for req_id in known]
+        ids = (self.runner.req_states.index_to_req_id.get(int(number)) for number in numbers)
+        return [req_id if req_id in self.scheduled else None for req_id in ids]
 
 
 class RunnerRequests:
-    """The requests of one runner, and the step that it is at.
+    """The requests of one runner, and its current step.
 
     Args:
-        names: the levels that this worker can run rows at. A mark that names another counts as none.
+        names: Names of the levels at which this worker can run rows. A mark with another level is ignored.
+
+    Attributes:
+        step: The current step; None between steps.
     """
 
     step: Step | None = None
@@ -49,11 +64,14 @@ class RunnerRequests:
         self._levels: dict[str, RequestLevel] = {}
 
     def levels_of_rows(self, common: Any) -> list[RequestLevel] | None:
-        """The level of each row of a batch's metadata; the server's for padding rows.
+        """Return the level of each row of a batch.
+
+        Args:
+            common: vLLM's metadata of the batch.
 
         Returns:
-            None where requests of the step have other levels than the server's, and nothing tells which rows are
-            theirs. What is exact for all of them is to run all rows dense.
+            The levels, the server's own for padding rows. None if requests of the step have other levels than the
+            server's own and their rows are not known. Only dense attention is right for all of them then.
         """
         num_rows, step = common.num_reqs, self.step
         if step is None or not step.levels.keys() & step.scheduled.keys():
@@ -65,51 +83,81 @@ class RunnerRequests:
         return levels + [SERVER_LEVEL] * (num_rows - len(rows))
 
     def ids_of_rows(self, common: Any) -> Sequence[str | None]:
-        """The request of each row of a batch's metadata, as the engine names it; none where they are not told."""
+        """Return the request of each row of a batch.
+
+        Args:
+            common: vLLM's metadata of the batch.
+
+        Returns:
+            The engine's ids without padding rows, None for a row of no request; empty if they are not known.
+        """
         if self.step is None:
             return ()
         rows = self.step.rows(common)
         return rows if len(rows) <= common.num_reqs else ()
 
     def name_rows(self, req_ids: Callable[[], Sequence[str]]) -> None:
-        """Tell the step at hand, if there is one, where to ask for its rows' requests when metadata is built."""
+        """Set how the current step, if there is one, gets the requests of its rows when metadata is built.
+
+        Args:
+            req_ids: Returns the engine's ids in the order of the rows.
+        """
         if self.step is not None:
             self.step.req_ids = req_ids
 
     @contextmanager
     def at_step(self, scheduler_output: Any, runner: Any) -> Iterator[None]:
-        """Keep the record of levels, and make it known to builders while the step runs."""
+        """Update the levels of requests, and give builders the step while it runs.
+
+        Args:
+            scheduler_output: What vLLM's scheduler decided for the step.
+            runner: vLLM's runner.
+
+        Yields:
+            Nothing.
+        """
         for req_id in scheduler_output.finished_req_ids:
             self._levels.pop(req_id, None)
             request_tallies.end(req_id)
         for new in scheduler_output.scheduled_new_reqs:
             extra_args = getattr(new.sampling_params, "extra_args", None) or {}
             level = self._level_of(extra_args)
-            if (ticket := request_tallies.ticket_in(extra_args)) is not None:
+            ticket = request_tallies.ticket_in(extra_args)
+            if ticket is not None:
                 request_tallies.begin(new.req_id, level.name, ticket)
             if level == SERVER_LEVEL:
                 self._levels.pop(new.req_id, None)
             else:
                 self._levels[new.req_id] = level
-        before, self.step = self.step, Step(self._levels, scheduler_output.num_scheduled_tokens, runner)
+        outer_step = self.step
+        self.step = Step(self._levels, scheduler_output.num_scheduled_tokens, runner)
         try:
             yield
         finally:
-            self.step = before
+            self.step = outer_step
 
     def _level_of(self, extra_args: Mapping[str, Any]) -> RequestLevel:
+        """Return the level in a request's mark; the server's own without a mark that this worker knows."""
         mark = Mark.read(extra_args)
         return SERVER_LEVEL if mark is None or mark.level not in self._names else mark.request_level
 
 
 def requests_of(runner: Any) -> RunnerRequests | None:
-    """The requests of vLLM's runner, which its layers' worker keeps; None where it has no layer that goes sparse."""
-    known: RunnerRequests | None = vars(runner).get(REQUESTS)
-    if known is None:
-        from vllm_sparse_backend.serving.worker.model_layers import shared_worker
+    """Return the requests of a runner.
 
-        worker = shared_worker(runner.vllm_config)
+    Args:
+        runner: vLLM's runner.
+
+    Returns:
+        The requests that the worker of its layers keeps; None if no layer goes sparse.
+    """
+    requests: RunnerRequests | None = vars(runner).get(REQUESTS)
+    if requests is None:
+        from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
+
+        worker = adopted_worker(runner.vllm_config)
         if worker is None:
             return None
-        known = vars(runner)[REQUESTS] = worker.requests
-    return known
+        requests = worker.requests
+        vars(runner)[REQUESTS] = requests
+    return requests

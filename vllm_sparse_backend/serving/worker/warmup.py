@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every kernel that the plan needs before the server reports ready, so that no request waits for a compiler.
+"""Compiles every kernel that the plan needs before the server reports ready, so that no request waits for a compiler.
 
-Triton compiles a kernel once for each kind of argument: a number may be 1, a multiple of 16 or neither. Kernels declare
-numbers that change from step to step as not to be told apart; the batches here are of several kinds all the same, so
-that one that was overlooked is met here and not in a request. Layers get their engines on the way: see ``engines.py``.
+Triton specialises kernels by their integer arguments: 1, a multiple of 16, or any other. Kernels exempt integers that
+change from step to step (``do_not_specialize``). The batches here vary all the same, so that an argument that was
+overlooked is compiled here and not during a request. Layers also get their engines here (``engine_picker``).
 """
 
 import logging
@@ -21,7 +21,7 @@ from vllm_sparse_backend.serving.worker.arena import Row, rows_of
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.step import own_block_table
+from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
 from vllm_sparse_kernels import PagedCache, Rows, Workspace
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
@@ -37,8 +37,8 @@ BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 2048),),
     ((0, 1),),
 )
-"""Rows of (context_len, query_len): alone and beside others, with and without cached keys, full tiles and such that are
-not, lengths that 16 divides and others, and 1.
+"""Batches of rows of (context_len, query_len): one row and several, with and without cached keys, with full and partial
+tiles, lengths that are multiples of 16, others, and 1.
 """
 
 
@@ -50,18 +50,18 @@ def warm_up(
     order: Sequence[int] = compat.TOKENS_FIRST,
     gather: Callable[[Report], Sequence[Report]] = lambda report: [report],
 ) -> None:
-    """Choose the engines of each distinct plan, and run all of them over a small cache laid out as vLLM's.
+    """Choose the engines of each distinct plan, and run all plans over a small cache that is laid out as vLLM's.
 
     Args:
-        impls: The layers; each gets its engines.
-        spec: Of their cache.
+        impls: The layers. All their levels get engines.
+        spec: Shape and dtype of their cache.
         device: Where they run.
-        engine: Name of the attention engine that the configuration asks for.
+        engine: Name of the attention engine in the settings, or ``auto``.
         order: The cache's ``compat.page_order``.
-        gather: From what this rank's picker passed over, that of all tensor-parallel ranks (``EnginePicker.settle``).
+        gather: Returns the reports of all tensor-parallel ranks, given that of this rank (``EnginePicker.settle``).
 
     Raises:
-        ConfigurationError: An engine cannot be had.
+        ConfigurationError: No engine is left for a plan.
     """
     start = time.monotonic()
     longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
@@ -72,9 +72,10 @@ def warm_up(
     kinds: dict[tuple[Layer, bool], WarmUp] = {}
     with warming_up():
         for impl in impls:
-            kind = impl.layer, impl.sinks is not None
-            if kind not in kinds:
-                kinds[kind] = WarmUp(impl, cache, table)
+            for level in impl.levels.values():
+                kind = level.layer, impl.sinks is not None
+                if kind not in kinds:
+                    kinds[kind] = WarmUp(impl, level.layer, cache, table)
         agreed = False
         while not agreed:
             for distinct in kinds.values():
@@ -83,39 +84,54 @@ def warm_up(
         for distinct in kinds.values():
             distinct.run()
         for impl in impls:
-            impl.layer = kinds[impl.layer, impl.sinks is not None].layer
+            impl.levels = {
+                name: replace(level, layer=kinds[level.layer, impl.sinks is not None].layer)
+                for name, level in impl.levels.items()
+            }
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # vLLM is about to take what is left for its own cache
-    picker.report({impl.number: impl.layer.engine for impl in impls})
-    picker.report_selection({impl.number: impl.layer for impl in impls})
+            torch.cuda.empty_cache()  # vLLM is about to allocate the free memory for the KV cache
+    layers = {impl.number: level.layer for impl in impls for level in impl.levels.values()}
+    picker.report({number: layer.engine for number, layer in layers.items()})
+    picker.report_selection(layers)
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(kinds), time.monotonic() - start)
 
 
 class WarmUp:
-    """One distinct layer over ``BATCHES``: its engines are chosen on the first batch, and run on all of them."""
+    """Runs a plan over ``BATCHES``. Its engines are chosen on the first batch.
 
-    def __init__(self, impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor) -> None:
+    Args:
+        impl: A layer with this plan.
+        layer: The plan.
+        cache: A cache of random keys and values.
+        table: [max_rows, num_pages] int32, a block table of that cache.
+    """
+
+    def __init__(self, impl: SparsePrefillImpl, layer: Layer, cache: PagedCache, table: torch.Tensor) -> None:
         assert impl.worker is not None
         assert impl.worker.memory is not None
-        self.impl, self.layer, self.memory = impl, impl.layer, impl.worker.memory
+        self.impl, self.layer, self.memory = impl, layer, impl.worker.memory
         self.cache, self.table = cache, table
-        # Some sinks outweigh all keys, as weights may.
+        # Large enough that some sinks outweigh all keys, as those of a model may.
         self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
 
     def _batch(self, lengths: Sequence[tuple[int, int]]) -> Batch:
-        rows = rows_of(in_turn(lengths), own_block_table(self.table, list(range(len(lengths)))))
+        rows = rows_of(consecutive_rows(lengths), copy_block_table_rows(self.table, list(range(len(lengths)))))
         query = torch.randn(sum(rows.query_lens), self.impl.num_heads, self.cache.head_dim, device=self.table.device)
         dtype = self.cache.keys.dtype
         return Batch(query.to(dtype), self.cache, rows, self.impl.scale, self.impl.out_dtype, self.sinks)
 
     def _workspace(self, rows: Rows) -> Workspace:
-        """The arena; a server of short requests has a smaller one than these rows take."""
+        """Return the arena, unless it is too small for these rows, as on a server of short requests."""
         room, arena = self.memory.room, self.memory.arena
         return arena if room.needed(rows) <= room.num_bytes else Workspace(arena.device)
 
     def choose(self, picker: EnginePicker) -> None:
-        """Take the engines that ``picker`` chooses for this layer."""
+        """Choose the engines of the plan.
+
+        Args:
+            picker: Chooses them.
+        """
         batch = self._batch(BATCHES[0])
         layer = replace(self.layer, select_engines=picker.pick_selection(self.layer, batch))
         workspace = self._workspace(batch.rows)
@@ -125,7 +141,7 @@ class WarmUp:
             self.layer = replace(layer, engine=picker.pick(batch, index, layer.options))
 
     def run(self) -> None:
-        """Select and attend on every batch."""
+        """Select and attend on every batch, with the engines that were chosen."""
         for batch in map(self._batch, BATCHES):
             workspace = self._workspace(batch.rows)
             with workspace.frame():
@@ -136,8 +152,15 @@ class WarmUp:
                     add_listed_pairs(index, pairs, 0)
 
 
-def in_turn(lengths: Sequence[tuple[int, int]]) -> list[Row]:
-    """Rows of (context_len, query_len), one behind the other in q."""
+def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[Row]:
+    """Return rows whose queries follow each other.
+
+    Args:
+        lengths: (context_len, query_len) of each row.
+
+    Returns:
+        The rows.
+    """
     rows: list[Row] = []
     for context_len, query_len in lengths:
         token = rows[-1].token + rows[-1].query_len if rows else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker counted, as it hands it to the server that asks."""
+"""The metric samples of one worker, for the server that collects them."""
 
 from typing import Any
 
@@ -7,27 +7,44 @@ import torch
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor
+from vllm_sparse_backend.serving.worker.arena import Memory
+from vllm_sparse_backend.serving.worker.counters import Sample
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
 
 
-def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
-    """What this worker counted, for ``MetricsPage``: samples, and whether newer ones are on their way.
+def _memory_samples(memory: Memory) -> list[Sample]:
+    arena = memory.arena
+    samples: list[Sample] = [
+        ("arena_bytes", [], memory.room.num_bytes),
+        ("arena_peak_bytes", [], arena.peak_bytes),
+        ("arena_overflows", [], arena.overflows),
+    ]
+    if arena.device.type == "cuda":
+        samples.append(("device_bytes", [], torch.cuda.memory_reserved(arena.device)))
+    return samples
 
-    Of things that msgpack knows, as it passes between processes. start: see ``Recorder.samples``.
+
+def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
+    """Return the samples of a worker. Does not wait for the device.
+
+    Args:
+        worker: vLLM's worker.
+        start: Whether to start a copy of the current counts from the device (``Recorder.samples``).
+
+    Returns:
+        ``rank``, ``samples``, and ``behind``, whether newer counts are on their way, as values that msgpack can encode.
     """
     impls = [impl for _, impl in model_layers(worker.vllm_config).values()]
-    # Layers that never went sparse may hold what a profile run made of a part's configuration.
-    shared = next((impl.worker for impl in sorted(impls, key=lambda impl: not impl.is_adopted) if impl.worker), None)
-    found, behind = ([], False) if shared is None else shared.recorder.samples(start)
-    samples = list(found)
-    if shared is not None and (memory := shared.memory) is not None:
-        samples += [
-            ("arena_bytes", [], memory.room.num_bytes),
-            ("arena_peak_bytes", [], memory.arena.peak_bytes),
-            ("arena_overflows", [], memory.arena.overflows),
-        ]
-        if memory.arena.device.type == "cuda":
-            samples.append(("device_bytes", [], torch.cuda.memory_reserved(memory.arena.device)))
+    # A layer that stays dense may hold an object that a profile run made from the configuration of a part of the model.
+    adopted_first = sorted(impls, key=lambda impl: not impl.is_adopted)
+    shared = next((impl.worker for impl in adopted_first if impl.worker), None)
+    samples: list[Sample] = []
+    behind = False
+    if shared is not None:
+        counts, behind = shared.recorder.samples(start)
+        samples += counts
+        if shared.memory is not None:
+            samples += _memory_samples(shared.memory)
     if compat.tensor_parallel(worker.vllm_config)[0] == 0:
         names = [impl.attention_name for impl in impls]
         samples += [("layers", [name], names.count(name)) for name in dict.fromkeys(names)]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start-up of the layers of one cache group: each gets its part of the plan, its memory, its engines and kernels."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving import compat, hooks
+from vllm_sparse_backend.serving.startup import slow_path
+from vllm_sparse_backend.serving.worker import startup_log
+from vllm_sparse_backend.serving.worker.arena import Memory
+from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
+from vllm_sparse_backend.serving.worker.guard import Guard
+from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.model_layers import ModelLayer
+from vllm_sparse_backend.serving.worker.shared_worker import Worker
+
+logger = logging.getLogger(LOGGER)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share a block table, as vLLM hands them to a metadata builder.
+
+    Attributes:
+        vllm_config: vLLM's configuration.
+        device: Where the layers run.
+        layer_names: vLLM's names of the layers. Layers of a draft model may be among them.
+        cache_spec: Shape and dtype of their caches.
+        cpu_isa: Instruction set of vLLM's CPU attention; empty on other devices.
+    """
+
+    vllm_config: VllmConfig
+    device: torch.device
+    layer_names: Sequence[str]
+    cache_spec: AttentionSpec
+    cpu_isa: str = ""
+
+
+@dataclass(frozen=True)
+class AdoptedLayers:
+    """The layers of a cache group that go sparse, and what their steps need.
+
+    Attributes:
+        numbers: Their numbers in the model, ascending.
+        worker: What all layers of this worker share.
+        memory: The worker's arena; None if no row ever goes sparse.
+        guard: The worker's guard; None if it is off.
+        thresholds: Lengths in tokens from which rows go sparse, by level.
+        worker_layers_by_level: Layers of the whole worker that can go sparse, by level.
+        is_first_group: Whether the worker's first layer that can go sparse is among them.
+    """
+
+    numbers: tuple[int, ...]
+    worker: Worker
+    memory: Memory | None
+    guard: Guard | None
+    thresholds: Mapping[str, Thresholds]
+    worker_layers_by_level: Mapping[str, frozenset[int]]
+    is_first_group: bool
+
+    @property
+    def layers_by_level(self) -> dict[str, frozenset[int]]:
+        """Layers of this group that can go sparse, by level."""
+        return {level: layers.intersection(self.numbers) for level, layers in self.worker_layers_by_level.items()}
+
+
+class LayerAdoption:
+    """Makes the layers of a cache group go sparse, before the first step.
+
+    Args:
+        group: The layers as vLLM groups them.
+        model_layers: All layers of the served model on this worker, by vLLM's names.
+    """
+
+    def __init__(self, group: CacheGroup, model_layers: Mapping[str, ModelLayer]) -> None:
+        self._group = group
+        self._model_layers = model_layers
+        self._group_layers = [model_layers[name] for name in group.layer_names if name in model_layers]
+
+    def adopt(self) -> AdoptedLayers | None:
+        """Hand each layer its part of the plan, allocate the arena, compile kernels, and log what runs how.
+
+        Returns:
+            The layers that go sparse; None if all layers of the group stay dense.
+
+        Raises:
+            ConfigurationError: A setting is wrong or does not fit the model, or no attention engine is left.
+        """
+        vllm_config = self._group.vllm_config
+        worker = self._group_layers[0].impl.shared_worker(vllm_config, self._group.device, planned=True)
+        if worker.resolved.is_dense:
+            if worker.rank == 0 and worker.should_log("pooling"):
+                startup_log.log_pooling()
+            return None
+        plans = {number: worker.resolved.layer(number) for number, _ in self._model_layers.values()}
+        reasons = {number: impl.dense_reason(plans[number]) for number, impl in self._model_layers.values()}
+        if worker.rank == 0:
+            startup_log.log_dense_layers({number: reasons[number] for number, _ in self._group_layers})
+        impls = {number: impl for number, impl in self._group_layers if reasons[number] is None}
+        if not impls:
+            return None
+        memory = worker.reserve_memory()
+        guard = worker.get_guard()
+        numbers = tuple(sorted(impls))
+        worker.recorder.add_layers(numbers, worker.resolved.plans)
+        for number in numbers:
+            levels = worker.layer_levels(number, plans[number], impls[number].head_size)
+            impls[number].adopt(number, levels, worker)
+        if memory is not None:
+            self._make_ready([impls[number] for number in numbers], worker)
+        thresholds = self._thresholds(list(impls.values()), worker)
+        hooks.install_in_worker(vllm_config)
+        if worker.rank == 0 and worker.should_log("plans"):
+            startup_log.log_plans(vllm_config, worker.resolved, thresholds)
+        sparse_layers = {number for number, reason in reasons.items() if reason is None}
+        return AdoptedLayers(
+            numbers=numbers,
+            worker=worker,
+            memory=memory,
+            guard=guard,
+            thresholds=thresholds,
+            worker_layers_by_level=_layers_by_level(worker, reasons),
+            is_first_group=min(sparse_layers) in numbers,
+        )
+
+    def _make_ready(self, impls: Sequence[SparsePrefillImpl], worker: Worker) -> None:
+        """Check the cache's layout on a CPU; elsewhere choose engines and compile kernels."""
+        spec = self._group.cache_spec
+        if compat.IS_CPU:
+            compat.check_cpu_layout(self._group.cpu_isa, spec)
+            return
+        from vllm_sparse_backend.serving.worker.warmup import warm_up
+
+        slow = slow_path(spec.block_size, compat.device_capability())
+        if slow is not None and worker.should_log(slow):
+            logger.warning("sparse-prefill: %s", slow)
+        order = compat.page_order(self._group.vllm_config)
+        warm_up(impls, spec, self._group.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
+
+    def _thresholds(self, impls: Sequence[SparsePrefillImpl], worker: Worker) -> dict[str, Thresholds]:
+        """Return the lengths from which rows of each level go sparse on the engines that the layers got."""
+        limits = ChunkLimits.of(self._group.vllm_config)
+        is_auto = worker.resolved.config.min_query_tokens == AUTO
+        by_level = {}
+        for level in worker.resolved.plans:
+            engines = {impl.levels[level].layer.engine.name for impl in impls}
+            thresholds = worker.resolved.thresholds(level, engines)
+            by_level[level] = thresholds.fitted(*limits) if is_auto else thresholds
+        return by_level
+
+
+def _layers_by_level(worker: Worker, reasons: Mapping[int, Fallback | None]) -> dict[str, frozenset[int]]:
+    """Return the layers of the worker that can go sparse, by level."""
+    sparse = [number for number, reason in reasons.items() if reason is None]
+    return {
+        level: frozenset(number for number in sparse if plan.layer(number) is not None)
+        for level, plan in worker.resolved.plans.items()
+    }

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A level of an attention layer: what the layer does with the rows of requests at that level."""
+
+from dataclasses import dataclass
+
+from vllm_sparse_kernels.layer import Layer
+
+
+@dataclass(frozen=True)
+class LayerLevel:
+    """One layer at one level.
+
+    Attributes:
+        layer: Methods of the heads at this level, and the engines that they run on.
+        stays_dense: Whether the plan of this level leaves the layer out. ``layer`` keeps all pairs then; it runs if a
+            step has rows of another level at which the layer goes sparse.
+    """
+
+    layer: Layer
+    stays_dense: bool = False

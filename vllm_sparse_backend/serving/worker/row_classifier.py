@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides what each row of a batch runs on: decode and dense rows on the dense backend, sparse rows on our kernels.
+
+Lengths that the host knows decide, so nothing here waits for the device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.profile import EXACT
+from vllm_sparse_backend.config.request_levels import SERVER_LEVEL
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.arena import Room, Row
+from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, PADDING_ROW, BatchRow, RowKind
+from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE
+from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
+
+
+@dataclass(frozen=True)
+class RowClassifier:
+    """Classifies the rows of batches by their lengths and the levels of their requests.
+
+    Attributes:
+        thresholds: Lengths in tokens from which rows go sparse, by level.
+        room: Decides whether a row fits into the arena; None if no row ever goes sparse.
+        requests: Levels of the requests of the worker's current step.
+    """
+
+    thresholds: Mapping[str, Thresholds]
+    room: Room | None
+    requests: RunnerRequests
+
+    def classify(
+        self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
+    ) -> list[BatchRow]:
+        """Decide what each row of a batch runs on.
+
+        Args:
+            common: vLLM's metadata of the batch.
+            common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
+            max_decode_tokens: Rows with at most this many new tokens are decodes, drafts included. The dense backend
+                may run them in its graphs.
+
+        Returns:
+            The rows in the order of the batch, padding rows included.
+        """
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        if common.max_query_len <= max_decode_tokens:  # no row prefills: sequence lengths and levels are not needed
+            return [
+                BatchRow(start, end - start, 0, DECODE_ROW if end > start else PADDING_ROW)
+                for start, end in pairwise(starts)
+            ]
+        seq_lens = compat.host_seq_lens(common)
+        levels = self.requests.levels_of_rows(common)
+        batch_reason = _dense_reason_of_batch(common, common_prefix_len)
+        if levels is None:
+            levels = [SERVER_LEVEL] * common.num_reqs
+            batch_reason = Fallback.UNNAMED
+        prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
+        prefix_lm = common.mm_req_doc_ranges or {}
+        rows = []
+        for i, (start, end) in enumerate(pairwise(starts)):
+            query_len, seq_len, level = end - start, seq_lens[i], levels[i].name
+            min_tokens = 0
+            if query_len == 0:
+                kind = PADDING_ROW
+            elif query_len <= max_decode_tokens or not prefilling[i]:
+                kind = DECODE_ROW
+            else:
+                reason = Fallback.REQUESTED if level == EXACT else batch_reason
+                if reason is None:
+                    reason = Fallback.PREFIX_LM if prefix_lm.get(i) else self._dense_reason(query_len, seq_len, level)
+                kind = RowKind(SPARSE if reason is None else DENSE, reason, level)
+                if reason is None:
+                    min_tokens = self.thresholds[level].min_tokens or 0
+            rows.append(BatchRow(start, query_len, seq_len - query_len, kind, min_tokens, levels[i]))
+        return rows
+
+    def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:
+        """Return why a row of these lengths in tokens prefills dense; None if it goes sparse."""
+        thresholds = self.thresholds[level]
+        min_tokens = thresholds.min_tokens
+        if min_tokens is None:
+            return Fallback.NEVER_FASTER
+        if self.room is None or seq_len <= min_tokens:
+            return Fallback.TOO_SHORT
+        sparse_len = min(query_len, seq_len - min_tokens)
+        if sparse_len < thresholds.min_query_tokens:
+            return Fallback.SHORT_QUERY
+        if not self.room.fits(Row(0, 0, sparse_len, seq_len - sparse_len)):
+            return Fallback.NO_ROOM
+        return None
+
+
+def _dense_reason_of_batch(common: CommonAttentionMetadata, common_prefix_len: int) -> Fallback | None:
+    """Return why no row of the batch can go sparse; None if some may."""
+    if common.causal is not True:
+        return Fallback.NON_CAUSAL
+    return Fallback.CASCADE if common_prefix_len > 0 else None

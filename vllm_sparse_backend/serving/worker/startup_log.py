@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker logs at start-up: dense layers, the plan of each level, and settings under which no row goes sparse.
+
+docs/operations.md explains each line.
+"""
+
+import logging
+from collections.abc import Mapping
+
+from vllm.config import VllmConfig
+
+from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import SHARE
+from vllm_sparse_backend.config.ranges import format_ranges
+from vllm_sparse_backend.config.request_levels import FIELD
+from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving.level_policy import choices
+from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
+
+logger = logging.getLogger(LOGGER)
+
+
+def log_pooling() -> None:
+    """Log that a server of a pooling model prefills every row dense."""
+    logger.info(
+        "sparse-prefill: this server pools: every row prefills dense, because embeddings and scores are compared with "
+        'stored ones. To let rows go sparse, set "requests": {"default": "on"}'
+    )
+
+
+def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
+    """Log which layers prefill dense, a line for each reason.
+
+    Args:
+        reasons: By layer, why it prefills dense; None if it can go sparse.
+    """
+    for reason in Fallback:
+        dense = [number for number, why in reasons.items() if why is reason]
+        if dense:
+            logger.info("sparse-prefill: layers %s prefill dense: %s", format_ranges(dense), reason.explain)
+
+
+def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
+    """Log the plan of each level, what requests may ask for, and a warning if no row will ever go sparse.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        resolved: The settings.
+        thresholds: Lengths in tokens from which rows go sparse, by level.
+    """
+    for level, plan in resolved.plans.items():
+        if level == SHARE:  # its plan is the server's own
+            continue
+        for line in plan.describe(thresholds[level]):
+            logger.info("sparse-prefill: %s", line)
+    permitted = choices(vllm_config, resolved)
+    logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, permitted)
+    if resolved.config.requests.model_fields_set:
+        logger.info("sparse-prefill: policy for requests: %s", permitted.policy())
+    _warn_if_never_sparse(vllm_config, thresholds[DEFAULT])
+
+
+def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> None:
+    """Warn if requests or their chunks are too short to go sparse at the server's own level."""
+    if thresholds.min_tokens is None:
+        return
+    max_len = vllm_config.model_config.max_model_len
+    if max_len <= thresholds.min_tokens:
+        logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
+        return
+    limits = ChunkLimits.of(vllm_config)
+    if limits.beside_decodes < thresholds.min_query_tokens:
+        logger.warning(
+            "sparse-prefill: a step has %d new tokens of a request at most, and %d next to the maximum number of "
+            "decodes, and runs dense with fewer than %d: raise --max-num-batched-tokens (and "
+            "--long-prefill-token-threshold, if it is set), or lower min_query_tokens",
+            limits.alone, limits.beside_decodes, thresholds.min_query_tokens,
+        )  # fmt: skip
