@@ -105,7 +105,19 @@ def ask(server: Server, request: Hostile) -> Said:
             said = Said(response.status, response.read().decode())
     except urllib.error.HTTPError as error:
         said = Said(error.code, error.read().decode())
-    return said._replace(text=CHANGES.sub("", said.text.replace(server.url, "")))
+    text = stream_content(said.text) if said.text.startswith(("data: ", "event: ")) else said.text
+    return said._replace(text=CHANGES.sub("", text.replace(server.url, "")))
+
+
+def stream_content(text: str) -> str:
+    """Return what a stream of events says; how many tokens an event has depends on the machine's load."""
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    deltas = [choice.get("text", choice.get("delta")) for choice in choices] + [event.get("delta") for event in events]
+    words = "".join(delta.get("content") or "" if isinstance(delta, dict) else delta or "" for delta in deltas)
+    reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    keys = sorted({(str(event.get("type")), *sorted(event)) for event in events})
+    return json.dumps([words, reasons, keys, "data: [DONE]" in text])
 
 
 class Pair(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.batches import in_fp8, random_batch, random_index, repaged, widened
-from tests.helpers.engine_cases import ENGINES, check, run, same
+from tests.helpers.engine_cases import ENGINES, check, flash_attention, run, same
 from tests.helpers.masks import density_of, mask_of
 from tests.helpers.method_cases import select
 from tests.helpers.structured import paged_batch, structured
@@ -139,7 +139,7 @@ def test_engines_on_gpu(engine, block_tokens, head_dim, dtype):
 @pytest.mark.gpu
 def test_flash_is_as_far_from_exact_as_flash_attention_itself():
     """Over an index that keeps everything, with scales that are no powers of two, passed to vLLM's function too."""
-    if "flash" not in ENGINES:
+    if flash_attention() is None:
         pytest.skip("no FlashAttention here")
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
