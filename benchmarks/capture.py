@@ -48,7 +48,7 @@ def main(
 def capture(
     model: Path, token_ids: Sequence[int], folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> Capture:
-    """``capture_each`` of one prompt."""
+    """``capture_prompts`` for one prompt."""
     return next(capture_prompts(model, [token_ids], [folder], device, dtype))
 
 

@@ -26,7 +26,7 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import GuardConfig
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run, Span
-from vllm_sparse_backend.evaluation.layer_timing import Layer, new_step
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, new_step
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.serving.worker.guard import PROBE_TOKENS, Guard
 from vllm_sparse_kernels import Rows
@@ -63,13 +63,13 @@ class NoCounts:
 class Checked:
     """A layer of a pass, and a check of its last queries."""
 
-    layer: Layer
+    layer: TimedLayer
     dense: Run
     exact: torch.Tensor
     guard: Guard
 
     @staticmethod
-    def of(layer: Layer, card: Card, guard: Guard) -> "Checked":
+    def of(layer: TimedLayer, card: Card, guard: Guard) -> "Checked":
         rows = layer.batch.rows
         (query_len,), (context_len,) = rows.query_lens, rows.context_lens
         number = min(PROBE_TOKENS, query_len)

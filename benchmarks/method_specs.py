@@ -12,7 +12,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_backend.evaluation.crossover_bench import changed_fields, told
+from vllm_sparse_backend.evaluation.crossover_bench import changed_fields, method_label
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import name_of, sparse_names
@@ -30,7 +30,7 @@ class MethodSpec:
     params: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return told(make_method(self.method, dict(self.params)))
+        return method_label(make_method(self.method, dict(self.params)))
 
     @staticmethod
     def parse(text: str) -> "MethodSpec":

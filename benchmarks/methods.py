@@ -52,7 +52,7 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import name_of_profile
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
-from vllm_sparse_backend.evaluation.layer_timing import Layer, layers_of, new_step
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.attention import Engine
 from vllm_sparse_kernels.engine_trial import Batch
@@ -137,7 +137,9 @@ def _dense_out(card: Card, batch: Batch) -> torch.Tensor:
     return out
 
 
-def _add_fp8_error(layers: Sequence[Layer], exact: Sequence[Layer], engine: Engine, row: dict[str, Any]) -> None:
+def _add_fp8_error(
+    layers: Sequence[TimedLayer], exact: Sequence[TimedLayer], engine: Engine, row: dict[str, Any]
+) -> None:
     """What the cache's rounding does to the whole method; ``layers`` have run, ``exact`` are the same in bf16."""
     new_step(exact)()
     for layer in exact:
@@ -148,7 +150,7 @@ def _add_fp8_error(layers: Sequence[Layer], exact: Sequence[Layer], engine: Engi
 
 def _measure(
     card: Card,
-    layers: Sequence[Layer],
+    layers: Sequence[TimedLayer],
     engine: Engine,
     dense: Sequence[Run],
     truths: Sequence[torch.Tensor],

@@ -28,7 +28,7 @@ from tests.helpers.structured import structured_prompts
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
-from vllm_sparse_backend.evaluation.layer_timing import Layer, new_step
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, new_step
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.serving.worker.counters import DECODE, Recorder
 
@@ -81,7 +81,7 @@ def projections(heads: Heads, tokens: int, device: torch.device, hidden: int, in
     return [product(*size) for size in sizes]
 
 
-def counting(recorder: Recorder, number: int, layer: Layer) -> Run:
+def counting(recorder: Recorder, number: int, layer: TimedLayer) -> Run:
     """All that counts a layer's call in a server."""
     return lambda: recorder.count_pairs(number, layer.index)
 

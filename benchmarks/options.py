@@ -15,7 +15,7 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.evaluation.attention_prompts import Prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.layer_timing import Layer, layers_of
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
 from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
@@ -60,7 +60,7 @@ def plan_asked(method: str, shape: ModelShape) -> tuple[str, Plan]:
 
 def layers_served(
     card: Card, prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int
-) -> tuple[Engine, list[Layer]]:
+) -> tuple[Engine, list[TimedLayer]]:
     """The chunk in each layer, for the engine that a server would take."""
     for engine in card.engines.values():
         layers = layers_of(prompts, plan.layers, context_len, query_len, engine.name)

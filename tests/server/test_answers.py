@@ -55,7 +55,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     profile.write_text(yaml.safe_dump(starved | {"levels": levels}))
     names, settings = ["starved", *levels], [Settings.parse(str(profile))]
     served = compared_servers.started(BUNDLED, settings, TOKENS + 1, levels=names)
-    asking = answer_run.Asking.about(None, [TOKENS], PROMPTS, FACTS)
+    asking = answer_run.AnswerWorkload.from_text(None, [TOKENS], PROMPTS, FACTS)
     report = Report("answers", "CPU")
     answer_run.ask_all(served, asking, "", report)
     of_prompts = [case for case in report.cases if case["part"] == "prompt"]
