@@ -5,6 +5,7 @@ It answers as a server that loads no plugin, whatever stands under these keys an
 """
 
 import json
+import os
 import random
 import re
 import urllib.error
@@ -24,10 +25,11 @@ from vllm_sparse_backend.config.metrics import REPORT_METHOD, SWITCH_PATH, WORKE
 from vllm_sparse_backend.config.request_levels import FIELD, MARK, REPORT
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 pytest.importorskip("vllm")
 
 SEED = 20
+REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "150"))
 SETTINGS = {"method": "dense", "min_tokens": 64, "switch": True}
 KEYS = (FIELD, REPORT, MARK, MARK, DOCUMENTS, DEVICE, REPORT_METHOD, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
 """The mark twice as often: the engine's core and workers read it where the backend is ours."""
@@ -140,11 +142,10 @@ def pair(small_model: Path) -> Iterator[Pair]:
         yield Pair(without, bystander)
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.full)])
-def test_it_answers_as_a_server_without_plugins(pair: Pair, count: int) -> None:
+def test_it_answers_as_a_server_without_plugins(pair: Pair) -> None:
     """The same requests in the same order, one after another: what is cached is the same too."""
     statuses, differing = [], []
-    for number in range(count):
+    for number in range(REQUESTS):
         request = hostile(number)
         with ThreadPoolExecutor(2) as pool:
             expected, said = pool.map(ask, pair, (request, request))
@@ -154,7 +155,7 @@ def test_it_answers_as_a_server_without_plugins(pair: Pair, count: int) -> None:
             assert pair.bystander.exit_code() is None, (differing[-1], pair.bystander.tail())
     assert not differing, (len(differing), differing[:5])
     assert [server.exit_code() for server in pair] == [None, None]
-    assert statuses.count(200) > count // 10
+    assert statuses.count(200) > REQUESTS // 10
 
 
 def test_a_mark_of_a_client_does_not_end_its_engine(pair: Pair) -> None:
