@@ -186,7 +186,8 @@ def _load_block(source, position, SHAPE):
     keys, matrix = source.keys, source.matrix
     if source.k_matrix is not None:
         table = keys.block_table + source.i_row.to(tl.int64) * keys.stride_table
-        place = tl.load(table + position // SHAPE.PAGE) * matrix.rows_per_page + position % SHAPE.PAGE
+        i_page = position // SHAPE.PAGE
+        place = tl.load(table + i_page) * matrix.rows_per_page + position - i_page * SHAPE.PAGE
         return source.k_matrix.load([place + source.i_kv * matrix.rows_per_head, source.i_kv * matrix.columns_per_head])
     else:
         o_n = position + tl.arange(0, SHAPE.BLOCK_N)
