@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine over several workers, and several engines behind one address: answers and counts of one worker.
+
+On a CPU, with gloo between the processes. Sums over heads are made in another order by two workers, which moves log-
+probabilities by about 1e-6; tokens are the same.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.helpers import scenario, server_levels
+from tests.helpers.scenario import Answer, Servers
+from vllm_sparse_backend.cli import switch
+from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
+from vllm_sparse_backend.evaluation.metrics_scrape import Report
+from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.full,
+    pytest.mark.skipif(has_cuda(), reason="two workers on one card: vLLM wants a card for each"),
+]
+
+LOGPROB_TOLERANCE = 5e-5
+LEVELS = ("exact", "high", "fast", "everything")
+
+
+class Layout(NamedTuple):
+    """How a server divides its work."""
+
+    args: tuple[str, ...]
+    engines: int
+    ranks: int
+    """Workers of an engine."""
+
+
+LAYOUTS = {
+    "tensor parallel": Layout(("--tensor-parallel-size", "2"), engines=1, ranks=2),
+    "pipeline parallel": Layout(("--pipeline-parallel-size", "2"), engines=1, ranks=2),
+    "data parallel": Layout(("--data-parallel-size", "2", "--api-server-count", "2"), engines=2, ranks=1),
+}
+
+
+class Divided(NamedTuple):
+    """A server of several workers, what it answered, and what it counted meanwhile."""
+
+    layout: Layout
+    server: Server
+    answers: dict[str, Answer]
+    report: Report
+
+
+def ask_in_turn(server: Server) -> tuple[dict[str, Answer], Report]:
+    """Each level's answer to prompts of several chunks, one request at a time, and the counts of these requests."""
+    before = scenario.counted(server)
+    answers = {
+        f"{level}, {length} tokens": scenario.ask(server, scenario.prompt(length, seed=length), level=level)
+        for length in (63, 901, 1501)
+        for level in LEVELS
+    }
+    return answers, scenario.counted(server, before)
+
+
+@pytest.fixture(scope="module")
+def single(servers: Servers) -> tuple[dict[str, Answer], Report]:
+    """One worker."""
+    return ask_in_turn(servers.ours)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def divided(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Divided]:
+    layout = LAYOUTS[request.param]
+    settings = server_levels.write(tmp_path_factory.mktemp("divided"), *server_levels.ALL)
+    args = (*sparse_args(settings), *scenario.SERVER_ARGS, *layout.args)
+    with Server(small_model, args, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as server:
+        yield Divided(layout, server, *ask_in_turn(server))
+
+
+def assert_same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    for name, answer in expected.items():
+        print(name, max(abs(a-b) for a,b in zip(answers[name].logprobs, answer.logprobs)))
+        assert answers[name].token_ids == answer.token_ids, name
+        assert answers[name].logprobs == pytest.approx(answer.logprobs, abs=LOGPROB_TOLERANCE), name
+
+
+def test_answers_of_every_level_are_those_of_one_worker(divided: Divided, single: tuple[dict[str, Answer], Report]) -> None:
+    assert_same(divided.answers, single[0])
+
+
+def test_counts_are_those_of_one_worker(divided: Divided, single: tuple[dict[str, Answer], Report]) -> None:
+    """Rows once, whatever number of workers computed them; pairs summed over the heads and layers of all workers."""
+    for name, labels in (
+        ("rows", ("path", "reason", "level")),
+        ("tiles", ("layer", "level")),
+        ("causal_pairs", ("layer", "level")),
+        ("prefill_pairs", ()),
+    ):
+        print(name, divided.report.by(name, *labels), single[1].by(name, *labels))
+        assert divided.report.by(name, *labels) == single[1].by(name, *labels), name
+    kept, expected = (report.by("kept_pairs", "layer", "level") for report in (divided.report, single[1]))
+    print(kept, expected)
+    assert dict(kept) == pytest.approx(dict(expected), rel=1e-3)
+
+
+def test_the_guard_checks_on_every_rank_of_every_engine(divided: Divided) -> None:
+    errors = scenario.counted(divided.server)
+    seen = Counter(
+        (labels["engine"], labels["rank"])
+        for name, sample_labels in errors.samples
+        if name == "guard_error"
+        for labels in [dict(sample_labels)]
+    )
+    print(seen)
+    assert len(seen) == divided.layout.engines * divided.layout.ranks
+
+
+def test_the_switch_reaches_every_engine(divided: Divided) -> None:
+    server = divided.server
+    requests = {str(seed): (scenario.prompt(901, seed=seed), 8, "fast") for seed in range(400, 404)}
+    exact = {str(seed): (scenario.prompt(901, seed=seed), 8, "exact") for seed in range(400, 404)}
+    try:
+        switch.ask(server.url, switch.To.EXACT)
+        before = scenario.counted(server)
+        switched = scenario.ask_together(server, requests)
+        meanwhile = scenario.counted(server, before)
+        assert not meanwhile.rows_of("sparse")
+        switches = re.findall(r"\nsparse_prefill_switched_exact{.*} (\S+)", server.get(FRESH_METRICS_PATH))
+        assert [float(value) for value in switches] == [1.0] * divided.layout.engines
+    finally:
+        switch.ask(server.url, switch.To.ON)
+    assert_same(switched, scenario.ask_together(server, exact))
+    sparse = scenario.ask_together(server, requests)
+    assert all(sparse[name].logprobs != pytest.approx(switched[name].logprobs, abs=1e-3) for name in requests)
