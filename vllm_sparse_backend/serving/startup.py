@@ -15,7 +15,7 @@ from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fal
 from vllm_sparse_backend.config.model_check import layer_reasons
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving import compat, rust_frontend
 from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
@@ -50,6 +50,8 @@ def check(vllm_config: VllmConfig) -> None:
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
     warn_of_stores(vllm_config)
+    if rust_frontend.is_configured():
+        rust_frontend.warn_of_missing()
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
@@ -111,11 +113,8 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
             f"version 4 on, and vLLM takes version {version} here; serve it without this backend, on vLLM's own choice "
             "of one"
         )
-    if compat.is_set("VLLM_USE_RUST_FRONTEND"):
-        yield (
-            "VLLM_USE_RUST_FRONTEND is set, and this backend finds what a request asks for, and shows its counters, in "
-            "the front process in Python; unset it, or serve without this backend"
-        )
+    if rust_frontend.is_configured() and (why := rust_frontend.refusal(resolved)) is not None:
+        yield why
     stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
     if stores and resolved.pools and not resolved.is_dense:
         yield (
