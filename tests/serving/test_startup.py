@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is refused before a model loads, from a vLLM configuration made by hand and configs as transformers has them."""
 
+import importlib
 import re
+import sys
 import threading
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +129,90 @@ def test_slow_paths() -> None:
     assert "pages of 16 tokens" in str(startup.slow_path(16, (9, 0)))
     assert "a multiple of 128" in str(startup.slow_path(544, (9, 0)))
     assert "compute capability 8.0" in str(startup.slow_path(128, (8, 0)))
+
+
+def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's module of NVIDIA's devices, which the CPU build has without the operations that it registers."""
+    name = "vllm._C_stable_libtorch"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    return importlib.import_module("vllm.platforms.cuda")
+
+
+class TestDecode:
+    """What stock vLLM would decode with, where that is not what decodes here."""
+
+    @staticmethod
+    def on(monkeypatch: pytest.MonkeyPatch, *capability: int, refused: tuple[str, ...] = ()) -> list[Any]:
+        """A device on which vLLM's own order of backends applies; returns what vLLM was asked."""
+        from vllm.platforms.interface import DeviceCapability
+
+        cuda, asked = cuda_platform(monkeypatch), []
+
+        def get_valid_backends(capability: Any, config: Any, num_heads: int | None = None) -> Any:
+            asked.append(config)
+            order = cuda._get_backend_priorities(config.use_mla, capability)
+            valid = [(name, number) for number, name in enumerate(order) if name.name not in refused]
+            # The order is by ``priority``, not by place.
+            return [SimpleNamespace(backend=name, priority=number) for name, number in reversed(valid)], {}
+
+        device = SimpleNamespace(
+            get_device_capability=lambda: DeviceCapability(*capability), get_valid_backends=get_valid_backends
+        )
+        monkeypatch.setattr(compat, "current_platform", device)
+        monkeypatch.setattr(compat, "IS_CPU", False)
+        monkeypatch.setattr(compat.DenseBackend, "get_name", staticmethod(lambda: "FLASH_ATTN"))
+        return asked
+
+    @pytest.mark.parametrize(
+        ("capability", "refused", "stock"),
+        [
+            ((10, 0), (), "FLASHINFER"),
+            ((10, 3), (), "FLASHINFER"),
+            ((10, 0), ("FLASHINFER",), "FLASH_ATTN"),  # FlashInfer is not installed, or refuses the model
+            ((12, 0), (), "FLASH_ATTN"),
+        ],
+    )
+    def test_blackwell(self, monkeypatch: pytest.MonkeyPatch, capability: Any, refused: Any, stock: str) -> None:
+        asked = self.on(monkeypatch, *capability, refused=refused)
+        assert compat.stock_backend(128, torch.bfloat16, "fp8", has_sink=True) == stock
+        (config,) = asked
+        assert (config.head_size, config.dtype, config.kv_cache_dtype, config.has_sink) == (
+            128, torch.bfloat16, "fp8", True,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+    def test_earlier_cards_need_no_question_as_flash_attention_is_first_there(
+        self, monkeypatch: pytest.MonkeyPatch, capability: Any
+    ) -> None:
+        from vllm.platforms.interface import DeviceCapability
+
+        cuda, asked = cuda_platform(monkeypatch), self.on(monkeypatch, *capability)
+        assert compat.stock_backend(128, torch.bfloat16) == "FLASH_ATTN"
+        assert asked == []
+        assert cuda._get_backend_priorities(False, DeviceCapability(*capability))[0].name == "FLASH_ATTN"
+
+    def test_devices_of_others_and_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        dense = compat.DenseBackend.get_name()
+        assert compat.stock_backend(128, torch.bfloat16) == dense
+        monkeypatch.setattr(compat, "IS_CPU", False)
+        for capability in None, SimpleNamespace(major=12):
+            monkeypatch.setattr(
+                compat, "current_platform", SimpleNamespace(get_device_capability=lambda c=capability: c)
+            )
+            assert compat.stock_backend(128, torch.bfloat16) == dense
+
+    def test_the_line_says_what_decodes_why_what_it_costs_and_what_to_do(self) -> None:
+        assert startup.other_decode("FLASH_ATTN", "FLASH_ATTN") is None
+        line = str(startup.other_decode("FLASHINFER", "FLASH_ATTN"))
+        for part in "run on FLASH_ATTN", "no release from 0.26", "stock vLLM would decode on FLASHINFER", "bench serve":
+            assert part in line
+
+    def test_the_two_names_come_from_the_one_enum(self) -> None:
+        """What the dense backend calls itself on a GPU, and vLLM's list of candidates."""
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        assert FlashAttentionBackend.get_name() == AttentionBackendEnum.FLASH_ATTN.name
 
 
 class TestSleepMode:

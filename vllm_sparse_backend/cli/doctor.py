@@ -134,7 +134,7 @@ def registration() -> Iterator[Finding]:
         return
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point
-    yield _dense_backend()
+    yield from _dense_backend()
 
 
 @contextmanager
@@ -166,17 +166,22 @@ def _entry_point() -> Finding:
     return ok("plugin", f"vLLM loads {names[0]} by itself")
 
 
-def _dense_backend() -> Finding:
+def _dense_backend() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        return ok("dense rows and decodes", "vLLM's CPU attention")
-    from vllm_sparse_backend.serving.compat import flash_attention_version
+        yield ok("dense rows and decodes", "vLLM's CPU attention")
+        return
+    from vllm_sparse_backend.serving import compat, startup
 
-    flash_version = flash_attention_version()
+    flash_version = compat.flash_attention_version()
     if flash_version is None:
-        return bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
-    return ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
+        yield bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
+        return
+    yield ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
+    stock = compat.stock_backend(128, torch.bfloat16)
+    if (difference := startup.other_decode(stock, compat.DenseBackend.get_name())) is not None:
+        yield note("decodes", difference)
 
 
 def attention(model: Path | None) -> Iterator[Finding]:

@@ -250,6 +250,33 @@ def flash_attention_version(vllm_config: VllmConfig | None = None) -> int | None
     return None if version is None else int(version)
 
 
+def stock_backend(head_dim: int, dtype: torch.dtype, kv_cache_dtype: Any = "auto", has_sink: bool = False) -> str:
+    """Return the attention backend that vLLM itself would choose for a decoder's layers on this device.
+
+    Args:
+        head_dim: Dimension of a head.
+        dtype: dtype of the model.
+        kv_cache_dtype: vLLM's name for the dtype of the cache.
+        has_sink: Whether the layers have learnt sinks.
+
+    Returns:
+        vLLM's name of the backend. Up to Hopper, and on devices that are not NVIDIA's, it is the dense backend's own:
+        vLLM prefers another one on compute capability 10 only, and is asked there only, because it imports all
+        backends to answer.
+    """
+    capability = None if IS_CPU else current_platform.get_device_capability()
+    if capability is None or capability.major < 10 or not hasattr(current_platform, "get_valid_backends"):
+        return str(DenseBackend.get_name())
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = AttentionSelectorConfig(
+        head_size=head_dim, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=None, has_sink=has_sink
+    )
+    candidates, _ = current_platform.get_valid_backends(capability, config)
+    first = min(candidates, key=lambda candidate: candidate.priority, default=None)
+    return str(DenseBackend.get_name() if first is None else first.backend.name)
+
+
 def pools(vllm_config: VllmConfig) -> bool:
     """Return whether the server's requests are for pooling: embeddings, scores or classes.
 

@@ -15,6 +15,7 @@ from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fal
 from vllm_sparse_backend.config.model_check import layer_reasons
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.identity import RELEASES
 from vllm_sparse_backend.serving import compat, rust_frontend
 from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
@@ -152,3 +153,22 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
             f"{compat.BULK_PAGE_TOKENS}"
         )
     return None
+
+
+def other_decode(stock: str, dense: str) -> str | None:
+    """Return why time per output token is not that of stock vLLM on this device.
+
+    Args:
+        stock: vLLM's name of the attention backend that it would choose itself.
+        dense: The same of the backend that decodes run on here.
+
+    Returns:
+        What decodes, what it costs and what to do; None if stock vLLM decodes on the same backend.
+    """
+    if stock == dense:
+        return None
+    return (
+        f"decodes run on {dense}, as no release from {RELEASES} takes a decode backend beside a prefill backend; stock "
+        f"vLLM would decode on {stock} here, so time per output token is not stock's, by how much was never measured. "
+        "Compare both with `sparse-prefill bench serve`, or decode on stock servers (docs/disaggregated.md)"
+    )

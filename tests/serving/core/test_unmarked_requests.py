@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+pytest.importorskip("vllm", reason="needs vLLM")
+
 import zmq
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -19,6 +20,7 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, FinishReaso
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend.config.request_levels import FIELD, MARK, REPORT, Mark, Salt
 from vllm_sparse_backend.serving import hooks, level_policy, rust_frontend
@@ -75,9 +77,7 @@ def core(configured: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.Monk
     """A function: more settings → a core of a server with the levels ``exact``, ``high``, its own, and ``fast``."""
     monkeypatch.delenv(rust_frontend.VARIABLE, raising=False)
     profile = profile_file(tmp_path, **LEVELS)
-    return lambda **settings: Core(
-        configured(profile=profile, min_tokens=EXACT_TOKENS, min_query_tokens=1, **settings)
-    )
+    return lambda **settings: Core(configured(profile=profile, min_tokens=EXACT_TOKENS, min_query_tokens=1, **settings))
 
 
 def taken(core: Core, vllm_xargs: object, **fields: Any) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def test_a_worker_reads_it(core: Callable[..., Core]) -> None:
 
 
 HOSTILE = [
-    2, -1, 1.5, -0.5, 1e308, 2**63 - 1, -(2**63), 2**64 - 1, "", "0", "Exact", "default", "p", "x" * 100_000, "\0", None,
-    [], [0], ["exact"], [[[[]]]], {}, {"level": "exact"}, {"__class__": "Mark"}, [{"a": [None, {}]}] * 1000,
+    2, -1, 1.5, -0.5, 1e308, 2**63 - 1, -(2**63), 2**64 - 1, "", "0", "Exact", "default", "p", "x" * 100_000, "\0",
+    None, [], [0], ["exact"], [[[[]]]], {}, {"level": "exact"}, {"__class__": "Mark"}, [{"a": [None, {}]}] * 1000,
 ]  # fmt: skip
 
 
@@ -166,7 +166,7 @@ class TestPolicy:
     def test_names_of_models_do_not_reach_the_core(self, core: Callable[..., Core]) -> None:
         engine = core(requests={"default": "exact", "models": {"canary": "on"}})
         for vllm_xargs in {}, {FIELD: 0}:
-            with pytest.raises(VLLMValidationError, match="requests.models gives levels by served model name, and"):
+            with pytest.raises(VLLMValidationError, match=r"requests\.models gives levels by served model name, and"):
                 taken(engine, vllm_xargs)
         marked = salted("default").write(None)  # by our front process, which knows the name
         params = SimpleNamespace(extra_args=marked)

@@ -13,7 +13,7 @@ from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
-from vllm_sparse_backend.serving.startup import slow_path
+from vllm_sparse_backend.serving.startup import other_decode, slow_path
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
@@ -140,8 +140,11 @@ class LayerAdoption:
         from vllm_sparse_backend.serving.worker.warmup import warm_up
 
         slow = slow_path(spec.block_size, compat.device_capability())
-        if slow is not None and worker.should_log(slow):
-            logger.warning("sparse-prefill: %s", slow)
+        model_dtype, cache_dtype = self._group.vllm_config.model_config.dtype, impls[0].kv_cache_dtype
+        stock = compat.stock_backend(spec.head_size, model_dtype, cache_dtype, impls[0].sinks is not None)
+        for line in (slow, other_decode(stock, compat.DenseBackend.get_name())):
+            if line is not None and worker.should_log(line):
+                logger.warning("sparse-prefill: %s", line)
         order = compat.page_order(self._group.vllm_config)
         warm_up(impls, spec, self._group.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
 
