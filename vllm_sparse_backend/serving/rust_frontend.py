@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's front end in Rust: what a server of it has not of this package, and what it cannot honour.
+"""vLLM's front end in Rust: which parts of this package are missing behind it, and which settings it cannot serve.
 
-It runs in a process without Python, so nothing of ``serving/frontend`` runs. It passes ``vllm_xargs`` on to the engine
-core, which reads the level there (``core/unmarked_requests.py``).
+It is a process without Python, so nothing of ``serving/frontend`` runs. It passes ``vllm_xargs`` on to the engine core,
+which reads the level there (``core/unmarked_requests.py``).
 """
 
 import logging
@@ -16,21 +16,20 @@ logger = logging.getLogger(LOGGER)
 
 VARIABLE = "VLLM_USE_RUST_FRONTEND"
 
-BY_MODEL = f"{OPTION} {KEY}.requests.models gives levels by served model name"
+BY_MODEL = f"{OPTION} {KEY}.requests.models gives levels by served model names"
 
 MISSING = (
-    "this server's front process is not vLLM's in Python, so the engine core reads the levels of requests. Missing "
-    "here: sparse_prefill_* on /metrics; reports in answers (workers log them); the route of the switch; status 400 "
-    "for a misplaced key, a level on a path that prefills nothing, or one that a request may not have (such a level "
-    "ends the request with an error, a misplaced key is ignored); and the check that nodes started with --headless "
-    f"have the same settings. To have them, unset {VARIABLE} and do not serve with vllm-rs"
+    "requests come through vLLM's front end in Rust, so the engine core reads their levels. Missing: sparse_prefill_* "
+    "on /metrics; reports in answers (workers log them); the route of the switch; status 400 for misplaced keys, which "
+    "are ignored, and for levels that a request may not have, which end it with an error; the comparison of settings "
+    f"with nodes that start with --headless. To have these, unset {VARIABLE} and do not serve with vllm-rs"
 )
 
 
 def is_configured() -> bool:
     """Return whether this process's environment selects the Rust front end.
 
-    A server that ``vllm-rs serve`` starts has it without the variable.
+    Servers that ``vllm-rs serve`` starts have that front end without the variable.
 
     Returns:
         True if the variable is set.
@@ -39,7 +38,7 @@ def is_configured() -> bool:
 
 
 def refusal(resolved: Resolved) -> str | None:
-    """Return why this backend cannot serve its settings behind the Rust front end.
+    """Return why this backend cannot honour its settings behind the Rust front end.
 
     Args:
         resolved: The settings.
@@ -50,11 +49,11 @@ def refusal(resolved: Resolved) -> str | None:
     if not resolved.config.requests.models:
         return None
     return (
-        f"{BY_MODEL}, and with {VARIABLE} the engine core, which reads levels then, does not learn under which name a "
-        f"request came; unset {VARIABLE}, or leave requests.models out"
+        f"{BY_MODEL}, but {VARIABLE} is set: levels are then read in the engine core, which does not get the name that "
+        f"a request gives as its model; unset {VARIABLE}, or leave requests.models out"
     )
 
 
 def warn_of_missing() -> None:
-    """Warn of what a server behind the Rust front end has not."""
+    """Log which parts of this package are missing behind the Rust front end."""
     logger.warning("sparse-prefill: %s", MISSING)

@@ -5,6 +5,7 @@ Some options of vLLM do not work with this backend or make it slow. They were co
 0.33; docs/compatibility.md explains each.
 """
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,8 @@ def check(vllm_config: VllmConfig) -> None:
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
+    if multiprocessing.parent_process() is not None:
+        return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
     if rust_frontend.is_configured():
         rust_frontend.warn_of_missing()

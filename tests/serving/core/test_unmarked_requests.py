@@ -166,7 +166,9 @@ class TestPolicy:
     def test_names_of_models_do_not_reach_the_core(self, core: Callable[..., Core]) -> None:
         engine = core(requests={"default": "exact", "models": {"canary": "on"}})
         for vllm_xargs in {}, {FIELD: 0}:
-            with pytest.raises(VLLMValidationError, match=r"requests\.models gives levels by served model name, and"):
+            with pytest.raises(
+                VLLMValidationError, match=r"requests\.models gives levels by served model names, which"
+            ):
                 taken(engine, vllm_xargs)
         marked = salted("default").write(None)  # by our front process, which knows the name
         params = SimpleNamespace(extra_args=marked)
@@ -202,10 +204,10 @@ def test_the_log_says_once_what_such_requests_miss(
     engine = core()
     for _ in range(3):
         taken(engine, {})
-    assert [line for line in lines if "front process" in line] == [f"sparse-prefill: {rust_frontend.MISSING}"]
+    assert [line for line in lines if "front end in Rust" in line] == [f"sparse-prefill: {rust_frontend.MISSING}"]
     monkeypatch.setenv(rust_frontend.VARIABLE, "1")
     taken(core(), {})
-    assert len([line for line in lines if "front process" in line]) == 1
+    assert len([line for line in lines if "front end in Rust" in line]) == 1
 
 
 class TestInputThread:

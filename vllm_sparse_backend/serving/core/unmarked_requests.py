@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levels of requests that no front process of this package has marked, such as those of vLLM's front end in Rust.
 
-Their ``extra_args`` are a client's ``vllm_xargs`` as it sent them. They are checked here as the front process would
-check them, and a request that may not have its level ends with an error: in all supported releases, vLLM's core answers
-an exception while it prepares a request with an error of that request alone.
+Their ``extra_args`` are the client's ``vllm_xargs``, unchecked. This module checks them as the front process would. A
+request that may not have its level ends with an error: in all supported releases, an exception while vLLM's core
+prepares a request ends that request alone.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from vllm_sparse_backend.serving import rust_frontend
 from vllm_sparse_backend.serving.level_policy import cached_choices
 
 WARNED = "sparse_prefill_warned_of_unmarked"
-"""Attribute of vLLM's ``EngineCore``, set once it has logged what such requests miss."""
+"""Attribute of vLLM's ``EngineCore``: whether it has logged what is missing for such requests."""
 
 
 def mark_new_request(core: Any, request: Any) -> VLLMValidationError | None:
@@ -28,7 +28,7 @@ def mark_new_request(core: Any, request: Any) -> VLLMValidationError | None:
             prefill nothing: both stay as they are.
 
     Returns:
-        Why the request is refused, and stays unmarked; None if it has a mark, or needs none.
+        The error of a request that may not have its level and stays unmarked; None if it has a mark or needs none.
     """
     params = request.sampling_params
     if params is None or request.abort_immediately or Mark.read(params.extra_args) is not None:
@@ -37,7 +37,7 @@ def mark_new_request(core: Any, request: Any) -> VLLMValidationError | None:
     extra_args = params.extra_args or {}
     known = cached_choices(core)
     if known.models:
-        return _refusal(f"{rust_frontend.BY_MODEL}, and none reaches the engine core with this request")
+        return _refusal(f"{rust_frontend.BY_MODEL}, which do not reach the engine core; leave requests.models out")
     try:
         level = known.level_of(extra_args)
     except ValueError as error:
@@ -53,7 +53,7 @@ def _refusal(why: str) -> VLLMValidationError:
 
 
 def _warn_once(core: Any) -> None:
-    """Log what requests of another front process miss, unless the server's start has logged it."""
+    """Log what is missing for requests of another front process, unless it was logged at start-up."""
     if not getattr(core, WARNED, False) and not rust_frontend.is_configured():
         rust_frontend.warn_of_missing()
     setattr(core, WARNED, True)
