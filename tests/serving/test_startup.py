@@ -217,6 +217,29 @@ class TestDecode:
         for part in "run on FLASH_ATTN", "no release from 0.26", "stock vLLM would decode on FLASHINFER", "bench serve":
             assert part in line
 
+    def test_a_worker_logs_it_once(self, monkeypatch: pytest.MonkeyPatch, configured: Any, lines: list[str]) -> None:
+        """As it makes the layers of each cache group ready, on a card."""
+        from vllm_sparse_backend.serving.worker import warmup
+        from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
+        from vllm_sparse_backend.serving.worker.shared_worker import Worker
+
+        config, device = configured(method="a_shape"), torch.device("cpu")
+        worker = Worker(config, device)
+        asked = self.on(monkeypatch, 10, 0)
+        warmed: list[Any] = []
+        monkeypatch.setattr(warmup, "warm_up", lambda *arguments: warmed.append(arguments))
+        monkeypatch.setattr(compat, "device_capability", lambda: (10, 0))
+        monkeypatch.setattr(compat, "page_order", lambda config: ())
+        spec: Any = SimpleNamespace(block_size=128, head_size=64)
+        impls: Any = [SimpleNamespace(kv_cache_dtype="fp8", sinks=torch.zeros(4))]
+        for _ in range(2):
+            LayerAdoption(CacheGroup(config, device, [], spec), {})._make_ready(impls, worker)
+        assert len(warmed) == 2
+        assert {(c.head_size, c.kv_cache_dtype, c.has_sink) for c in asked} == {(64, "fp8", True)}
+        assert [line for line in lines if "decodes run on" in line] == [
+            f"sparse-prefill: {startup.other_decode('FLASHINFER', 'FLASH_ATTN')}"
+        ]
+
     def test_the_two_names_come_from_the_one_enum(self) -> None:
         """What the dense backend calls itself on a GPU, and vLLM's list of candidates."""
         from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend

@@ -433,6 +433,7 @@ HOOKS = (
          _batch_told, "the rows of a step are known by their requests"),
 )
 PARTS = (
+    Part(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
     Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params")),
     Part(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
          ("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens")),
