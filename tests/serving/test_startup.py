@@ -153,13 +153,13 @@ class TestDecode:
 
     @staticmethod
     def on(monkeypatch: pytest.MonkeyPatch, *capability: int, refused: tuple[str, ...] = ()) -> list[Any]:
-        """A device on which vLLM's own order of backends applies; returns what vLLM was asked."""
+        """A device on which vLLM's own order of backends applies; returns the configurations that vLLM is asked about."""
         from vllm.platforms.interface import DeviceCapability
 
-        cuda, asked = cuda_platform(monkeypatch), []
+        cuda, configs = cuda_platform(monkeypatch), []
 
         def get_valid_backends(capability: Any, config: Any, num_heads: int | None = None) -> Any:
-            asked.append(config)
+            configs.append(config)
             order = cuda._get_backend_priorities(config.use_mla, capability)
             valid = [(name, number) for number, name in enumerate(order) if name.name not in refused]
             # The order is by ``priority``, not by place.
@@ -171,7 +171,7 @@ class TestDecode:
         monkeypatch.setattr(compat, "current_platform", device)
         monkeypatch.setattr(compat, "IS_CPU", False)
         monkeypatch.setattr(compat.DenseBackend, "get_name", staticmethod(lambda: "FLASH_ATTN"))
-        return asked
+        return configs
 
     @pytest.mark.parametrize(
         ("capability", "refused", "stock"),
@@ -183,9 +183,9 @@ class TestDecode:
         ],
     )
     def test_blackwell(self, monkeypatch: pytest.MonkeyPatch, capability: Any, refused: Any, stock: str) -> None:
-        asked = self.on(monkeypatch, *capability, refused=refused)
+        configs = self.on(monkeypatch, *capability, refused=refused)
         assert compat.stock_backend(128, torch.bfloat16, "fp8", has_sink=True) == stock
-        (config,) = asked
+        (config,) = configs
         assert (config.head_size, config.dtype, config.kv_cache_dtype, config.has_sink) == (
             128, torch.bfloat16, "fp8", True,
         )  # fmt: skip
@@ -196,9 +196,9 @@ class TestDecode:
     ) -> None:
         from vllm.platforms.interface import DeviceCapability
 
-        cuda, asked = cuda_platform(monkeypatch), self.on(monkeypatch, *capability)
+        cuda, configs = cuda_platform(monkeypatch), self.on(monkeypatch, *capability)
         assert compat.stock_backend(128, torch.bfloat16) == "FLASH_ATTN"
-        assert asked == []
+        assert configs == []
         assert cuda._get_backend_priorities(False, DeviceCapability(*capability))[0].name == "FLASH_ATTN"
 
     def test_devices_of_others_and_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ class TestDecode:
 
         config, device = configured(method="a_shape"), torch.device("cpu")
         worker = Worker(config, device)
-        asked = self.on(monkeypatch, 10, 0)
+        configs = self.on(monkeypatch, 10, 0)
         warmed: list[Any] = []
         monkeypatch.setattr(warmup, "warm_up", lambda *arguments: warmed.append(arguments))
         monkeypatch.setattr(compat, "device_capability", lambda: (10, 0))
@@ -235,7 +235,7 @@ class TestDecode:
         for _ in range(2):
             LayerAdoption(CacheGroup(config, device, [], spec), {})._make_ready(impls, worker)
         assert len(warmed) == 2
-        assert {(c.head_size, c.kv_cache_dtype, c.has_sink) for c in asked} == {(64, "fp8", True)}
+        assert {(c.head_size, c.kv_cache_dtype, c.has_sink) for c in configs} == {(64, "fp8", True)}
         assert [line for line in lines if "decodes run on" in line] == [
             f"sparse-prefill: {startup.other_decode('FLASHINFER', 'FLASH_ATTN')}"
         ]
