@@ -153,7 +153,7 @@ class TestDecode:
 
     @staticmethod
     def on(monkeypatch: pytest.MonkeyPatch, *capability: int, refused: tuple[str, ...] = ()) -> list[Any]:
-        """A device on which vLLM's own order of backends applies; returns the configurations that vLLM is asked about."""
+        """A device with vLLM's own order of backends; returns the configurations that it is asked about."""
         from vllm.platforms.interface import DeviceCapability
 
         cuda, configs = cuda_platform(monkeypatch), []
