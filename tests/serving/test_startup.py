@@ -153,13 +153,14 @@ class TestDecode:
 
     @staticmethod
     def on(monkeypatch: pytest.MonkeyPatch, *capability: int, refused: tuple[str, ...] = ()) -> list[Any]:
-        """A device with vLLM's own order of backends; returns the configurations that it is asked about."""
+        """A device with vLLM's own order of backends; returns each question, with vLLM's current configuration."""
+        from vllm.config import get_current_vllm_config_or_none
         from vllm.platforms.interface import DeviceCapability
 
-        cuda, configs = cuda_platform(monkeypatch), []
+        cuda, questions = cuda_platform(monkeypatch), []
 
         def get_valid_backends(capability: Any, config: Any, num_heads: int | None = None) -> Any:
-            configs.append(config)
+            questions.append((config, get_current_vllm_config_or_none()))
             order = cuda._get_backend_priorities(config.use_mla, capability)
             valid = [(name, number) for number, name in enumerate(order) if name.name not in refused]
             # The order is by ``priority``, not by place.
@@ -171,7 +172,7 @@ class TestDecode:
         monkeypatch.setattr(compat, "current_platform", device)
         monkeypatch.setattr(compat, "IS_CPU", False)
         monkeypatch.setattr(compat.DenseBackend, "get_name", staticmethod(lambda: "FLASH_ATTN"))
-        return configs
+        return questions
 
     @pytest.mark.parametrize(
         ("capability", "refused", "stock"),
@@ -183,9 +184,9 @@ class TestDecode:
         ],
     )
     def test_blackwell(self, monkeypatch: pytest.MonkeyPatch, capability: Any, refused: Any, stock: str) -> None:
-        configs = self.on(monkeypatch, *capability, refused=refused)
-        assert compat.stock_backend(128, torch.bfloat16, "fp8", has_sink=True) == stock
-        (config,) = configs
+        questions = self.on(monkeypatch, *capability, refused=refused)
+        assert compat.stock_backend(None, 128, torch.bfloat16, "fp8", has_sink=True) == stock
+        ((config, _),) = questions
         assert (config.head_size, config.dtype, config.kv_cache_dtype, config.has_sink) == (
             128, torch.bfloat16, "fp8", True,
         )  # fmt: skip
@@ -196,20 +197,20 @@ class TestDecode:
     ) -> None:
         from vllm.platforms.interface import DeviceCapability
 
-        cuda, configs = cuda_platform(monkeypatch), self.on(monkeypatch, *capability)
-        assert compat.stock_backend(128, torch.bfloat16) == "FLASH_ATTN"
-        assert configs == []
+        cuda, questions = cuda_platform(monkeypatch), self.on(monkeypatch, *capability)
+        assert compat.stock_backend(None, 128, torch.bfloat16) == "FLASH_ATTN"
+        assert questions == []
         assert cuda._get_backend_priorities(False, DeviceCapability(*capability))[0].name == "FLASH_ATTN"
 
     def test_devices_of_others_and_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         dense = compat.DenseBackend.get_name()
-        assert compat.stock_backend(128, torch.bfloat16) == dense
+        assert compat.stock_backend(None, 128, torch.bfloat16) == dense
         monkeypatch.setattr(compat, "IS_CPU", False)
         for capability in None, SimpleNamespace(major=12):
             monkeypatch.setattr(
                 compat, "current_platform", SimpleNamespace(get_device_capability=lambda c=capability: c)
             )
-            assert compat.stock_backend(128, torch.bfloat16) == dense
+            assert compat.stock_backend(None, 128, torch.bfloat16) == dense
 
     def test_the_line_says_what_decodes_why_what_it_costs_and_what_to_do(self) -> None:
         assert startup.other_decode("FLASH_ATTN", "FLASH_ATTN") is None
@@ -225,7 +226,7 @@ class TestDecode:
 
         config, device = configured(method="a_shape"), torch.device("cpu")
         worker = Worker(config, device)
-        configs = self.on(monkeypatch, 10, 0)
+        questions = self.on(monkeypatch, 10, 0)
         warmed: list[Any] = []
         monkeypatch.setattr(warmup, "warm_up", lambda *arguments: warmed.append(arguments))
         monkeypatch.setattr(compat, "device_capability", lambda: (10, 0))
@@ -235,7 +236,8 @@ class TestDecode:
         for _ in range(2):
             LayerAdoption(CacheGroup(config, device, [], spec), {})._make_ready(impls, worker)
         assert len(warmed) == 2
-        assert {(c.head_size, c.kv_cache_dtype, c.has_sink) for c in configs} == {(64, "fp8", True)}
+        assert {(c.head_size, c.kv_cache_dtype, c.has_sink) for c, _ in questions} == {(64, "fp8", True)}
+        assert all(current is config for _, current in questions)
         assert [line for line in lines if "decodes run on" in line] == [
             f"sparse-prefill: {startup.other_decode('FLASHINFER', 'FLASH_ATTN')}"
         ]

@@ -140,13 +140,23 @@ class LayerAdoption:
         from vllm_sparse_backend.serving.worker.warmup import warm_up
 
         slow = slow_path(spec.block_size, compat.device_capability())
-        model_dtype, cache_dtype = self._group.vllm_config.model_config.dtype, impls[0].kv_cache_dtype
-        stock = compat.stock_backend(spec.head_size, model_dtype, cache_dtype, impls[0].sinks is not None)
-        for line in (slow, other_decode(stock, compat.DenseBackend.get_name())):
+        for line in (slow, self._other_decode(impls[0])):
             if line is not None and worker.should_log(line):
                 logger.warning("sparse-prefill: %s", line)
         order = compat.page_order(self._group.vllm_config)
         warm_up(impls, spec, self._group.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
+
+    def _other_decode(self, impl: SparsePrefillImpl) -> str | None:
+        """Return why decodes of the group run on another backend than stock vLLM's; None if they do not."""
+        vllm_config = self._group.vllm_config
+        stock = compat.stock_backend(
+            vllm_config,
+            self._group.cache_spec.head_size,
+            vllm_config.model_config.dtype,
+            impl.kv_cache_dtype,
+            has_sink=impl.sinks is not None,
+        )
+        return other_decode(stock, compat.DenseBackend.get_name())
 
     def _thresholds(self, impls: Sequence[SparsePrefillImpl], worker: Worker) -> dict[str, Thresholds]:
         """Return the lengths from which rows of each level go sparse on the engines that the layers got."""
