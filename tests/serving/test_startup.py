@@ -215,7 +215,12 @@ class TestDecode:
     def test_the_line_says_what_decodes_why_what_it_costs_and_what_to_do(self) -> None:
         assert startup.other_decode("FLASH_ATTN", "FLASH_ATTN") is None
         line = str(startup.other_decode("FLASHINFER", "FLASH_ATTN"))
-        for part in "run on FLASH_ATTN", "no release from 0.26", "stock vLLM would decode on FLASHINFER", "bench serve":
+        for part in (
+            "dense rows run on FLASH_ATTN",
+            "no release from 0.26",
+            "stock vLLM would decode on FLASHINFER",
+            "bench serve",
+        ):
             assert part in line
 
     def test_a_worker_logs_it_once(self, monkeypatch: pytest.MonkeyPatch, configured: Any, lines: list[str]) -> None:
@@ -238,7 +243,7 @@ class TestDecode:
         assert len(warmed) == 2
         assert {(c.head_size, c.kv_cache_dtype, c.has_sink) for c, _ in questions} == {(64, "fp8", True)}
         assert all(current is config for _, current in questions)
-        assert [line for line in lines if "decodes run on" in line] == [
+        assert [line for line in lines if "decodes and dense rows run on" in line] == [
             f"sparse-prefill: {startup.other_decode('FLASHINFER', 'FLASH_ATTN')}"
         ]
 

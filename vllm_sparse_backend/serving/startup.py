@@ -159,19 +159,20 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
 
 
 def other_decode(stock: str, dense: str) -> str | None:
-    """Return why time per output token is not that of stock vLLM on this device.
+    """Return why decodes and dense rows do not run as in stock vLLM on this device.
 
     Args:
         stock: vLLM's name of the attention backend that it would choose itself.
-        dense: The same of the backend that decodes run on here.
+        dense: vLLM's name of the dense backend, on which decodes and dense rows run here.
 
     Returns:
-        What decodes, what it costs and what to do; None if stock vLLM decodes on the same backend.
+        What they run on, what it costs and what to do; None if stock vLLM would choose the dense backend too.
     """
     if stock == dense:
         return None
     return (
-        f"decodes run on {dense}, as no release from {RELEASES} takes a decode backend beside a prefill backend; stock "
-        f"vLLM would decode on {stock} here, so time per output token is not stock's, by how much was never measured. "
-        "Compare both with `sparse-prefill bench serve`, or decode on stock servers (docs/disaggregated.md)"
+        f"decodes and dense rows run on {dense}, but stock vLLM would decode on {stock} here, and no release from "
+        f"{RELEASES} takes a decode backend of its own. Time per output token is not stock's; this project has not "
+        "measured the difference. Compare with `sparse-prefill bench serve`, or decode on stock servers "
+        "(docs/disaggregated.md)"
     )
