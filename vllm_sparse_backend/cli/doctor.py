@@ -134,7 +134,7 @@ def registration() -> Iterator[Finding]:
         return
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point
-    yield _dense_backend()
+    yield from _dense_backend()
 
 
 @contextmanager
@@ -166,17 +166,27 @@ def _entry_point() -> Finding:
     return ok("plugin", f"vLLM loads {names[0]} by itself")
 
 
-def _dense_backend() -> Finding:
+def _dense_backend() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        return ok("dense rows and decodes", "vLLM's CPU attention")
-    from vllm_sparse_backend.serving.compat import flash_attention_version
+        yield ok("dense rows and decodes", "vLLM's CPU attention")
+        return
+    from vllm_sparse_backend.serving import compat, startup
 
-    flash_version = flash_attention_version()
+    flash_version = compat.flash_attention_version()
     if flash_version is None:
-        return bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
-    return ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
+        yield bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
+        return
+    yield ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
+    try:
+        stock = compat.stock_backend(None, 128, torch.bfloat16)
+    except Exception as error:  # whatever the backends raise
+        yield note("decodes", f"cannot tell whether stock vLLM decodes so too: {type(error).__name__}: {error}")
+        return
+    difference = startup.other_decode(stock, compat.DenseBackend.get_name())
+    if difference is not None:
+        yield note("decodes", difference)
 
 
 def attention(model: Path | None) -> Iterator[Finding]:
@@ -241,8 +251,11 @@ def counters() -> Iterator[Finding]:
     if without_vllm():
         yield note("counters", "not tried, for vLLM is not installed")
         return
-    from vllm_sparse_backend.serving import hooks
+    from vllm_sparse_backend.serving import hooks, rust_frontend
 
+    if rust_frontend.is_configured():
+        yield note("front end", f"{rust_frontend.VARIABLE} is set: {rust_frontend.MISSING}")
+        return
     problem = hooks.counters_problem()
     fine = ok("counters", "sparse_prefill_* on the server's own /metrics")
     yield fine if problem is None else note("counters", problem)

@@ -24,7 +24,7 @@ FIELD = "sparse_prefill"
 REPORT = "sparse_prefill_report"
 """Key next to it: true asks how the request was prefilled."""
 MARK = "sparse_prefill_mark"
-"""Key of the mark. The front process overwrites any value that a client sends there."""
+"""Key of the mark. A value that a client sends there is overwritten."""
 
 
 class RequestLevel(NamedTuple):
@@ -112,9 +112,10 @@ class Salt:
 
 @dataclass(frozen=True)
 class Mark:
-    """The level of a request, as the front process passes it to core and workers.
+    """The level of a request, as it is passed to core and workers.
 
-    It is made once, where vLLM turns the request into an engine request.
+    It is made once: where vLLM turns the request into an engine request or, for a request of a front process that is
+    not this package's, where the engine core takes it.
 
     Attributes:
         level: Name of the level.
@@ -149,8 +150,9 @@ class Mark:
         if not isinstance(data, (list, tuple)) or len(data) != 4:
             return None
         level, kept_mass, text, exact_tokens = data
-        if type(level) is not str or not level:
+        if type(level) is not bytes or not level:
             return None
+        level = level.decode(errors="replace")
         # p belongs to requests of the level ``p``, and to no others.
         if (level == SHARE) != (kept_mass is not None):
             return None
@@ -162,23 +164,21 @@ class Mark:
             return None
         return Mark(level, kept_mass, Salt(text, exact_tokens))
 
-    def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         """Put the mark into ``extra_args``, in place of the request's choice and of any mark that a client sent.
 
-        The mark consists of plain values, which all of vLLM's serialisers support. A request of the server's level with
-        vLLM's own hashes needs none.
+        The mark consists of plain values, which all of vLLM's serialisers support. The level's name is bytes: clients
+        send JSON, which has no bytes, so no client can send a mark, whatever front process passes its request on.
 
         Args:
             extra_args: The field of the request's sampling parameters.
 
         Returns:
-            A copy with the mark; None if it is empty.
+            A copy with the mark.
         """
         others = {key: value for key, value in (extra_args or {}).items() if key not in (FIELD, MARK)}
-        if self.request_level == SERVER_LEVEL and self.salt is None:
-            return others or None
         text, exact_tokens = (None, 0) if self.salt is None else (self.salt.text, self.salt.exact_tokens)
-        return {**others, MARK: [self.level, self.kept_mass, text, exact_tokens]}
+        return {**others, MARK: [self.level.encode(), self.kept_mass, text, exact_tokens]}
 
 
 @dataclass(frozen=True)

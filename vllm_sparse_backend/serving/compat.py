@@ -8,6 +8,7 @@ derive from it and its parts, so keywords that later versions add pass through b
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -248,6 +249,41 @@ def flash_attention_version(vllm_config: VllmConfig | None = None) -> int | None
         with set_current_vllm_config(vllm_config, check_compile=False):
             version = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
     return None if version is None else int(version)
+
+
+def stock_backend(
+    vllm_config: VllmConfig | None,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: Any = "auto",
+    has_sink: bool = False,
+) -> str:
+    """Return the attention backend that vLLM itself would choose for a decoder's layers on this device.
+
+    Args:
+        vllm_config: The configuration of the served model, which some backends consult; None for none.
+        head_dim: Dimension of a head.
+        dtype: dtype of the model.
+        kv_cache_dtype: vLLM's name for the dtype of the cache.
+        has_sink: Whether the layers have learnt sinks.
+
+    Returns:
+        vLLM's name of the backend. Up to Hopper, and on devices that are not NVIDIA's, it is the dense backend's own:
+        vLLM prefers another one on compute capability 10 only, and is asked there only, because it imports all
+        backends to answer.
+    """
+    capability = None if IS_CPU else current_platform.get_device_capability()
+    if capability is None or capability.major < 10 or not hasattr(current_platform, "get_valid_backends"):
+        return str(DenseBackend.get_name())
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = AttentionSelectorConfig(
+        head_size=head_dim, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=None, has_sink=has_sink
+    )
+    with nullcontext() if vllm_config is None else set_current_vllm_config(vllm_config, check_compile=False):
+        candidates, _ = current_platform.get_valid_backends(capability, config)
+    first = min(candidates, key=lambda candidate: candidate.priority, default=None)
+    return str(DenseBackend.get_name() if first is None else first.backend.name)
 
 
 def pools(vllm_config: VllmConfig) -> bool:

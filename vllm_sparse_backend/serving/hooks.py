@@ -282,15 +282,22 @@ def _salted(original: Function) -> Function:
     return generate_block_hash_extra_keys
 
 
-def _switched(original: Function) -> Function:
-    """Apply the exact switch to each request of an engine, before its blocks are hashed."""
+def _marked_in_core(original: Function) -> Function:
+    """Mark requests that have no mark, and apply the exact switch to all, before their blocks are hashed."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        if is_ours(self.vllm_config.attention_config.backend):
-            from vllm_sparse_backend.serving.core import exact_switch
+        if not is_ours(self.vllm_config.attention_config.backend):
+            return original(self, request)
+        from vllm_sparse_backend.serving.core import exact_switch, unmarked_requests
 
-            exact_switch.mark_new_request(self, request)
-        return original(self, request)
+        refusal = unmarked_requests.mark_new_request(self, request)
+        exact_switch.mark_new_request(self, request)
+        prepared = original(self, request)
+        if refusal is not None:
+            # Not before: the original takes the request's images into the core's cache, where the front process
+            # expects to find them for the next request.
+            raise refusal
+        return prepared
 
     return preprocess_add_request
 
@@ -413,8 +420,9 @@ HOOKS = (
          "requests have the level of the HTTP request that they come of, by beams and scores of labels too"),
     Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
          "cached blocks past the exact positions are found by requests of their own level alone"),
-    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _switched,
-         "all new requests are exact where the server is switched so"),
+    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _marked_in_core,
+         "requests of a front process without Python are checked and marked; all are exact where the server is "
+         "switched so"),
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "collective_rpc", ("method", "timeout", "args", "kwargs"),
          _switching, "the server is switched, and /metrics shows it"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
@@ -425,6 +433,7 @@ HOOKS = (
          _batch_told, "the rows of a step are known by their requests"),
 )
 PARTS = (
+    Part(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
     Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params")),
     Part(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
          ("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens")),

@@ -5,6 +5,7 @@ Some options of vLLM do not work with this backend or make it slow. They were co
 0.33; docs/compatibility.md explains each.
 """
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fal
 from vllm_sparse_backend.config.model_check import layer_reasons
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.identity import RELEASES
+from vllm_sparse_backend.serving import compat, rust_frontend
 from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
@@ -49,7 +51,11 @@ def check(vllm_config: VllmConfig) -> None:
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
+    if multiprocessing.parent_process() is not None:
+        return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
+    if rust_frontend.is_configured():
+        rust_frontend.warn_of_missing()
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
@@ -111,11 +117,8 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
             f"version 4 on, and vLLM takes version {version} here; serve it without this backend, on vLLM's own choice "
             "of one"
         )
-    if compat.is_set("VLLM_USE_RUST_FRONTEND"):
-        yield (
-            "VLLM_USE_RUST_FRONTEND is set, and this backend finds what a request asks for, and shows its counters, in "
-            "the front process in Python; unset it, or serve without this backend"
-        )
+    if rust_frontend.is_configured() and (why := rust_frontend.refusal(resolved)) is not None:
+        yield why
     stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
     if stores and resolved.pools and not resolved.is_dense:
         yield (
@@ -153,3 +156,23 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
             f"{compat.BULK_PAGE_TOKENS}"
         )
     return None
+
+
+def other_decode(stock: str, dense: str) -> str | None:
+    """Return why decodes and dense rows do not run as in stock vLLM on this device.
+
+    Args:
+        stock: vLLM's name of the attention backend that it would choose itself.
+        dense: vLLM's name of the dense backend, on which decodes and dense rows run here.
+
+    Returns:
+        What they run on, what it costs and what to do; None if stock vLLM would choose the dense backend too.
+    """
+    if stock == dense:
+        return None
+    return (
+        f"decodes and dense rows run on {dense}, but stock vLLM would decode on {stock} here, and no release from "
+        f"{RELEASES} takes a decode backend of its own. Time per output token is not stock's; this project has not "
+        "measured the difference. Compare with `sparse-prefill bench serve`, or decode on stock servers "
+        "(docs/disaggregated.md)"
+    )

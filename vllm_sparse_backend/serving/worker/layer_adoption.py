@@ -13,7 +13,7 @@ from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
-from vllm_sparse_backend.serving.startup import slow_path
+from vllm_sparse_backend.serving.startup import other_decode, slow_path
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
@@ -140,10 +140,23 @@ class LayerAdoption:
         from vllm_sparse_backend.serving.worker.warmup import warm_up
 
         slow = slow_path(spec.block_size, compat.device_capability())
-        if slow is not None and worker.should_log(slow):
-            logger.warning("sparse-prefill: %s", slow)
+        for line in (slow, self._other_decode(impls[0])):
+            if line is not None and worker.should_log(line):
+                logger.warning("sparse-prefill: %s", line)
         order = compat.page_order(self._group.vllm_config)
         warm_up(impls, spec, self._group.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
+
+    def _other_decode(self, impl: SparsePrefillImpl) -> str | None:
+        """Return why decodes of the group run on another backend than stock vLLM's; None if they do not."""
+        vllm_config = self._group.vllm_config
+        stock = compat.stock_backend(
+            vllm_config,
+            self._group.cache_spec.head_size,
+            vllm_config.model_config.dtype,
+            impl.kv_cache_dtype,
+            has_sink=impl.sinks is not None,
+        )
+        return other_decode(stock, compat.DenseBackend.get_name())
 
     def _thresholds(self, impls: Sequence[SparsePrefillImpl], worker: Worker) -> dict[str, Thresholds]:
         """Return the lengths from which rows of each level go sparse on the engines that the layers got."""
