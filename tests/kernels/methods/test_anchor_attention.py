@@ -25,14 +25,10 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
     return batch
 
 
-def group_start(tile, method: AnchorAttention) -> int:
-    return window_start(tile, method.step_tiles, method.window_tokens)
-
-
 def groups_of(batch: Batch, method: AnchorAttention):
     """(row, window start, [(tile id, tile)]) of every group."""
-    numbered = enumerate(batch.rows.tile_list)
-    for (row, start), members in groupby(numbered, lambda it: (it[1].row, group_start(it[1], method))):
+    starts = [(tile.row, window_start(method, batch.rows, tile)) for tile in batch.rows.tile_list]
+    for (row, start), members in groupby(enumerate(batch.rows.tile_list), lambda numbered: starts[numbered[0]]):
         yield row, start, list(members)
 
 
@@ -44,8 +40,8 @@ def in_blocks(kept: torch.Tensor, block_tokens: int) -> torch.Tensor:
 def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
     """Equation 2's left side in ``dtype``: [tiles, candidates]."""
     k = row_parts(batch, row, head, dtype)[1]
-    settings = batch.scale, method.use_anchor, method.sample_tokens
-    return anchor_differences([tile for _, tile in tiles], batch.q[:, head].to(dtype), k, start, *settings).double()
+    q = batch.q[:, head].to(dtype)
+    return anchor_differences(method, [tile for _, tile in tiles], q, k, start, batch.scale).double()
 
 
 def assert_listed_as_blocks(index: SparseIndex) -> None:
@@ -66,11 +62,11 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
     for row, start, tiles in groups_of(batch, method):
         for head in range(batch.num_heads):
             doubtful = torch.zeros(start, dtype=torch.bool, device=DEVICE)
-            if start > module.INITIAL_TOKENS:
+            if start > method.initial_tokens:
                 exact = group_differences(batch, method, row, start, tiles, head, torch.float64)
                 eager = group_differences(batch, method, row, start, tiles, head, batch.q.dtype)
                 margin = 2 * (eager - exact).abs().max()
-                doubtful[module.INITIAL_TOKENS :] = (exact - method.theta).abs().amin(0) <= margin
+                doubtful[method.initial_tokens :] = (exact - method.theta).abs().amin(0) <= margin
                 if method.whole_blocks:
                     doubtful = in_blocks(doubtful, index.block_tokens)
             for i_tile, _ in tiles:
@@ -78,8 +74,8 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
                 differ = ours ^ theirs
                 differ[:start] &= ~doubtful
                 assert not differ.any(), f"head {head}, tile {i_tile}, keys {differ.nonzero().flatten().tolist()}"
-                kept += int(ours[module.INITIAL_TOKENS : start].sum())
-                candidates += max(start - module.INITIAL_TOKENS, 0)
+                kept += int(ours[method.initial_tokens : start].sum())
+                candidates += max(start - method.initial_tokens, 0)
     assert candidates == 0 or 0.02 < kept / candidates < 0.98, f"{kept} of {candidates}: this data tells little"
 
 
