@@ -562,7 +562,8 @@ def scheduled(new: dict[str, Mark | None], finished: Sequence[str] = ()) -> Any:
     """What a step's output of the scheduler says of requests that are new to the worker."""
     params = {req_id: SamplingParams(extra_args=mark and mark.write(None)) for req_id, mark in new.items()}
     news = [
-        SimpleNamespace(req_id=req_id, sampling_params=sampling_params) for req_id, sampling_params in params.items()
+        SimpleNamespace(req_id=req_id, sampling_params=sampling_params, prompt_token_ids=[7] * (100 + ord(req_id)))
+        for req_id, sampling_params in params.items()
     ]
     return SimpleNamespace(scheduled_new_reqs=news, finished_req_ids={*finished})
 

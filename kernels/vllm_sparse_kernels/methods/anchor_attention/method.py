@@ -201,11 +201,10 @@ class Grouping(NamedTuple):
     def _tail_tile(self, rows: Rows, row: int) -> int:
         """Return the number of the row's first tile with a query in the dense tail; the row's end if there is none."""
         row_start, row_end = rows.tile_starts[row], rows.tile_starts[row + 1]
-        if not self.dense_tail:
-            return row_end
         tail_start = rows.prompt_ends[row] // self.span_tokens * self.span_tokens
-        tiles_before = max(tail_start - rows.context_lens[row], 0) // TILE_TOKENS
-        return min(row_start + tiles_before, row_end)
+        if not self.dense_tail or tail_start >= rows.seq_lens[row]:
+            return row_end
+        return row_start + max(tail_start - rows.context_lens[row], 0) // TILE_TOKENS
 
 
 class Groups(NamedTuple):
