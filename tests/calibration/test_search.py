@@ -133,9 +133,20 @@ def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
     }
 
 
+def test_a_ladder_takes_options_that_are_on_or_off(tmp_path):
+    text = "anchor_attention:dense_tail=true,first_group=true"
+    search = calibration_loop.parse_strategy(text, {"high": BOUND})(make_job(tmp_path, num_tokens=6200), BOUND)
+    plain = calibration_loop.parse_strategy("anchor_attention", {"high": BOUND})(
+        make_job(tmp_path, num_tokens=6200), BOUND
+    )
+    assert search.settings == [replace(setting, dense_tail=True, first_group=True) for setting in plain.settings]
+
+
 @pytest.mark.parametrize(
     ("text", "more", "problem"),
-    [("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
+    [("anchor_attention:dense_tail=1", {}, "given 'dense_tail=1', expected values of one of its ladders, or options"),
+     ("anchor_attention:dense=true", {}, "given 'dense=true', expected values of one of its ladders, or options that"),
+     ("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
      ("sale:channels=few", {}, "--method sale: given 'channels=few', expected values of one of its ladders"),
      ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected with share_prefill alone"),
      ("a_shape", {"taus": "0.008:0.0001"}, "--taus: given with --method a_shape, expected with sale alone"),

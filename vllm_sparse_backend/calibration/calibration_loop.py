@@ -27,7 +27,7 @@ from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved,
 from vllm_sparse_backend.calibration.share_prefill import SharePrefillSearch
 from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
-from vllm_sparse_backend.config.method_parameters import describe
+from vllm_sparse_backend.config.method_parameters import describe, make_method
 from vllm_sparse_backend.config.profile import Profile
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
@@ -71,7 +71,8 @@ def parse_strategy(
 
     Args:
         text: The method's name, which selects the part of its ladder that differs from the defaults in the searched
-            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values.
+            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values, or
+            for the method's ladder with options that are on or off, such as ``dense_tail=true``.
         bounds: The bound of each level, by the level's name.
         distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
         taus: SALE's first threshold and the one at which halving stops, as ``MOST:LEAST``; None for the ladder of its
@@ -171,10 +172,21 @@ def _settings(name: str, fields: str) -> list[Any]:
         for setting in ladder
         if all(str(setting.shown_fields.get(field)).lower() == value for field, value in wanted)
     ]
+    matching = matching or _with_options(name, wanted)
     if not matching:
         known = "; ".join(dict.fromkeys(describe(setting.group_key) for setting in ladder))
-        raise ConfigurationError(f"--method {name}: {unexpected(fields, f'values of one of its ladders: {known}')}")
+        expected = f"values of one of its ladders, or options that are on or off: {known}"
+        raise ConfigurationError(f"--method {name}: {unexpected(fields, expected)}")
     return [setting for setting in matching if setting.group_key == matching[0].group_key]
+
+
+def _with_options(name: str, wanted: Sequence[tuple[str, str]]) -> list[Method]:
+    """Return the ladder of the method's defaults with options set; empty if a field is no option of the method."""
+    defaults = METHODS[name].parameters().shown_fields
+    options = {field: value == "true" for field, value in wanted}
+    if not all(isinstance(defaults.get(field), bool) and value in ("true", "false") for field, value in wanted):
+        return []
+    return [make_method(name, {**setting.shown_fields, **options}) for setting in _settings(name, "")]
 
 
 def cheapest_strategy(methods: Sequence[str]) -> Strategy:

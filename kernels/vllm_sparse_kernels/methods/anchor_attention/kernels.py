@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention on the device: row maxima, votes, and the lists that follow from them (``method.py``).
 
-The two kernels that multiply walk blocks of keys in a loop whose other operand stays in shared memory. What a vote
-leaves is a bit for each candidate key; blocks and stripes are read off the bits.
+The two kernels with matrix products loop over blocks of keys, while the other operand stays in shared memory. A vote
+writes one bit for each candidate key, and the lists of blocks and stripes are built from these bits.
 """
 
 from typing import Any, NamedTuple
@@ -81,15 +81,14 @@ class RowVoters(NamedTuple):
 
 
 class VoterArgs(NamedTuple):
-    """Output of ``anchor_kernel``: each voter with its anchor, less its head's θ.
+    """Output of ``anchor_kernel``: each voter with its anchor minus its head's θ.
 
-    Only the selected heads' parts are written.
-
-    A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
+    Only the selected heads' parts are written. A tile's voters are its mean query, or some of its queries; voters that
+    a short tile lacks have the anchor ∞.
     """
 
     queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype, fp16 where that is fp8
-    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a
+    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, x_a: mean over the tile, or of the voter
 
 
 class GroupArgs(NamedTuple):
@@ -197,9 +196,9 @@ def _load_block(source, position, SHAPE):
 
 @triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
 def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, SHAPE, VOTE):
-    """Vote on SPLIT keys of one kv head, by a set of (group, head) pairs of a row, COLUMNS voters at a time.
+    """Let a set of (group, head) pairs of a row vote on SPLIT keys of one kv head, COLUMNS voters at a time.
 
-    ``heads`` is None where all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
+    ``heads`` is None if all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
 
     Grid: (sets of pairs · kv heads, splits, rows). Bound by the matrix units, and by maxima over voters.
 
@@ -218,7 +217,7 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
         VOTE: VoteSplit.
     """
     PAIRS: tl.constexpr = VOTE.COLUMNS // VOTE.BLOCK_T
-    # Sets and kv heads of the same keys side by side: in vLLM's usual layout kv heads of a token lie beside each other.
+    # Programs that read the same keys are neighbours: in vLLM's usual layout a token's kv heads are adjacent.
     i_kv, i_row = tl.program_id(0) // num_sets, tl.program_id(2)
     begin = tl.program_id(1) * VOTE.SPLIT
     first_pair = tl.program_id(0) % num_sets * PAIRS
