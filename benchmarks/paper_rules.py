@@ -98,7 +98,7 @@ class AnchorOverlap:
             select_anchor_attention(method, batch.q, batch.cache, index, heads, batch.scale)
             return mask_of(index, 0)
 
-        default, both = masks(), masks(dense_tail=True, first_group=True)
+        default, with_options = masks(), masks(dense_tail=True, first_group=True)
         tail, group = masks(dense_tail=True), masks(first_group=True)
         rows: list[list[float]] = []
         for head in range(num_heads):
@@ -108,9 +108,9 @@ class AnchorOverlap:
             rows.append([
                 rules.overlap(default[head], paper),
                 int(paper.sum()) / (num_tokens * (num_tokens + 1) / 2),
-                rules.overlap(both[head], released),
-                rules.overlap(both[head] & ~skipped, released),
-                int((both[head] & skipped).sum()) / int(skipped.sum()),
+                rules.overlap(with_options[head], released),
+                rules.overlap(with_options[head] & ~skipped, released),
+                int((with_options[head] & skipped).sum()) / int(skipped.sum()),
                 rules.overlap(default[head], released),
                 rules.overlap(tail[head] & ~skipped, released),
                 rules.overlap(group[head] & ~skipped, released),

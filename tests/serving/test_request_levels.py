@@ -638,12 +638,12 @@ class TestRunners:
 
     def test_each_row_knows_the_length_of_its_prompt(self, runner: Any) -> None:
         """As ``scheduled`` makes prompts: of 100 tokens and the code of the request's name."""
-        of = {name: 100 + ord(name) for name in "abcd"}
+        lengths = {name: 100 + ord(name) for name in "abcd"}
         runner.execute_model(scheduled(dict.fromkeys("abc")), "bca", 4)
-        assert runner.prompt_lens == [of["b"], of["c"], of["a"], 0]
+        assert runner.prompt_lens == [lengths["b"], lengths["c"], lengths["a"], 0]
         runner.execute_model(scheduled({"d": EXACT}, finished="a"), "db", 2)
-        assert runner.prompt_lens == [of["d"], of["b"]]
-        assert requests_of(runner)._prompt_lens == {name: of[name] for name in "bcd"}
+        assert runner.prompt_lens == [lengths["d"], lengths["b"]]
+        assert requests_of(runner)._prompt_lens == {name: lengths[name] for name in "bcd"}
         runner.execute_model(scheduled({}), "db", 1)
         assert runner.prompt_lens is None  # not all rows of the step
         assert requests_of(runner).prompt_lens_of_rows(SimpleNamespace(num_reqs=3)) == [0] * 3
@@ -693,7 +693,8 @@ class TestRunners:
 
 
 TAIL: dict[str, Any] = {
-    "method": "anchor_attention", "params": {"theta": 0.0, "step_tiles": 1, "dense_tail": True}, "min_tokens": MIN_TOKENS,
+    "method": "anchor_attention", "params": {"theta": 0.0, "step_tiles": 1, "dense_tail": True},
+    "min_tokens": MIN_TOKENS,
 }  # fmt: skip
 
 

@@ -142,9 +142,9 @@ def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
     most_eager = min(settings, key=lambda setting: setting.least_prompt_tokens)
     least = most_eager.least_prompt_tokens
     if longest <= least:
-        given = unexpected(f"{longest} tokens", f"prompts of more than {least} tokens")
+        problem = unexpected(f"{longest} tokens", f"prompts of more than {least} tokens")
         raise ConfigurationError(
-            f"prompts: {given}: {describe(most_eager)} keeps every key of shorter ones; pass --tokens, or longer "
+            f"prompts: {problem}: {describe(most_eager)} keeps every key of shorter ones; pass --tokens, or longer "
             "--prompts"
         )
 
