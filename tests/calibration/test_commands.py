@@ -64,6 +64,13 @@ LEVEL = ("calibrate", "--method", "sale", "--level")
         ([*LEVEL, "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
         ([*LEVEL, "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),
         ([*LEVEL, "high=0.9x"], "--level: given 'high=0.9x', expected one number from 1 on before the x"),
+        ([*LEVEL, "high=0.4abs:1"], "--level: given 'high=0.4abs:1', expected NAME=MEAN:P99, such as high=0.1:0.4"),
+        (
+            [*LEVEL, "high=1:0.4abs"],
+            "--level: given 'high=1:0.4abs', expected one number before abs, such as high=0.4a",
+        ),
+        ([*LEVEL, "high=0abs"], "--level: given 'high=0abs', expected errors above 0, and each level once"),
+        (["calibrate", "--method", "sale", "--taus", "0.1"], "--taus: given '0.1', expected MOST:LEAST with 0 < LEAST"),
         (["best", "--device", "gpu"], "--device: given 'gpu', expected one of cpu"),
         (["calibrate", "--method", "minference", "--level", "high=1:1:1:1"], "a bound of the mean of all heads"),
         (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),

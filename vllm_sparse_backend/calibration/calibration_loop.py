@@ -7,6 +7,7 @@ head that misses it loses that method, and the search chooses again until all he
 were judged this way, and then judged on the held-out prompts.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,11 +23,11 @@ from vllm_sparse_backend.calibration.layer_walk import walk
 from vllm_sparse_backend.calibration.minference import MInferenceSearch
 from vllm_sparse_backend.calibration.profile_builder import FiguresByLayer, LevelResult, mean_error, profile_of
 from vllm_sparse_backend.calibration.profile_crossover import measure_crossover
-from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, ladder_of
+from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, halving_settings, ladder_of
 from vllm_sparse_backend.calibration.share_prefill import SharePrefillSearch
 from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
-from vllm_sparse_backend.config.method_parameters import describe
+from vllm_sparse_backend.config.method_parameters import describe, make_method
 from vllm_sparse_backend.config.profile import Profile
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
@@ -63,28 +64,29 @@ def independent_methods() -> list[str]:
     return [name for name, spec in METHODS.items() if spec.ladder and spec.full.unshared == spec.full]
 
 
-def parse_strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = None) -> Strategy:
+def parse_strategy(
+    text: str, bounds: Mapping[str, Bound], distance: float | None = None, taus: str | None = None
+) -> Strategy:
     """Return the search that calibrates one method.
 
     Args:
         text: The method's name, which selects the part of its ladder that differs from the defaults in the searched
-            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values.
+            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values, or
+            for the method's ladder with options that are on or off, such as ``dense_tail=true``.
         bounds: The bound of each level, by the level's name.
         distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
+        taus: SALE's first threshold and the one at which halving stops, as ``MOST:LEAST``; None for the ladder of its
+            description.
 
     Returns:
         A function that makes the search for a job and a bound.
 
     Raises:
-        ConfigurationError: The method is unknown, or does not support these values, a bound of the mean, or a distance.
+        ConfigurationError: The method is unknown, or does not support these values, a bound of the mean, an absolute
+            bound, a distance, or thresholds. The search raises it for prompts that are too short for the method.
     """
     name, _, fields = text.partition(":")
-    if name not in calibratable_methods():
-        raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
-    if distance is not None and name != "share_prefill":
-        raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
-    if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
-        raise ConfigurationError(f"--level: given a bound of the mean of all heads, expected none with --method {name}")
+    _refuse_unsupported(name, bounds, distance, taus)
     if name == "minference":
         return MInferenceSearch
     settings = _settings(name.split("+")[0], fields)
@@ -94,15 +96,69 @@ def parse_strategy(text: str, bounds: Mapping[str, Bound], distance: float | Non
             raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
         return partial(SharePrefillSearch, ladder=settings, distance=distance)
     every = halved(settings if fields else ladder_of(name.split("+")[0]))
+    ladder = halved(halved(settings))
+    if taus is not None:
+        every = ladder = halving_settings(settings, *_threshold_range(taus))
 
     def search(job: Job, bound: Bound) -> Search:
+        require_long_prompts(job, settings)
         if bound.has_mean:
             return CheapestSearch(job, bound, every, EstimatedCosts(job.shape.num_heads, selects=False))
         if name in PAPERS:
             return SpargeAttnSearch(bound, skipping="+" in name)
-        return LadderSearch(bound, halved(halved(settings)))
+        return LadderSearch(bound, ladder)
 
     return search
+
+
+def _refuse_unsupported(name: str, bounds: Mapping[str, Bound], distance: float | None, taus: str | None) -> None:
+    """Raise ConfigurationError if the method is unknown, or does not support an option."""
+    if name not in calibratable_methods():
+        raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
+    if distance is not None and name != "share_prefill":
+        raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
+    if taus is not None and name != "sale":
+        raise ConfigurationError(f"--taus: given with --method {name}, expected with sale alone")
+    if name in PAPERS and any(math.isfinite(bound.absolute) for bound in bounds.values()):
+        raise ConfigurationError(
+            f"--level: given an absolute bound with --method {name}, expected a bound of errors relative to the dense "
+            "output (an absolute bound is SALE's, and for methods that search along a ladder)"
+        )
+    if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
+        raise ConfigurationError(f"--level: given a bound of the mean of all heads, expected none with --method {name}")
+
+
+def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
+    """Check that prompts are long enough for a setting to leave out any key.
+
+    Args:
+        job: Model, prompts and folder.
+        settings: The settings that a search chooses from.
+
+    Raises:
+        ConfigurationError: Every setting keeps all keys of every prompt.
+    """
+    longest = max(len(ids) for ids in job.prompts.prompts)
+    most_eager = min(settings, key=lambda setting: setting.least_prompt_tokens)
+    least = most_eager.least_prompt_tokens
+    if longest <= least:
+        problem = unexpected(f"{longest} tokens", f"prompts of more than {least} tokens")
+        raise ConfigurationError(
+            f"prompts: {problem}: {describe(most_eager)} keeps every key of shorter ones; pass --tokens, or longer "
+            "--prompts"
+        )
+
+
+def _threshold_range(text: str) -> tuple[float, float]:
+    """Parse ``MOST:LEAST``. Raises ConfigurationError."""
+    expected = "MOST:LEAST with 0 < LEAST < MOST < 1, such as 0.008:0.0001"
+    try:
+        most, least = (float(number) for number in text.split(":"))
+    except ValueError:
+        raise ConfigurationError(f"--taus: {unexpected(text, expected)}") from None
+    if not 0 < least < most < 1:
+        raise ConfigurationError(f"--taus: {unexpected(text, expected)}")
+    return most, least
 
 
 def _settings(name: str, fields: str) -> list[Any]:
@@ -116,10 +172,21 @@ def _settings(name: str, fields: str) -> list[Any]:
         for setting in ladder
         if all(str(setting.shown_fields.get(field)).lower() == value for field, value in wanted)
     ]
+    matching = matching or _with_options(name, wanted)
     if not matching:
         known = "; ".join(dict.fromkeys(describe(setting.group_key) for setting in ladder))
-        raise ConfigurationError(f"--method {name}: {unexpected(fields, f'values of one of its ladders: {known}')}")
+        expected = f"values of one of its ladders, or options that are on or off: {known}"
+        raise ConfigurationError(f"--method {name}: {unexpected(fields, expected)}")
     return [setting for setting in matching if setting.group_key == matching[0].group_key]
+
+
+def _with_options(name: str, wanted: Sequence[tuple[str, str]]) -> list[Method]:
+    """Return the ladder of the method's defaults with options set; empty if a field is no option of the method."""
+    defaults = METHODS[name].parameters().shown_fields
+    options = {field: value == "true" for field, value in wanted}
+    if not all(isinstance(defaults.get(field), bool) and value in ("true", "false") for field, value in wanted):
+        return []
+    return [make_method(name, {**setting.shown_fields, **options}) for setting in _settings(name, "")]
 
 
 def cheapest_strategy(methods: Sequence[str]) -> Strategy:
@@ -138,7 +205,12 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
         if name not in independent_methods():
             raise ConfigurationError(f"--method: {not_one_of(name, independent_methods())}")
     settings = [setting for name in methods for setting in ladder_of(name)]
-    return lambda job, bound: CheapestSearch(job, bound, settings, job.costs)
+
+    def search(job: Job, bound: Bound) -> Search:
+        require_long_prompts(job, settings)
+        return CheapestSearch(job, bound, settings, job.costs)
+
+    return search
 
 
 def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:

@@ -30,6 +30,7 @@ class Errors(NamedTuple):
     p99: float
     p999: float
     of_default: float
+    absolute: float
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,14 @@ class HeadResult:
     Means and tails alone do not show which queries are hit: heads that attend everywhere have a tail of 0.8 under the
     default, from queries that lose nothing, and a method with the same tail may lose every lookup.
     """
+    absolute: float
+    """SALE's Err(τ) = ‖O − Õ‖₁ / N (section 3.3): the sum over a head's channels of |o − õ|, averaged over the N tokens
+    of a prompt, those that run dense included. Its size depends on the model's values."""
     density: float
     """Kept pairs divided by causal pairs."""
     unseen: Errors | None = None
     """Errors to expect on an unseen prompt, by leave-one-out: the largest plus its distance to the second largest; with
-    a single prompt, its own errors."""
+    a single prompt, its own errors. ``absolute`` is the largest of the prompts, as SALE compares it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Bound:
     """Limit of the mean of ``HeadResult.error`` over all heads of the model, dense ones included."""
     of_default: float = math.inf
     """Limit of ``HeadResult.of_default``."""
+    absolute: float = math.inf
+    """Limit of ``HeadResult.absolute``: SALE's θ."""
 
     @property
     def has_mean(self) -> bool:
@@ -83,7 +89,8 @@ class Bound:
     def with_margin(self, margin: float) -> "Bound":
         """Tighten the bound for a search, leaving a margin for unseen prompts.
 
-        ``of_default`` stays: it compares two methods on the same prompts.
+        ``of_default`` stays, because it compares two methods on the same prompts, and so does ``absolute``, which is
+        the paper's number.
 
         Args:
             margin: Share of each error limit to take off.
@@ -121,7 +128,8 @@ class Bound:
     @property
     def numbers(self) -> dict[str, float]:
         """The finite limits by name."""
-        return {name: most for name in (*ERRORS, "of_default") if math.isfinite(most := getattr(self, name))}
+        names = (*ERRORS, "of_default", "absolute")
+        return {name: most for name in names if math.isfinite(most := getattr(self, name))}
 
 
 class LayerJudge(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,8 +36,19 @@ from vllm_sparse_kernels.methods.base import Method
 State = dict[Hashable, Any]
 """``Rows.state`` of a chunk: the state that methods hand from layer to layer."""
 
-Outcome = tuple[torch.Tensor, torch.Tensor]
-"""For one prompt, on the device: errors [num_queries, num_heads] float32; kept pairs [num_heads] float64."""
+
+class Outcome(NamedTuple):
+    """Effect of methods on the heads of one prompt, on the device.
+
+    Attributes:
+        errors: [num_queries, num_heads] float32, ‖o − õ‖₁ / ‖o‖₁ of each query.
+        absolute: [num_heads] float64, the sum of ‖o − õ‖₁ over queries divided by the prompt's tokens.
+        kept_pairs: [num_heads] float64.
+    """
+
+    errors: torch.Tensor
+    absolute: torch.Tensor
+    kept_pairs: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -119,18 +130,21 @@ class LayerPrompt:
             engines: Attention engines of a CUDA device by name; None to use the references.
 
         Returns:
-            Errors [num_queries, num_heads] float32, and kept pairs [num_heads] float64.
+            Errors and kept pairs of each head.
         """
-        errors, pairs = [], []
+        errors, absolute, pairs = [], [], []
         for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-            errors.append((out.float() - dense.float()).abs().sum(-1) / norms)
+            distances = (out.float() - dense.float()).abs().sum(-1)
+            errors.append(distances / norms)
+            absolute.append(distances.double().sum(0))
             pairs.append(index.pairs_of_heads())
-        return torch.cat(errors), torch.stack(pairs).sum(0).double()
+        (num_tokens,) = self.batches[-1].rows.seq_lens
+        return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
 
 
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
-    """Reduce queries' errors to the four figures of ``Errors``.
+    """Reduce queries' errors to the figures of ``Errors`` but for the last, ``absolute``.
 
     Args:
         errors: [num_queries, num_heads], under the method.
@@ -200,7 +214,7 @@ class CapturedLayer:
         """Errors under the server's default method, for each prompt [num_queries, num_heads] float32."""
         default = [make_method("default", {})] * self.prompts[0].batches[0].num_heads
         groups = layer_plan(default, self.others)
-        return [prompt.outcome(groups, self.engines)[0] for prompt in self.prompts]
+        return [prompt.outcome(groups, self.engines).errors for prompt in self.prompts]
 
     def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
         """Run the layer on all prompts and measure each head.
@@ -214,11 +228,17 @@ class CapturedLayer:
         groups = layer_plan(methods, self.others)
         outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
         errors = torch.stack(
-            [summarize_errors(of_method, default) for (of_method, _), default in zip(outcomes, self._of_default)]
+            [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._of_default)]
         )
-        density = torch.stack([kept for _, kept in outcomes]).sum(0) / sum(prompt.num_pairs for prompt in self.prompts)
-        rows = torch.cat((errors.amax(0), density[None], extrapolate_unseen(errors))).T.tolist()
-        return [HeadResult(error, p99, p999, k, kept, Errors(*more)) for error, p99, p999, k, kept, *more in rows]
+        absolute = torch.stack([outcome.absolute for outcome in outcomes]).amax(0)[None]
+        kept_pairs = torch.stack([outcome.kept_pairs for outcome in outcomes]).sum(0)
+        density = kept_pairs / sum(prompt.num_pairs for prompt in self.prompts)
+        seen = torch.cat((errors.amax(0), absolute)).T.tolist()
+        unseen = torch.cat((extrapolate_unseen(errors), absolute)).T.tolist()
+        return [
+            HeadResult(**Errors(*of_seen)._asdict(), density=kept, unseen=Errors(*of_unseen))
+            for of_seen, of_unseen, kept in zip(seen, unseen, density.tolist(), strict=True)
+        ]
 
 
 def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:

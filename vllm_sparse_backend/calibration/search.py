@@ -16,6 +16,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.sale.method import Sale
 
 LEAST_SPARSITY = 0.1
 """Share of pairs that a head must leave out to be worth its selection, as in SpargeAttn's code."""
@@ -163,6 +164,28 @@ def ladder_of(name: str) -> list[Method]:
         Its settings, within each kind the sparsest first.
     """
     return [make_method(name, setting) for setting in METHODS[name].ladder]
+
+
+def halving_settings(settings: Sequence[Sale], most: float, least: float) -> list[Sale]:
+    """Return SALE's settings with the thresholds of its paper's calibration (section 3.3).
+
+    The paper begins with τ = 0.008 and halves it until the bound holds. The authors' code stops at 0.0001: a head that
+    misses the bound at every larger τ is dense.
+
+    Args:
+        settings: Settings of one kind, which differ in τ only.
+        most: The first τ.
+        least: Where halving stops; only larger τ are returned.
+
+    Returns:
+        The first setting with each τ, the largest τ (the sparsest setting) first.
+    """
+    taus = []
+    tau = most
+    while tau > least:
+        taus.append(tau)
+        tau /= 2
+    return [replace(settings[0], tau=tau) for tau in taus]
 
 
 def halved(ladder: Sequence[MethodT]) -> list[MethodT]:

@@ -37,7 +37,8 @@ Level = Annotated[
     list[str] | None,
     typer.Option(
         help="NAME=MEAN[:P99[:P999[:HEADS]]], NAME high or fast: the most error of a head: its mean, p99 "
-        "and p99.9 over queries, and the mean of all heads; or NAME=1.5x, best's bound. May be repeated; high=0.1:0.4."
+        "and p99.9 over queries, and the mean of all heads; or NAME=1.5x, best's bound; or NAME=0.4abs, SALE's: "
+        "|o - dense| summed over channels, mean over tokens. May be repeated; high=0.1:0.4."
     ),
 ]
 
@@ -163,14 +164,24 @@ class Calibrate(JobOptions):
     distance: Annotated[
         float | None, typer.Option(help="Distance up to which share_prefill joins heads: 10; the authors use 40.")
     ] = None
+    taus: Annotated[
+        str | None,
+        typer.Option(
+            help="MOST:LEAST of sale's τ, halved from MOST while above LEAST, where a head turns dense: 0.008:0.0001 "
+            "is the authors' code; 0.256:0.001, with steps between, if not given."
+        ),
+    ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import calibration_loop
 
         bounds = _bounds(self.level)
-        strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance)
-        cut = "" if self.distance is None else f" --distance {self.distance:g}"
-        command = f"sparse-prefill profile calibrate --method {self.method}{cut}"
+        strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance, self.taus)
+        command = f"sparse-prefill profile calibrate --method {self.method}"
+        if self.distance is not None:
+            command += f" --distance {self.distance:g}"
+        if self.taus is not None:
+            command += f" --taus {self.taus}"
         return calibration_loop.run(make_job(), strategy, bounds, command)
 
 
@@ -219,9 +230,9 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
     bounds: dict[str, Bound] = {}
     for text in levels or ("high=0.1:0.4",):
         name, _, numbers = text.partition("=")
-        is_factor = numbers.endswith("x")
+        is_factor, is_absolute = numbers.endswith("x"), numbers.endswith("abs")
         try:
-            limits = [float(number) for number in numbers.removesuffix("x").split(":")]
+            limits = [float(number) for number in numbers.removesuffix("x").removesuffix("abs").split(":")]
         except ValueError:
             raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
         if name not in BOUNDS:
@@ -230,5 +241,12 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
         if is_factor and (len(limits) > 1 or limits[0] < 1):
             raise ConfigurationError(f"--level: {unexpected(text, 'one number from 1 on before the x')}")
-        bounds[name] = Bound(of_default=limits[0]) if is_factor else Bound(*limits)
+        if is_absolute and len(limits) > 1:
+            raise ConfigurationError(f"--level: {unexpected(text, 'one number before abs, such as high=0.4abs')}")
+        if is_factor:
+            bounds[name] = Bound(of_default=limits[0])
+        elif is_absolute:
+            bounds[name] = Bound(absolute=limits[0])
+        else:
+            bounds[name] = Bound(*limits)
     return bounds

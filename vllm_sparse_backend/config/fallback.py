@@ -91,8 +91,8 @@ class Fallback(StrEnum):
     NEVER_FASTER = ("never_faster",
         "in measurements on this device the method was never faster than dense attention; see the log at start-up")
     UNNAMED = ("unnamed",
-        "vLLM does not say which request the row belongs to, and some request of its step chose another level; please "
-        "report it with the server's options and vLLM's version")
+        "vLLM does not say which request the row belongs to, and some request of its step chose another level, or a "
+        "method needs the prompt's length (dense_tail); please report it with the server's options and vLLM's version")
     NO_ROOM = ("no_room",
         "not even one tile of the row fits into the arena (the log at start-up has its size); use another method")
     REQUESTED = ("requested",

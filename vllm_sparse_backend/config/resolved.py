@@ -146,6 +146,11 @@ class Resolved:
         return layer_by_level(self.plans.values(), number)
 
     @property
+    def reads_prompt_length(self) -> bool:
+        """Whether the method of some head, at some level, depends on the length of a row's prompt."""
+        return any(method.reads_prompt_length for plan in self.plans.values() for method in plan.methods)
+
+    @property
     def uses_auto(self) -> bool:
         """Whether some plan's numbers depend on the device that they are looked up for."""
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())

@@ -60,7 +60,7 @@ class Prompt:
         end, (num_tokens,) = context_len + query_len, self.whole.rows.query_lens
         if end > num_tokens:
             raise BenchError(f"a chunk of {query_len:,} after {context_len:,}: the prompt has {num_tokens:,} tokens")
-        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
+        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table, (num_tokens,))
         return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
 
 

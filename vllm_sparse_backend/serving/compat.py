@@ -403,6 +403,21 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
     )
 
 
+def prompt_length(request: Any) -> int:
+    """Return the number of tokens of a request's prompt, without output that a preempted request prefills again.
+
+    Args:
+        request: vLLM's ``NewRequestData``; it has ``prompt_len`` from 0.32 on.
+
+    Returns:
+        The number of token ids, or of embeddings where the prompt consists of them.
+    """
+    prompt = request.prompt_token_ids
+    if prompt is None:
+        prompt = getattr(request, "prompt_embeds", None)
+    return 0 if prompt is None else len(prompt)
+
+
 def keep_schedule(metadata: DenseMetadata) -> None:
     """Copy the schedule of some metadata, which FlashAttention's builder may have put into its persistent buffer.
 

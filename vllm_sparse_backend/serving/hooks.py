@@ -434,7 +434,7 @@ HOOKS = (
 )
 PARTS = (
     Part(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
-    Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params")),
+    Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params", "prompt_token_ids")),
     Part(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
          ("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens")),
     Part(WORKER, "vllm.v1.worker.gpu_worker", "Worker", FOR_NO_REQUEST),

@@ -102,6 +102,16 @@ class Method(ABC):
         return self
 
     @property
+    def reads_prompt_length(self) -> bool:
+        """Whether the selection depends on ``Rows.prompt_lens``: a server must then know the request of every row."""
+        return False
+
+    @property
+    def least_prompt_tokens(self) -> int:
+        """Prompts of up to this many tokens lose no key under the method, whatever its queries and keys."""
+        return 0
+
+    @property
     def share_kept(self) -> float | None:
         """p, the share of attention mass that is kept, in (0, 1]; None if the method does not let requests set it."""
         return None

@@ -28,6 +28,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "anchor_attention": [
         {"theta": 3.0, "step_tiles": 1},
         {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True, "window_tokens": 128},
+        {"theta": 3.0, "step_tiles": 2, "first_group": True},
     ],
     "block_sparse": [{"top_blocks": 1}],
     "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
@@ -126,7 +127,7 @@ def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
     assert {name for name in summary if name in shared} == shared
     with pytest.raises(ValueError, match="one for each of the 3 heads"):
         default.merged([default, METHODS[name].full]).of_heads(3)
-    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor"}:
+    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor", "dense_tail", "first_group"}:
         with pytest.raises(ValueError, match="methods that differ from"):
             default.merged([default, replace(default, **{field: not getattr(default, field)})])
 

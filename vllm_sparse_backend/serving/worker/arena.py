@@ -11,7 +11,7 @@ of every step, because it need not grow with the row's length.
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -169,12 +169,14 @@ class Row:
         token: Position of its first query among the queries of the step.
         query_len: Number of new tokens.
         context_len: Number of tokens before them.
+        prompt_len: Tokens of its request's prompt; None where no method needs it. Memory does not depend on it.
     """
 
     number: int
     token: int
     query_len: int
     context_len: int
+    prompt_len: int | None = None
 
     @staticmethod
     def sparse_of(row: BatchRow, number: int) -> "Row":
@@ -187,7 +189,10 @@ class Row:
         Returns:
             The sparse part of the row.
         """
-        return Row(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
+        num_dense = row.dense_end - row.token
+        return Row(
+            number, row.dense_end, row.query_len - num_dense, row.context_len + num_dense, prompt_len=row.prompt_len
+        )
 
     def chunks(self, query_tokens: int) -> list["Row"]:
         """Cut the row into chunks.
@@ -200,7 +205,12 @@ class Row:
         """
         starts = range(0, self.query_len, query_tokens)
         return [
-            Row(self.number, self.token + i, min(query_tokens, self.query_len - i), self.context_len + i)
+            replace(
+                self,
+                token=self.token + i,
+                query_len=min(query_tokens, self.query_len - i),
+                context_len=self.context_len + i,
+            )
             for i in starts
         ]
 
@@ -306,11 +316,13 @@ def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Row
         block_table = torch.empty(len(rows), 0, dtype=torch.int32)
     else:
         block_table = block_table[rows[0].number : rows[-1].number + 1]
+    prompt_lens = tuple(row.prompt_len for row in rows if row.prompt_len is not None)
     return Rows(
         tokens=tuple(row.token for row in rows),
         query_lens=tuple(row.query_len for row in rows),
         context_lens=tuple(row.context_len for row in rows),
         block_table=block_table,
+        prompt_lens=prompt_lens if len(prompt_lens) == len(rows) else None,
     )
 
 

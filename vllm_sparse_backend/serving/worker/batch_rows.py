@@ -41,6 +41,7 @@ class BatchRow:
         kind: What the row runs on.
         min_tokens: Number of leading positions of a sparse row that are dense; 0 for other rows.
         request: Level of its request.
+        prompt_len: Tokens of its request's prompt; None where no method needs it.
     """
 
     token: int
@@ -49,6 +50,7 @@ class BatchRow:
     kind: RowKind
     min_tokens: int = 0
     request: RequestLevel = SERVER_LEVEL
+    prompt_len: int | None = None
 
     @property
     def end(self) -> int:

@@ -91,7 +91,9 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         worker, guard = adopted.worker, adopted.guard
         self.sparse_layers = adopted.numbers
         self.room = None if adopted.memory is None else adopted.memory.room
-        self.row_classifier = RowClassifier(adopted.thresholds, self.room, worker.requests)
+        self.row_classifier = RowClassifier(
+            adopted.thresholds, self.room, worker.requests, worker.resolved.reads_prompt_length
+        )
         self.row_counter = RowCounter(
             worker.recorder,
             worker.requests,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps the rows of a step to requests and their levels.
+"""Maps the rows of a step to requests, their levels and their prompts' lengths.
 
 Each worker has one ``RunnerRequests``. The hooks around its runner fill it in, and the metadata builders read it.
 """
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, Mark, RequestLevel
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import request_tallies
 
 REQUESTS = "sparse_prefill_requests"
@@ -62,6 +63,7 @@ class RunnerRequests:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._levels: dict[str, RequestLevel] = {}
+        self._prompt_lens: dict[str, int] = {}
 
     def levels_of_rows(self, common: Any) -> list[RequestLevel] | None:
         """Return the level of each row of a batch.
@@ -81,6 +83,24 @@ class RunnerRequests:
             return None
         levels = [step.levels.get(req_id or "", SERVER_LEVEL) for req_id in rows]
         return levels + [SERVER_LEVEL] * (num_rows - len(rows))
+
+    def prompt_lens_of_rows(self, common: Any) -> list[int] | None:
+        """Return the length of the prompt of each row's request.
+
+        Args:
+            common: vLLM's metadata of the batch.
+
+        Returns:
+            The lengths in tokens, 0 for rows of no request (padding and dummy runs). None if the requests of the rows
+            are not known.
+        """
+        if self.step is None:
+            return [0] * common.num_reqs
+        rows = self.ids_of_rows(common)
+        if not rows:
+            return None
+        lengths = [self._prompt_lens.get(req_id or "", 0) for req_id in rows]
+        return lengths + [0] * (common.num_reqs - len(rows))
 
     def ids_of_rows(self, common: Any) -> Sequence[str | None]:
         """Return the request of each row of a batch.
@@ -107,7 +127,7 @@ class RunnerRequests:
 
     @contextmanager
     def at_step(self, scheduler_output: Any, runner: Any) -> Iterator[None]:
-        """Update the levels of requests, and give builders the step while it runs.
+        """Update the levels and prompts of requests, and give builders the step while it runs.
 
         Args:
             scheduler_output: What vLLM's scheduler decided for the step.
@@ -118,8 +138,10 @@ class RunnerRequests:
         """
         for req_id in scheduler_output.finished_req_ids:
             self._levels.pop(req_id, None)
+            self._prompt_lens.pop(req_id, None)
             request_tallies.end(req_id)
         for new in scheduler_output.scheduled_new_reqs:
+            self._prompt_lens[new.req_id] = compat.prompt_length(new)
             extra_args = getattr(new.sampling_params, "extra_args", None) or {}
             level = self._level_of(extra_args)
             ticket = request_tallies.ticket_in(extra_args)

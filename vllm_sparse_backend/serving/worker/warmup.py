@@ -41,6 +41,10 @@ BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
 tiles, lengths that are multiples of 16, others, and 1.
 """
 
+LONGER_PROMPT = 1 << 30
+"""Length in tokens of the prompts that these rows belong to. The rows end within them, so that methods that attend the
+end of a prompt densely (``dense_tail``) select here."""
+
 
 def warm_up(
     impls: Sequence[SparsePrefillImpl],
@@ -164,5 +168,5 @@ def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[Row]:
     rows: list[Row] = []
     for context_len, query_len in lengths:
         token = rows[-1].token + rows[-1].query_len if rows else 0
-        rows.append(Row(len(rows), token, query_len, context_len))
+        rows.append(Row(len(rows), token, query_len, context_len, prompt_len=LONGER_PROMPT))
     return rows
