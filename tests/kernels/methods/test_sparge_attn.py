@@ -244,7 +244,7 @@ def test_unlike_blocks_are_always_computed(min_similarity):
 
 
 def block_scores(q: torch.Tensor, k: torch.Tensor, theta: float) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """For each tile: S^ of its causal blocks, −∞ for dissimilar ones; all key blocks' similarity; is the tile similar?"""
+    """For each tile: S^, −∞ for dissimilar and future blocks; which key blocks are similar; and whether the tile is."""
 
     def mean_cosine(tokens: torch.Tensor) -> float:
         lengths = tokens.norm(dim=1)

@@ -6,24 +6,24 @@
 1. Compress each tile and each key block to its mean token: q and k.
 2. Compute S^ = scale · q kᵀ, and P^ = softmax of each row of S^.
 3. Keep the blocks TopCdf(P^, τ): the fewest whose probabilities reach τ (equation 4).
-4. A mean represents its tokens only where these are similar. A key block with a self-similarity below θ gets S^ = −∞ and
-   is always kept; a tile below θ keeps every causal block (equation 5).
+4. A mean represents its tokens only where these are similar. A key block with a self-similarity below θ gets S^ = −∞
+   and is always kept; a tile below θ keeps every causal block (equation 5).
 
-The second stage (section 3.4), which skips products of P and V by λ, and SageAttention's 8-bit scores (section 3.5) belong
-to attention, not to selection: ``skip_margin`` and ``int8_scores`` request them from ``attend``. Both are off by default,
-so that attention over the kept blocks is exact to rounding.
+The second stage (section 3.4), which skips products of P and V by λ, and SageAttention's 8-bit scores (section 3.5)
+belong to attention, not to selection: ``skip_margin`` and ``int8_scores`` request them from ``attend``. Both are off by
+default, so that attention over the kept blocks is exact to rounding.
 
 **Released code.** The authors' repository (thu-ml/SpargeAttn at bfd980b) differs from the paper:
 
-* It recommends the calls whose names contain ``topk``, and states "we do not recommend" for the cumulative ones. In place
-  of step 3 they keep the ⌊share · K⌋ blocks of the largest P^, at least 1, where K counts all key blocks of the call, not
-  the causal ones: with a share of 0.5 and one call per prompt, the first half of the tiles keep all they can see.
-  ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1, below which no block is.
+* It recommends the calls whose names contain ``topk``, and states "we do not recommend" for the cumulative ones. In
+  place of step 3 they keep the ⌊share · K⌋ blocks of the largest P^, at least 1, where K counts all key blocks of the
+  call, not the causal ones: with a share of 0.5 and one call per prompt, the first half of the tiles keep all they can
+  see. ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1, below which no block is.
 * Its cumulative cut is that of the paper's listing: it keeps blocks while the sum is at most τ, and so stops one block
   earlier than the paper's text, though it keeps at least 1.
 * No diagonal block is forced: a tile may drop the keys beside its own queries.
-* ``attention_sink`` keeps the first key block. The module that attends with searched parameters sets it, the recommended
-  call does not.
+* ``attention_sink`` keeps the first key block. The module that attends with searched parameters sets it, the
+  recommended call does not.
 * On Hopper, SageAttention2's calls use tiles of 64 queries and blocks of 128 keys.
 * These calls apply the causal mask to whole blocks; their attention kernel gets no causal mask.
 * A block whose self-similarity equals θ counts as dissimilar, in the paper as similar.
@@ -31,32 +31,32 @@ so that attention over the kept blocks is exact to rounding.
 **This implementation** differs from both as follows:
 
 * *Cumulative cut.* It follows the paper's text, not its listing. Ties go to the earlier block.
-* *Diagonal blocks* are always kept, so that every query attends to something. They compete with the other blocks, by the
-  mean of all of their keys, although some queries see only some of these. A diagonal block that neither rule chooses is
-  kept in addition; it counts towards neither τ nor ``top_share``.
-* *Sink.* ``keep_sink`` keeps the first key block of each tile, by default. The paper has no such rule; trained models put
-  mass on their first keys, which the mean of 64 keys hides. Like a diagonal block it is kept in addition.
-* *CosSim.* The paper's prose asks for the mean cosine similarity of a block's tokens; the formula below it divides X Xᵀ by
-  its largest entry, which is not a cosine. The prose holds here, as in the released code: the mean over all pairs of
+* *Diagonal blocks* are always kept, so that every query attends to something. They compete with the other blocks, by
+  the mean of all of their keys, although some queries see only some of these. A diagonal block that neither rule
+  chooses is kept in addition; it counts towards neither τ nor ``top_share``.
+* *Sink.* ``keep_sink`` keeps the first key block of each tile, by default. The paper has no such rule; trained models
+  put mass on their first keys, which the mean of 64 keys hides. Like a diagonal block it is kept in addition.
+* *CosSim.* The paper's prose asks for the mean cosine similarity of a block's tokens; the formula below it divides X Xᵀ
+  by its largest entry, which is not a cosine. The prose holds here, as in the released code: the mean over all pairs of
   tokens, each with itself too, which equals the squared length of the mean unit token. A token of length zero counts as
   dissimilar to every other; the released code divides by zero and keeps its block.
-* *Smooth keys.* ``smooth_keys`` subtracts the row's mean key before similarities are measured, as the released code does
-  (the paper's table 9 implies it: randomly permuted keys have a similarity of 0.02). Softmax is invariant to it.
-* *Chunks.* The mean key is that of the keys that the step can see, and ``top_share`` counts their blocks: both depend on
-  the chunking. Where a prompt runs in one chunk, they equal the released code's.
+* *Smooth keys.* ``smooth_keys`` subtracts the row's mean key before similarities are measured, as the released code
+  does (the paper's table 9 implies it: randomly permuted keys have a similarity of 0.02). Softmax is invariant to it.
+* *Chunks.* The mean key is that of the keys that the step can see, and ``top_share`` counts their blocks: both depend
+  on the chunking. Where a prompt runs in one chunk, they equal the released code's.
 * *Ranks.* ``top_share`` ranks blocks by S^, the released code by P^ in the model's dtype, where small probabilities are
   equal to zero.
-* *Hilbert-curve permutation* (section 3.7) reorders image and video tokens, which attend in both directions. It does not
-  apply under a causal mask over cached keys.
+* *Hilbert-curve permutation* (section 3.7) reorders image and video tokens, which attend in both directions. It does
+  not apply under a causal mask over cached keys.
 
-Raising τ or ``top_share`` never drops a block. Raising θ never drops a forced block or tile, but may drop a block that τ
-chose before, because a block that leaves the softmax takes its mass along.
+Raising τ or ``top_share`` never drops a block. Raising θ never drops a forced block or tile, but may drop a block that
+τ chose before, because a block that leaves the softmax takes its mass along.
 
 **Parameters.** The paper searches τ, θ and λ for each head and states no defaults (section 3.6; ``profile calibrate
---method sparge_attn`` runs this search). The defaults of τ and θ here are those of the released function that builds the
-block map (``get_block_map_meansim``: 0.9 and 0.1). The released cumulative calls have 0.98 and 0.6, meant for images and
-video: 128 consecutive queries of a language model are seldom that similar. After rotary embedding, they measure 0.2 to 0.5
-on a trained model with 29M parameters, where θ = 0.6 leaves nearly every tile dense.
+--method sparge_attn`` runs this search). The defaults of τ and θ here are those of the released function that builds
+the block map (``get_block_map_meansim``: 0.9 and 0.1). The released cumulative calls have 0.98 and 0.6, meant for
+images and video: 128 consecutive queries of a language model are seldom that similar. After rotary embedding, they
+measure 0.2 to 0.5 on a trained model with 29M parameters, where θ = 0.6 leaves nearly every tile dense.
 """
 
 import math
@@ -113,7 +113,7 @@ class SpargeAttn(PerHead):
     """Keep the first key block regardless of its score; false is the paper's rule."""
 
     skip_margin: float | None = None
-    """λ < 0 of the second stage (section 3.4), in natural units of the scaled scores; None skips nothing. The tile's 128
+    """λ < 0 of the second stage (section 3.4), in natural units of the scaled scores; None skips nothing. A tile's 128
     queries are tested together, the paper's warp by warp: the same λ skips less here. As in Algorithm 1, the softmax's
     sum includes skipped products; the authors' kernels, whose pvthreshd is −λ · log2 e, exclude them."""
 
