@@ -88,8 +88,22 @@ def test_maps_are_small_on_a_cpu():
     """Training time goes by their pixels: 1,024 tokens took more than 15 minutes at the paper's side."""
     assert (map_side(1024, "cpu"), map_side(40, "cpu")) == (64, 32)
     assert (map_side(1024, "cuda:0"), map_side(1 << 20, "cuda")) == (1024, 1936)
-    with pytest.raises(ConfigurationError, match="given a prompt of 15 tokens, expected prompts of at least 16 tokens"):
+    with pytest.raises(ConfigurationError, match="prompts: given '15 tokens', expected at least 16 tokens"):
         map_side(15, "cpu")
+
+
+def test_few_pixels_take_one_thread_and_all_come_back(monkeypatch):
+    """Threads of a small batch wait for each other: on a busy machine an epoch of 20 maps took 3 s, alone 0.08 s."""
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr(module.EarlyStop, "has_converged", lambda stop, loss: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        representations(torch.rand(3, 16, 16), epochs=1)
+        monkeypatch.setattr(module, "THREAD_PIXELS", 3 * 16 * 16 // 2)
+        representations(torch.rand(3, 16, 16), epochs=1)
+        assert (seen, torch.get_num_threads()) == ([1, 2], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_training_reports_its_progress(monkeypatch):

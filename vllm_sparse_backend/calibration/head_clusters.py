@@ -25,7 +25,8 @@ queries and keys there, and about 1 GB more; training takes 1 GB for the autoenc
 some 5 GB for a batch (``BATCH_PIXELS``).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ BATCH = 64
 BATCH_PIXELS = BATCH * 512 * 512
 """Pixels of all maps in a batch: larger maps come in smaller batches."""
 
+THREAD_PIXELS = 1 << 17
+"""Pixels of a batch that occupy one thread on a CPU: with fewer, threads mostly wait for each other."""
+
 DISTANCE = 10.0
 """Default linkage distance up to which heads are joined; the authors' file name says 40."""
 
@@ -90,8 +94,8 @@ def map_side(num_tokens: int, device: str) -> int:
         ConfigurationError: The prompt is shorter than ``SHRINK`` tokens.
     """
     if num_tokens < SHRINK:
-        expected = f"prompts of at least {SHRINK} tokens: the autoencoder shrinks attention maps by that factor"
-        raise ConfigurationError(f"--method share_prefill: {unexpected(f'a prompt of {num_tokens} tokens', expected)}")
+        expected = f"at least {SHRINK} tokens, by which share_prefill's autoencoder shrinks attention maps"
+        raise ConfigurationError(f"prompts: {unexpected(f'{num_tokens} tokens', expected)}")
     largest = CPU_SIDE if torch.device(device).type == "cpu" else SIDE
     return min(largest, num_tokens // SHRINK * SHRINK)
 
@@ -199,6 +203,17 @@ class EarlyStop:
         return not best - min(latest) > least_drop
 
 
+@contextmanager
+def _fitting_threads(device: torch.device, batch_pixels: int) -> Iterator[None]:
+    """Limit torch's threads on a CPU to those that a batch has work for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, max(1, batch_pixels // THREAD_PIXELS)) if device.type == "cpu" else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def representations(
     maps: Sequence[torch.Tensor] | torch.Tensor,
     device: str | torch.device = "cpu",
@@ -226,7 +241,8 @@ def representations(
 
     # So few channels leave little to compute for each byte of a map.
     narrow = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow:
+    threads = _fitting_threads(device, min(batch, len(maps)) * side**2)
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow, threads:
         torch.manual_seed(0)
         encoder, decoder = autoencoder(side)
         model = nn.Sequential(encoder, decoder).to(device)
