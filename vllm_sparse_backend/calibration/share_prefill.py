@@ -50,11 +50,11 @@ class SharePrefillSearch(Search):
 
     def __init__(self, job: Job, bound: Bound, ladder: Sequence[SharePrefill], distance: float | None = None) -> None:
         distance = DISTANCE if distance is None else distance
-        side = map_side(min(map(len, job.prompts.prompts)))
+        side = map_side(min(map(len, job.prompts.prompts)), job.device)
         clusters = job.load_or_make(
             f"clusters-{distance:g}",
             Clusters,
-            lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance),
+            lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance, job.progress),
         )
         self.others = [
             replace(ladder[0], cluster=number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})

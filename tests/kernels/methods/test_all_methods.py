@@ -34,7 +34,11 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
     "sale": [{"tau": 0.3}, {"tau": 0.3, "channels": "half"}],
     "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
-    "sparge_attn": [{"kept_mass": 0.6, "min_similarity": 0.1}, {"kept_mass": 0.5, "smooth_keys": False}],
+    "sparge_attn": [
+        {"kept_mass": 0.6, "min_similarity": 0.1},
+        {"kept_mass": 0.5, "smooth_keys": False},
+        {"top_share": 0.3, "min_similarity": -0.1},
+    ],
     "top_p": [
         {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128, "channels": "all"},
         {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
@@ -151,6 +155,7 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "sparge_attn": {
         "kept_mass": (0.0, 1.01, NAN), "min_similarity": (-1.5, 2.0), "skip_margin": (0.0, 1.0, -math.inf, NAN),
+        "top_share": (0.0, -0.5, 1.01, NAN),
     },
     "top_p": {
         "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most",),
