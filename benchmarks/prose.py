@@ -9,7 +9,6 @@ them, and a few groups of its own checks. Markdown files must keep every rule, a
 outside of tables and code; findings in Python sources are counted.
 """
 
-import ast
 import io
 import random
 import re
