@@ -116,7 +116,7 @@ MARKDOWN_NOT_PROSE = re.compile(
     r"|<!--.*?-->"
     r"|^ *```.*?^ *```$"
     r"|(?:(?<=\n\n)|\A)(?: {4}.*\n|\n(?= {4}))+"  # an indented block of code
-    r"|\]\([^)\s]*\)"
+    r"|\[(?=[^\[\]]*\]\()|\]\([^)\s]*\)"  # a link, except its text
     r"|https?://\S+",
     re.DOTALL | re.MULTILINE,
 )
@@ -339,7 +339,7 @@ def sentences(prose: Prose) -> Iterator[tuple[int, str]]:
     Yields:
         Sentences with their code and the line on which they begin, the shortest left out.
     """
-    for passage in re.finditer(r"(?:[^|\n]|\n(?!\s*(?:\n|[*-] |\d+\. |\||[A-Z]\w+:\n)))+", prose.text):
+    for passage in re.finditer(r"(?:[^|\n]|\n(?!\s*(?:\n|[*-] |\d+\. |\||\w+: |[A-Z]\w+:\n)))+", prose.text):
         start = passage.start()
         ends = [start + match.end() for match in re.finditer(r"[.!?](?=\s+[A-Z])", passage[0])]
         for end in [*ends, passage.end()]:
