@@ -166,11 +166,11 @@ def methods_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "main_settings": main_settings_table,
     "sparse_prefill": lambda: settings_table(SparsePrefillConfig),
     "guard": lambda: settings_table(GuardConfig),
     "requests": lambda: settings_table(RequestsConfig),
     "methods": methods_table,
+    "main_settings": main_settings_table,
 }
 
 
