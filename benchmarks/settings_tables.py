@@ -22,7 +22,9 @@ from vllm_sparse_backend.config.settings import GuardConfig, RequestsConfig, Spa
 from vllm_sparse_kernels.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/guard.md", "docs/requests.md")
+DOCUMENTS = ("README.md", "docs/settings.md", "docs/guard.md", "docs/requests.md")
+MAIN_SETTINGS = ("profile", "method", "params", "min_tokens", "crossover", "requests", "guard", "switch")
+"""The settings that an operator decides on; README.md shows them, docs/settings.md shows all."""
 REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)
 PAGE = re.compile(r"(?<![\w/`(\[])((?:docs|profiles|deploy)/[\w/.-]+\.md)(#[\w-]+)?")
 """A page in a field's description, as a path from the root, with or without an anchor."""
@@ -126,6 +128,21 @@ def settings_table(section: type[Section]) -> str:
     return markdown_table(["Setting", "Type", "Default", "Description"], rows)
 
 
+def main_settings_table() -> str:
+    """Build the short table of ``MAIN_SETTINGS``.
+
+    Returns:
+        A Markdown table with the first sentence of each description.
+    """
+    rows = []
+    for name in MAIN_SETTINGS:
+        field = SparsePrefillConfig.model_fields[name]
+        description = " ".join((field.description or "").split())
+        first_sentence = re.split(r"(?<=\.) ", description)[0]
+        rows.append([f"`{name}`", default_text(field.get_default()), first_sentence])
+    return markdown_table(["Setting", "Default", "Description"], rows)
+
+
 def methods_table() -> str:
     """Build the table of this package's methods.
 
@@ -153,6 +170,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "guard": lambda: settings_table(GuardConfig),
     "requests": lambda: settings_table(RequestsConfig),
     "methods": methods_table,
+    "main_settings": main_settings_table,
 }
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings under the key ``sparse_prefill`` of vLLM's ``--additional-config``.
 
-The text under each field is its only description: README.md, docs/guard.md and docs/requests.md show it in tables that
-``python -m benchmarks.settings_tables`` writes.
+The text under each field is its only description: README.md, docs/settings.md, docs/guard.md and docs/requests.md show
+it in tables that ``python -m benchmarks.settings_tables`` writes.
 """
 
 from collections.abc import Mapping
