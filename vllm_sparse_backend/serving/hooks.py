@@ -98,7 +98,7 @@ def _checked(original: Function) -> Function:
             _end_in_one_line(error)
             raise
         install_in_front()
-        install_in_core()  # which may be this process
+        install_in_core()  # the core may be this process
 
     return check_and_update_config
 
@@ -145,14 +145,14 @@ def _begun(install: Callable[[], None]) -> Callable[[Function], Function]:
 
 
 def _end_in_one_line(error: ConfigurationError) -> None:
-    """Let the process end with the error's message and without a traceback, if nothing catches the error."""
+    """Make an uncaught error end the process with a one-line message instead of a traceback."""
     sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
 
 
 def _in_one_line(
     ours: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
 ) -> None:
-    """``sys.excepthook``: print the message of our error, which a traceback would hide; pass other errors on."""
+    """``sys.excepthook``: print only the message of our error, without a traceback; pass other errors on."""
     if error is ours:
         print(f"sparse-prefill: {error}", file=sys.stderr)
     else:
@@ -160,7 +160,7 @@ def _in_one_line(
 
 
 def _selectable(original: Function) -> Function:
-    """Select this backend on the CPU platform, which would take its only backend whatever is configured."""
+    """Select this backend on the CPU platform, which otherwise ignores the configured backend."""
 
     def get_attn_backend_cls(
         cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
@@ -192,7 +192,7 @@ def _with_our_endpoints(original: Function) -> Function:
     return load_endpoint_plugins
 
 
-# --- workers: what servers ask them by name ---
+# --- workers: methods that servers call by name ---
 
 
 def _counting(original: Function) -> Function:
@@ -231,11 +231,11 @@ def _uncounted(method: Function) -> Function:
     return call
 
 
-# --- the front process: what a request asks for ---
+# --- the front process: the level of a request ---
 
 
 def _marked(original: Function) -> Function:
-    """Mark each request for the engine's processes; all requests pass here, whatever their entrance."""
+    """Mark each request for the engine's processes. Requests from every entry point pass here."""
     signature = inspect.signature(original)
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -314,11 +314,11 @@ def _switching(original: Function) -> Function:
     return collective_rpc
 
 
-# --- workers: whose rows a step has ---
+# --- workers: the requests of a step's rows ---
 
 
 def _known(original: Function) -> Function:
-    """Note the levels of a step's requests, and how its rows map to requests.
+    """Record the levels of a step's requests, and how its rows map to requests.
 
     The older runner has a persistent batch, which is in order when metadata is built. In Model Runner V2 metadata
     numbers a step's rows (``req_idx``), or ``prepare_attn`` gets the batch; a dummy run has neither.
@@ -402,27 +402,27 @@ HOOKS = (
     Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerBase", "__init__", ("vllm_config",), _begun(_worker_begins),
          "a worker whose configuration is ours gets its hooks"),
     Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
-         ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the backend that was asked for"),
+         ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the configured backend"),
     Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoints,
-         "bodies of POST are read for levels, whatever they are posted to; /metrics shows our counters"),
+         "levels are read from the bodies of POST requests; /metrics shows our counters"),
     Hook(COUNTERS, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "__getattr__", ("attr",), _counting,
-         "workers hand out their counts, and count nothing that runs for no request"),
+         "workers return their counts, and do not count runs without requests"),
     Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _marked,
-         "each request is checked, and marked with its level for the processes that it goes on to"),
+         "each request is checked, and marked with its level for the core and the workers"),
     Hook(FRONT, "vllm.v1.engine.async_llm", "AsyncLLM", "generate", ("sampling_params",), _with_http_level,
-         "requests have the level of the HTTP request that they come of, by beams and scores of labels too"),
+         "requests get the level of their HTTP request, also in beam search and label scoring"),
     Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
-         "cached blocks past the exact positions are found by requests of their own level alone"),
+         "only requests of the same level find cached blocks past the exact positions"),
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _switched,
-         "all new requests are exact where the server is switched so"),
+         "all new requests run exact while the server is switched to exact"),
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "collective_rpc", ("method", "timeout", "args", "kwargs"),
-         _switching, "the server is switched, and /metrics shows it"),
+         _switching, "the core answers the switch, and /metrics shows its position"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
-         _known, "the rows of a step are known by their requests, and these by their levels"),
+         _known, "the rows of a step are mapped to requests, and requests to levels"),
     Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
-         _known, "the requests of a step are known by their levels"),
+         _known, "the requests of a step are mapped to levels"),
     Hook(UNNUMBERED, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",),
-         _batch_told, "the rows of a step are known by their requests"),
+         _batch_told, "the rows of a step are mapped to requests"),
 )
 PARTS = (
     Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params")),
@@ -436,7 +436,7 @@ PARTS = (
 # fmt: on
 
 
-# --- putting them in, process by process ---
+# --- installation, process by process ---
 
 
 def install() -> None:

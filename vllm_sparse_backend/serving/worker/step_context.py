@@ -19,7 +19,7 @@ class Step:
     """The current step of a worker's runner.
 
     Args:
-        levels: Levels of all requests of the runner that have another level than the server's own, by id.
+        levels: Levels by request id, of all requests of the runner whose level is not the server's own.
         scheduled: Number of tokens in the step by request id; empty in a dummy run.
         runner: vLLM's runner; needed only if its metadata numbers the requests of rows.
 
@@ -71,7 +71,7 @@ class RunnerRequests:
 
         Returns:
             The levels, the server's own for padding rows. None if requests of the step have other levels than the
-            server's own and their rows are not known. Only dense attention is right for all of them then.
+            server's own, but their rows are unknown. Then all rows have to run dense.
         """
         num_rows, step = common.num_reqs, self.step
         if step is None or not step.levels.keys() & step.scheduled.keys():
@@ -97,7 +97,7 @@ class RunnerRequests:
         return rows if len(rows) <= common.num_reqs else ()
 
     def name_rows(self, req_ids: Callable[[], Sequence[str]]) -> None:
-        """Set how the current step, if there is one, gets the requests of its rows when metadata is built.
+        """Set the function by which the current step, if any, gets the requests of its rows.
 
         Args:
             req_ids: Returns the engine's ids in the order of the rows.
