@@ -38,7 +38,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (replace(LLAMA, rope_theta=2.8e9), LONGER, "minference-llama-3-8b-instruct-262k", f"it was made for {LONGER}"),
         (QWEN, "Qwen2-7B-Instruct", "minference-qwen2-7b-instruct", "it was made for Qwen2-7B-Instruct"),
         (QWEN, "Qwen2.5-7B-Instruct", "minference-qwen2.5-7b-instruct", "it was made for Qwen2.5-7B-Instruct"),
-        (QWEN, "my-tune", None, "of Qwen/Qwen2-7B-Instruct and of Qwen/Qwen2.5-7B-Instruct: name the profile"),
+        (QWEN, "my-tune", None, "of Qwen/Qwen2-7B-Instruct and of Qwen/Qwen2.5-7B-Instruct: set profile"),
         (replace(QWEN, rope_theta=1e7), "x", "minference-qwen2.5-7b-instruct-1m", "and x has its shape"),
         (replace(QWEN, num_layers=27), "Qwen2-7B-Instruct", None, "no bundled profile is for Qwen2ForCausalLM with 27"),
     ],

@@ -2,8 +2,8 @@
 """``profile: auto``: the choice of a bundled profile for the served model.
 
 A profile fits a model by architecture and shape, which several models may share. Of the profiles that fit, the one with
-the model's name (``ModelShape.names``) is chosen. Without the name, a profile is chosen only if all that fit were made
-for one model, of which the served model may be a fine-tune. The reason for the choice is reported in either case.
+the model's name (``ModelShape.names``) is chosen. If none has the name, a profile is chosen only if all that fit were
+made for the same model: the served model may be a fine-tune of it. The choice always comes with its reason.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Choice:
 def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choice:
     """Choose the bundled profile for a model.
 
-    Of several profiles for the same model, those calibrated for the served rope_theta and by this tool are preferred.
+    Of several profiles for the same model, those for the served rope_theta, and those by this tool, take precedence.
 
     Args:
         shape: Shape and names of the served model.
@@ -62,7 +62,7 @@ def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choi
     called = ", ".join(shape.names) or "a model without a name"
     if not named and len(models) > 1:
         return Choice(
-            None, None, f"{called} has the shape of {' and of '.join(models)}: name the profile that you want"
+            None, None, f"{called} has the shape of {' and of '.join(models)}: set profile to the one that you want"
         )
     name = min(candidates, key=lambda name: (candidates[name].provenance.tool_version is None, name))
     others = f"; others that fit: {', '.join(sorted(set(fitting) - {name}))}" if len(fitting) > 1 else ""

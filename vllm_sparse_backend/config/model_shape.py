@@ -37,8 +37,8 @@ class ModelShape:
         head_dim: Elements of a head's query or key.
         rope_theta: Base of the rotary embedding, which distinguishes models of one shape with different context
             lengths; None if unknown.
-        names: Names of models with this shape. Of several profiles that fit, ``auto`` takes the one that has the
-            model's name. Names do not take part in comparisons.
+        names: Names of models with this shape. Of several profiles that fit, ``auto`` takes the one with the model's
+            name. Comparisons ignore the names.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that a configuration names, read once where the server starts.
+"""The files that a configuration names. The server reads them once, where it starts.
 
-Their texts travel to the server's other processes inside vLLM's ``additional_config``. Later changes to a file, and its
-absence on another node, therefore have no effect.
+Their texts travel to the server's other processes inside vLLM's ``additional_config``. A file that changes later, or
+that is missing on another node, therefore has no effect.
 """
 
 from collections.abc import Mapping
