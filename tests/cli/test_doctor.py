@@ -106,7 +106,7 @@ def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_pa
         ({"text_config": "abc"}, "text_config: given 'abc', expected a mapping of fields to values"),
         ({"layer_types": FULL}, "layer_types: given 'full_attention', expected a valid list"),
         ({"layer_types": [FULL] * 5 + [1]}, "layer_types.5: given 1, expected a valid string"),
-        ({"layer_types": [FULL]}, "layer_types: given 1 of them, expected one for each of the 6 layers"),
+        ({"layer_types": [FULL]}, "layer_types: given a list of length 1, expected one entry for each of the 6 layers"),
         ({"num_hidden_layers": "6"}, "num_hidden_layers: given '6', expected a valid integer"),
         ({"num_hidden_layers": 10**20}, f"num_hidden_layers: given {10**20}, expected less than or equal to 4096"),
         ({"max_position_embeddings": "512"}, "max_position_embeddings: given '512', expected a valid number"),
@@ -218,7 +218,7 @@ def test_another_plugin_that_takes_the_flags_place_in_either_order(
     findings = [*doctor.registration()]
     assert [finding.level for finding in findings] == ["bad"]
     assert findings[0].text == (
-        "not available: another plugin has taken vLLM's one place for a custom attention backend "
+        "not available: another plugin has taken vLLM's only slot for a custom attention backend "
         "(other.plugin.Backend). Choose plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
     )
 
@@ -258,6 +258,6 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: False)
     for folder in (None, model_folder(tmp_path, LLAMA)):
         *others, last = doctor.attention(folder)
-        assert (last.level, last.text) == ("ok", "the engine portable, if its trial at start-up goes well")
+        assert (last.level, last.text) == ("ok", "the engine portable, if it passes its trial at start-up")
         texts = {(finding.subject, finding.text) for finding in others}
         assert ("engine flash", "not for this: there is no FlashAttention for this device") in texts
