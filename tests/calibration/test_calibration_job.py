@@ -94,7 +94,7 @@ def test_a_folder_of_another_job_is_refused(tmp_path):
         ("prompts", {"prompts": random_prompts(1, 300, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
         ("held_out", {"held_out": random_prompts(1, 301, 2)}),
     ):  # fmt: skip
-        with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}: name another"):
+        with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}; name another"):
             make_job(tmp_path / "work", **change).open_folder()
     with pytest.raises(ConfigurationError, match="given '100 tokens', expected prompts of more than 100 tokens"):
         make_job(tmp_path / "other", num_tokens=100).open_folder()
@@ -145,7 +145,7 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
         "portable": PORTABLE,
     }
     assert job.correct_engines(table) == {"flash": table["flash"], "portable": PORTABLE}
-    assert messages == ["engine hopper not taken: its result in a trial holds NaN"]
+    assert messages == ["engine hopper not used: its result in a trial holds NaN"]
 
 
 @pytest.mark.parametrize(("free", "reserved", "warned"), [(60, 19, 0), (60, 5, 1), (20, 60, 0)])

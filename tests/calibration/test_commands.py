@@ -82,7 +82,7 @@ def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, 
         ((NEEDLE, "--out", tmp_path / "missing" / "x.yaml"), "there is no folder"),
         (("owner/name", "--out", tmp_path / "x.yaml"), "expected a model folder, or the name of a model in the"),
         ((NEEDLE, "--out", tmp_path / "x.yaml", "--tokens", 1_000_000), "--tokens: given 1000000, expected at most"),
-        ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file" / "a"), "expected a folder that can be"),
+        ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file" / "a"), "expected a writable folder"),
         ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file"), "--work: given"),
         ((NEEDLE, "--out", tmp_path / "x.work"), "the run's folder has this name"),
     ):

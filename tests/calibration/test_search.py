@@ -133,7 +133,7 @@ def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
     ("text", "more", "problem"),
     [("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
      ("sale:channels=few", {}, "--method sale: given 'channels=few', expected values of one of its ladders"),
-     ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected with share_prefill alone")],
+     ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected only with share_prefill")],
 )  # fmt: skip
 def test_what_cannot_be_calibrated_is_refused(text, more, problem):
     with pytest.raises(ConfigurationError, match=problem):

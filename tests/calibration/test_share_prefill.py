@@ -204,7 +204,7 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
     again = sharing_job(tmp_path / "work")
     assert searched(again).to_yaml() == profile.to_yaml()
     assert again.capturer.captured == []
-    with pytest.raises(ConfigurationError, match="without that it is flex_vertical_slash: expected that, or larger"):
+    with pytest.raises(ConfigurationError, match="use --method flex_vertical_slash, or a larger"):
         searched(sharing_job(tmp_path / "work"), Bound(1e-9))
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of all calibration: layers in order, each judged with the state that earlier layers leave to it.
+"""The calibration loop: goes through the layers in order, and judges each with the state that earlier layers leave.
 
 A search chooses methods for a layer, and the choice is then judged as a whole: heads share an index
-(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly. A
-head that misses it loses that method, and the search chooses again until all heads hold. The profile holds methods that
-were judged this way, and then judged on the held-out prompts.
+(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly.
+If a head misses the bound, the search excludes that method and chooses again, until all heads hold the bound. The
+profile holds methods that were judged this way, and then judged on the held-out prompts.
 """
 
 from collections import defaultdict
@@ -35,14 +35,14 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 Strategy = Callable[[Job, Bound], Search]
 
 MARGIN = 0.1
-"""Share of a bound of errors that is left to what unseen prompts may have more."""
+"""Share of an error bound that is kept as a margin for unseen prompts."""
 
 MOST_ROUNDS = 8
-"""Of choices for a layer; a head that still misses the bound then is dense."""
+"""Maximum number of choices for a layer. A head that still misses the bound after that is dense."""
 
 NO_MEAN = ("minference", "share_prefill", "sparge_attn+skip")
 PAPERS = (*NO_MEAN, "sparge_attn")
-"""Those whose paper states more than to go along a ladder."""
+"""Methods whose papers describe their own calibration procedure."""
 
 
 def calibratable_methods() -> list[str]:
@@ -55,7 +55,7 @@ def calibratable_methods() -> list[str]:
 
 
 def independent_methods() -> list[str]:
-    """List the methods whose heads depend on no other layer: those ``cheapest_strategy`` chooses from.
+    """List the methods whose heads do not depend on other layers. ``cheapest_strategy`` chooses from these.
 
     Returns:
         Their names, in the registry's order.
@@ -82,7 +82,7 @@ def parse_strategy(text: str, bounds: Mapping[str, Bound], distance: float | Non
     if name not in calibratable_methods():
         raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
     if distance is not None and name != "share_prefill":
-        raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
+        raise ConfigurationError(f"--distance: given with --method {name}, expected only with share_prefill")
     if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
         raise ConfigurationError(f"--level: given a bound of the mean of all heads, expected none with --method {name}")
     if name == "minference":
@@ -106,7 +106,7 @@ def parse_strategy(text: str, bounds: Mapping[str, Bound], distance: float | Non
 
 
 def _settings(name: str, fields: str) -> list[Any]:
-    """Of one kind: those with these values, or those like the method's defaults."""
+    """Return the settings of one kind: those with these values, or those like the method's defaults."""
     ladder, default = ladder_of(name), METHODS[name].parameters()
     if not fields:
         return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
@@ -123,7 +123,7 @@ def _settings(name: str, fields: str) -> list[Any]:
 
 
 def cheapest_strategy(methods: Sequence[str]) -> Strategy:
-    """Return the search in which all settings of several methods compete in time.
+    """Return the search that chooses the fastest setting among those of several methods.
 
     Args:
         methods: Names from ``independent_methods``.
@@ -151,7 +151,10 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
         source: The command, for the profile's provenance.
 
     Returns:
-        The profile. ConfigurationError is raised where no head of any layer holds the first bound.
+        The profile.
+
+    Raises:
+                ConfigurationError: No head of any layer holds the first bound.
     """
     job.open_folder()
     findings = {}
@@ -191,7 +194,7 @@ def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[lis
         if not sparse:
             break
         figures = judge.judge(methods)
-        # Dense is all there is where even it misses the bound, as it does where an output is no number.
+        # Even dense attention misses the bound if an output is not a number. The head is then dense.
         failing = [head for head in sparse if not bound.holds(figures[head])]
         if not failing:
             return methods, figures

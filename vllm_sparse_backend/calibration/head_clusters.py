@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters of heads with similar attention, for SharePrefill (arXiv:2505.19578, section 5.2, appendices A.4 and C).
 
-Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values;
-heads are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise.
-``share_prefill.py`` turns the clusters into a profile.
+Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values.
+Hierarchical clustering of these values, cut at a distance, groups the heads. Clusters of fewer than five heads are
+noise. ``share_prefill.py`` turns the clusters into a profile.
 
-What the paper leaves open, and the choice here:
+Choices that the paper leaves open:
 
-* Maps have the side of the one cluster file in the authors' repository, 1,936, or what a shorter prompt allows.
-* Maps are divided by their largest value, as the decoder ends in a sigmoid.
-* Representations are standardised, each value over all heads.
+* Maps have the side of the cluster file in the authors' repository, 1,936, or less for a shorter prompt.
+* Maps are divided by their largest value, because the decoder ends in a sigmoid.
+* Each latent value is standardised over all heads.
 * The linkage is Ward's: cut at 40, the distance in the name of that file, other linkages of standardised
   representations would join all heads.
-* Training stops when the loss has not dropped by a thousandth for 50 epochs. A GPU multiplies in bfloat16.
+* Training stops if the loss has not dropped by a thousandth in 50 epochs. A GPU multiplies in bfloat16.
 
-**Memory.** Maps take half precision, 7.5 MB for each head at that side: 0.5 GB for 64 heads, 7.7 GB for the 1,024 of an
-8B model (at a side of 512 0.5 GB), on the host and, for training, on the device. Making them takes a layer's queries
-and keys there, and about 1 GB more; training takes 1 GB for the autoencoder of that side and Adam's state, and some
-5 GB for a batch (``BATCH_PIXELS``).
+**Memory.** Maps are in half precision and take 7.5 MB for each head at that side: 0.5 GB for 64 heads, 7.7 GB for the
+1,024 heads of an 8B model (0.5 GB at a side of 512). They lie on the host and, for training, on the device. Making them
+needs a layer's queries and keys on the device, and about 1 GB more. Training needs 1 GB for the autoencoder of that
+side with Adam's state, and about 5 GB for a batch (``BATCH_PIXELS``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,20 +39,20 @@ MAP_SIDE = 64
 """Side of maps in benchmarks; profiles use larger ones."""
 
 SCORE_BYTES = 1 << 28
-"""Float32 scores of a layer computed at a time; intermediate results take about three times as much."""
+"""Bytes of float32 scores that are computed at a time. Intermediate results take about three times as much."""
 
 EPOCHS, PATIENCE = 1000, 50
 LEARNING_RATE = 1e-3
 
 BATCH = 64
 BATCH_PIXELS = BATCH * 512 * 512
-"""Pixels of all maps in a batch: larger maps come in smaller batches."""
+"""Pixels of all maps in a batch, so larger maps come in smaller batches."""
 
 DISTANCE = 10.0
 """Default linkage distance up to which heads are joined; the authors' file name says 40."""
 
 MIN_HEADS = 5
-"""Fewest heads in a cluster: heads of smaller ones are noise."""
+"""Minimum number of heads in a cluster. Heads of smaller clusters are noise."""
 
 Clusters = tuple[tuple[int, ...], ...]
 """For each layer, the cluster of each head; −1 for noise."""
@@ -75,7 +75,7 @@ def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) ->
 
     Args:
         q: [num_tokens, num_heads, head_dim].
-        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Tokens at the end that fill no block are left out.
+        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Last tokens that do not fill a block are left out.
         scale: What multiplies q·k.
         side: Blocks in each direction.
 
@@ -140,12 +140,12 @@ def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
 def representations(
     maps: Sequence[torch.Tensor] | torch.Tensor, device: str | torch.device = "cpu", epochs: int = EPOCHS
 ) -> torch.Tensor:
-    """Train an autoencoder on maps and return their latent values; deterministic for equal maps.
+    """Train an autoencoder on maps, and return their latent values. The result is deterministic.
 
     Args:
         maps: n maps [side, side] of any scale and dtype, which are moved to ``device``.
         device: Where training runs.
-        epochs: Epochs at most.
+        epochs: Maximum number of epochs.
 
     Returns:
         [n, 64] float32 on ``device``.
@@ -157,7 +157,7 @@ def representations(
         part = torch.stack([held[i] for i in chosen]).float().unsqueeze(1)
         return part / part.amax((1, 2, 3), keepdim=True)
 
-    # So few channels leave little to compute for each byte of a map.
+    # With so few channels, there is little to compute for each byte of a map.
     narrow = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow:
         torch.manual_seed(0)
@@ -166,7 +166,7 @@ def representations(
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
         best, waited = torch.tensor(torch.inf, device=device), 0
         for _ in range(epochs):
-            total = torch.zeros_like(best)  # the device is waited for once an epoch
+            total = torch.zeros_like(best)  # waits for the device only once per epoch
             for chosen in torch.randperm(len(maps)).split(batch):
                 part = images(chosen.tolist())
                 loss = nn.functional.mse_loss(model(part), part)
@@ -218,7 +218,7 @@ def cluster_heads(
         maps: For each layer, [num_heads, side, side].
         distance: Linkage distance up to which heads are joined.
         device: Where the autoencoder is trained.
-        epochs: Epochs of training at most.
+        epochs: Maximum number of training epochs.
 
     Returns:
         For each layer, the cluster of each head, numbered from 0 by first member; −1 for noise.
@@ -226,7 +226,7 @@ def cluster_heads(
     num_heads = len(maps[0])
     latent = representations([head_map for layer in maps for head_map in layer], device, epochs)
     spread = latent.std(0)
-    # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
+    # A latent value that is the same for all heads carries no information. Scaled to unit variance, it would be noise.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
     labels = ward_labels(standard, distance)
     large = [label for label in dict.fromkeys(labels) if labels.count(label) >= MIN_HEADS]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lengths from which a profile's heads are faster than dense attention on this card.
 
-Measured as `bench crossover` measures a method, on the longest of the profile's prompts: every head with its own
-method, every layer on the engine that a server takes. The profile holds the result, where ``auto`` reads it.
+The measurement is that of `bench crossover`, on the longest of the profile's prompts: every head has its own method,
+and every layer the engine that a server uses. The profile holds the result for ``auto``.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.rows import ceil_div
 
 MOST_LAYERS = 8
-"""Sparse layers timed at most, spread over the model; the device holds them all at once."""
+"""Maximum number of timed sparse layers, spread over the model. The device holds them all at once."""
 
 Methods = Sequence[Sequence[Method]]
 """The method of each layer and head of the model."""
