@@ -93,9 +93,9 @@ def test_a_server_that_wants_a_key_is_not_called_absent() -> None:
     with running(Locked()) as url:
         result = run("eval", "answers", "--url", url)
     assert result.exit_code == 1
-    assert "refuses us (answered 401" in result.stderr
+    assert "refuses the request (answered 401" in result.stderr
     assert "set OPENAI_API_KEY to its --api-key" in result.stderr
-    assert "no model server answers" not in result.stderr
+    assert "no model server at" not in result.stderr
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

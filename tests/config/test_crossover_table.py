@@ -77,7 +77,9 @@ def test_steps_too_small_for_the_number_lower_it_as_far_as_was_measured(
     fitted = resolved(table(entry(9000, 2048)), min_query_tokens=min_query_tokens).fitted(chunk, busy)
     assert fitted.min_query_tokens == expected
     before = 2048 if min_query_tokens == "auto" else min_query_tokens
-    lines = [f"min_query_tokens is {expected} here, not {before}: a step has {chunk} new tokens"] * (expected != before)
+    lines = [f"min_query_tokens is {expected} here, not {before}: a step has at most {chunk} new tokens"] * (
+        expected != before
+    )
     assert [note.partition(" of a")[0] for note in fitted.notes] == lines
     unmeasured = resolved(table(), min_query_tokens=min_query_tokens)
     assert unmeasured.fitted(chunk, busy) is unmeasured

@@ -85,8 +85,8 @@ def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (3, entry(77), "nothing came back for token 8 at place 3"),
-        (1, None, "nothing came back for token 6 at place 1"),
+        (3, entry(77), "no entry for token 8 at place 3"),
+        (1, None, "no entry for token 6 at place 1"),
         (4, entry(9, math.nan), "log-probability nan at place 4"),
         (2, entry(7, 0.5), "log-probability 0.5 at place 2"),
         (4, entry(9, rank=0), "rank 0 at place 4"),

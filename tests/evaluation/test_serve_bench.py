@@ -167,7 +167,7 @@ def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
     figures = [name for name, value, *_ in of_serve(written["cases"]) if value is not None]
     assert not any("900" in name for name in figures)
     says = {
-        "short": "1 tokens answered, asked for 2", "nan": "log-probability nan", "error": "out of cache",
+        "short": "the answer has 1 tokens, expected 2", "nan": "log-probability nan", "error": "out of cache",
         "refuse": "answered 400",
     }  # fmt: skip
     assert any(says[fault] in said for said in bad["said"]), bad["said"]
@@ -226,7 +226,7 @@ def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
 
 def test_a_server_that_is_gone_is_named():
     for url in ("http://127.0.0.1:9", "http://127.0.0.1:80a", "http://[::1"):
-        with pytest.raises(BenchError, match="stock: no model server answers at http"):
+        with pytest.raises(BenchError, match="stock: no model server at http"):
             Endpoint.connect("stock", url)
     with pytest.raises(RequestError, match=r"refused|ConnectionError|ConnectError"):
         Endpoint("stock", "http://127.0.0.1:9", "m").ask([1], 1)
