@@ -207,9 +207,9 @@ def _counting(original: Function) -> Function:
 
             return functools.partial(worker_samples, self.worker)
         if attr == REPORT_METHOD:
-            from vllm_sparse_backend.serving.worker.request_tallies import about
+            from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
 
-            return about
+            return functools.partial(worker_tallies, self.worker)
         if attr == AGREEMENT_METHOD:
             from vllm_sparse_backend.serving.frontend.worker_agreement import worker_numbers
 

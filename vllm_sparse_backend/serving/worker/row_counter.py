@@ -12,7 +12,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, BatchRow, RowKind
 from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, Recorder, is_counting
 from vllm_sparse_backend.serving.worker.guard import Guard
-from vllm_sparse_backend.serving.worker.request_tallies import TALLIES, Spans, spans_of
+from vllm_sparse_backend.serving.worker.request_tallies import Spans
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
 
 logger = logging.getLogger(LOGGER)
@@ -95,7 +95,8 @@ class RowCounter:
         Returns:
             The sparse tokens of these requests, whose pairs the layers add to the tallies.
         """
-        if not TALLIES:
+        tallies = self._requests.tallies
+        if not len(tallies):
             return ()
         counts_tokens = self._counts_rows and self._recorder.is_first_rank
-        return spans_of(rows, self._requests.ids_of_rows(common), counts_tokens)
+        return tallies.spans_of(rows, self._requests.ids_of_rows(common), counts_tokens)

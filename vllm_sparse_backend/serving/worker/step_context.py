@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, Mark, RequestLevel
-from vllm_sparse_backend.serving.worker import request_tallies
+from vllm_sparse_backend.serving.worker.request_tallies import RequestTallies, ticket_in
 
 REQUESTS = "sparse_prefill_requests"
 """Name of the attribute of vLLM's runner that holds its ``RunnerRequests``."""
@@ -55,6 +55,7 @@ class RunnerRequests:
 
     Attributes:
         step: The current step; None between steps.
+        tallies: Tallies of the requests that ask for a report.
     """
 
     step: Step | None = None
@@ -62,6 +63,7 @@ class RunnerRequests:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._levels: dict[str, RequestLevel] = {}
+        self.tallies = RequestTallies()
 
     def levels_of_rows(self, common: Any) -> list[RequestLevel] | None:
         """Return the level of each row of a batch.
@@ -118,13 +120,13 @@ class RunnerRequests:
         """
         for req_id in scheduler_output.finished_req_ids:
             self._levels.pop(req_id, None)
-            request_tallies.end(req_id)
+            self.tallies.end(req_id)
         for new in scheduler_output.scheduled_new_reqs:
             extra_args = getattr(new.sampling_params, "extra_args", None) or {}
             level = self._level_of(extra_args)
-            ticket = request_tallies.ticket_in(extra_args)
+            ticket = ticket_in(extra_args)
             if ticket is not None:
-                request_tallies.begin(new.req_id, level.name, ticket)
+                self.tallies.begin(new.req_id, level.name, ticket)
             if level == SERVER_LEVEL:
                 self._levels.pop(new.req_id, None)
             else:
