@@ -24,7 +24,7 @@ from vllm_sparse_backend.calibration.prompts import MOST_CHARS
 from vllm_sparse_backend.cli.common import device_of, failures
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.evaluation.output_files import require_output_folder
-from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 
 
 def main(
@@ -59,7 +59,7 @@ def read_tokens(model: Path, text: Path, length: int, begin_token: bool = True, 
     ConfigurationError if the text does not have as many tokens.
     """
     tokenizer, most_chars = load_tokenizer(model), (skip + length) * MOST_CHARS
-    token_ids = tokenizer(read_text(text, most_chars), add_special_tokens=False, verbose=False).input_ids
+    token_ids = tokenizer(read_prompt_text(text, most_chars), add_special_tokens=False, verbose=False).input_ids
     if len(token_ids) < skip + length:
         raise ConfigurationError(f"text: {unexpected(f'{len(token_ids)} tokens', f'at least {skip + length}')}")
     return [*(begin_ids(tokenizer) if begin_token else ()), *token_ids[skip:]][:length]

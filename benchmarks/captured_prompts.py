@@ -12,7 +12,7 @@ from vllm_sparse_backend.calibration.prompt_chunks import PAGE_TOKENS, paged
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import load_profile
-from vllm_sparse_backend.evaluation.attention_prompts import Prompt, without_nan
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, without_nan
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.base import Method
@@ -24,14 +24,16 @@ FURTHEST_CLUSTER = 10_000
 """More than a model has heads."""
 
 
-def captured_prompts(captured: Capture, copies: int, device: torch.device) -> list[Prompt]:
+def captured_prompts(captured: Capture, copies: int, device: torch.device) -> list[AttentionPrompt]:
     """The captured layers in order, their heads ``copies`` times: few heads do not fill a card."""
     table = torch.arange(ceil_div(captured.num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
     prompts = []
     for layer in sorted(captured.scales):
         q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
         rows = Rows((0,), (captured.num_tokens,), (0,), table)
-        prompts.append(Prompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer]))))
+        prompts.append(
+            AttentionPrompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])))
+        )
     return prompts
 
 

@@ -25,7 +25,7 @@ from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import FIELD, Choices
 from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import TILE_TOKENS
 from vllm_sparse_kernels.rows import ceil_div
@@ -63,7 +63,7 @@ class Counts:
     """By layer, of all heads."""
 
     @staticmethod
-    def of(report: Report) -> "Counts":
+    def of(report: MetricsReport) -> "Counts":
         return Counts(
             Counter(report.rows),
             Counter({layer: counts.tiles for layer, counts in report.layers.items()}),
@@ -100,7 +100,7 @@ class Counts:
 class Look:
     """A server's counters at one moment."""
 
-    report: Report
+    report: MetricsReport
     counts: Counts
     cached_tokens: int
     preemptions: int
@@ -109,7 +109,7 @@ class Look:
     def at(server: Endpoint) -> "Look":
         """Raises BenchError where the server has none of our counters, or not all of its engines answered."""
         for _ in range(LOOKS):
-            report = parse(text := server.metrics())
+            report = parse_metrics(text := server.metrics())
             answered = list(report.by("up", "engine").values())
             if answered and all(answered):
                 break
@@ -141,7 +141,7 @@ def wait_until_idle(server: Endpoint, timeout_s: float = IDLE_TIMEOUT_S) -> None
         text = server.metrics()
         if text and not sum(total(text, name) for name in AT_WORK):
             return
-        if (rows := parse(text).rows) != before:
+        if (rows := parse_metrics(text).rows) != before:
             quiet, before = now, rows
         if now - quiet > QUIET_S:
             return

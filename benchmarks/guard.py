@@ -24,7 +24,7 @@ from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, R
 from tests.helpers.structured import structured_prompts
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import GuardConfig
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run, Span
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, new_step
 from vllm_sparse_backend.evaluation.report import table_of
@@ -85,7 +85,7 @@ class Checked:
 
 def run_guard(
     card: Card,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[AttentionPrompt],
     plan: Plan,
     contexts: Sequence[int],
     query_len: int,

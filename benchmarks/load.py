@@ -27,8 +27,8 @@ from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import Text, failures, levels_of, token_counts, wide_console
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options, opened
-from vllm_sparse_backend.evaluation.metrics_scrape import parse
-from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of
 from vllm_sparse_backend.evaluation.vllm_server import device_name, environment, vllm_command
 
@@ -79,10 +79,10 @@ def run_load(servers: Sequence[Endpoint], mix: Mix, prompts: Prompts) -> Iterato
     lengths = mix.lengths()
     texts = [servers[0].detokenize(prompts.take(tokens)) for tokens, _ in lengths]
     for server in servers:
-        before = parse(server.metrics()).pairs
+        before = parse_metrics(server.metrics()).pairs
         case = summary(send(server, mix, texts), [long for _, long in lengths], mix.output_tokens)
         how = {"rate": mix.rate} if mix.clients is None else {"clients": mix.clients}
-        yield case | how | (parse(server.metrics()).pairs - before).figures
+        yield case | how | (parse_metrics(server.metrics()).pairs - before).figures
 
 
 def require_pandas() -> None:
@@ -184,7 +184,7 @@ class Load:
                 named = [
                     (contestant.label, endpoint) for contestant, endpoint in zip(contestants, endpoints, strict=True)
                 ]
-                compare(named, mix, read_text(self.text) if self.text else None, report)
+                compare(named, mix, read_prompt_text(self.text) if self.text else None, report)
         for name in dict.fromkeys(case["label"] for case in report.cases):
             wide_console().print(table_of(name, COLUMNS, [case for case in report.cases if case["label"] == name]))
         if any(case["failures"] for case in report.cases):

@@ -50,7 +50,7 @@ from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import name_of_profile
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -86,9 +86,9 @@ class Inputs:
     """Prompts that methods are measured on."""
 
     name: str
-    prompts: Sequence[Prompt]
+    prompts: Sequence[AttentionPrompt]
     """By layer."""
-    unrounded: Sequence[Prompt] = ()
+    unrounded: Sequence[AttentionPrompt] = ()
     """What prompts in fp8 were before."""
 
 
@@ -196,7 +196,7 @@ def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_na
 
 def of_capture(
     folder: Path, others: Path | None, num_heads: int, texts: Sequence[str], profiles: Sequence[str], card: Card
-) -> tuple[list[Prompt], list[tuple[MethodSpec | str, Plan]], str]:
+) -> tuple[list[AttentionPrompt], list[tuple[MethodSpec | str, Plan]], str]:
     """(prompts by layer, plans for their heads, name of the model)."""
     capture = Capture.open(folder)
     copies, layers = (
@@ -260,7 +260,7 @@ class MeasureMethods:
             report = Report("methods", card.name, self.json_path, self.results)
             engines = engines_named(card, split(self.engines))
             # As a server rounds whose checkpoint has no scales: all are 1.
-            measured = [Prompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
+            measured = [AttentionPrompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
             inputs = Inputs(data, measured, prompts if is_fp8 else ())
             rows = run_methods(card, inputs, plans, lengths, self.chunk, engines, report)
             title = f"methods beside {card.dense_name}, {card.name}, {data}, chunk of {self.chunk:,}"

@@ -26,7 +26,7 @@ from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, R
 from benchmarks.shape import SHAPE
 from tests.helpers.structured import structured_prompts
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, new_step
 from vllm_sparse_backend.evaluation.report import table_of
@@ -88,7 +88,7 @@ def counting(recorder: Recorder, number: int, layer: TimedLayer) -> Run:
 
 def run_prefill(
     card: Card,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[AttentionPrompt],
     named_plan: tuple[str, Plan],
     context_len: int,
     query_len: int,

@@ -13,7 +13,7 @@ from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_backend.evaluation.attention_prompts import Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
 from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -59,7 +59,7 @@ def plan_asked(method: str, shape: ModelShape) -> tuple[str, Plan]:
 
 
 def layers_served(
-    card: Card, prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int
+    card: Card, prompts: Sequence[AttentionPrompt], plan: Plan, context_len: int, query_len: int
 ) -> tuple[Engine, list[TimedLayer]]:
     """The chunk in each layer, for the engine that a server would take."""
     for engine in card.engines.values():

@@ -23,7 +23,7 @@ from benchmarks.options import Json, Results
 from tests.helpers.tiny_models import make_model
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import parse
+from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, device_name, sparse_args
 
@@ -109,12 +109,12 @@ class Asker:
 
     def rows(self) -> tuple[int, int]:
         """So many that ran exact because they were asked to, and sparse."""
-        report = parse(self.server.get(FRESH_METRICS_PATH))
+        report = parse_metrics(self.server.get(FRESH_METRICS_PATH))
         return report.rows["dense", Fallback.REQUESTED], report.rows_of("sparse")
 
     def is_exact(self) -> bool:
         """Whether no layer of the server goes sparse for anybody: it counts no rows then."""
-        return set(parse(self.server.get(FRESH_METRICS_PATH)).attention) == {"dense"}
+        return set(parse_metrics(self.server.get(FRESH_METRICS_PATH)).attention) == {"dense"}
 
     def cell(self, way: str, variant: str) -> str:
         path = way.partition(",")[0]

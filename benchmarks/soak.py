@@ -42,8 +42,8 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.evaluation.metrics_scrape import Report as Counters, parse
-from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.vllm_server import Server, Settings, device_name, sparse_args, split_args
 
@@ -190,7 +190,7 @@ def soak(
     for thread in threads:
         thread.start()
     over = threading.Event()
-    watches = [(outcome.device_bytes, SCRAPE_S, lambda: parse(server.metrics()).by("device_bytes").total())]
+    watches = [(outcome.device_bytes, SCRAPE_S, lambda: parse_metrics(server.metrics()).by("device_bytes").total())]
     if resident_bytes is not None:
         watches.append((outcome.resident_bytes, SAMPLE_S, resident_bytes))
     # Each has a thread of its own: an answer that is long in coming, as /metrics may be, does not keep the other.
@@ -353,7 +353,7 @@ def lines(asking: Asking, done: Checked) -> list[str]:
     return said
 
 
-def _rare(report: Counters) -> tuple[Counter[str], int, int, int]:
+def _rare(report: MetricsReport) -> tuple[Counter[str], int, int, int]:
     """Kernels compiled by when, tensors past the arena, checks and trips of the guard."""
     return report.by("compilations", "when"), *(
         report.by(name).total() for name in ("arena_overflows", "guard_checks", "guard_trips")
@@ -444,7 +444,7 @@ class Soak:
             )
             report = Report("soak", device_name(), self.json_path, self.results)
             settings = Settings.parse(self.settings or "{}", model=self.model)
-            text = read_text(self.text) if self.text else None
+            text = read_prompt_text(self.text) if self.text else None
             with ExitStack() as stack:
                 url, resident_bytes = self.url or "", None
                 if self.model is not None:

@@ -33,7 +33,7 @@ import typer
 
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
-from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 
 FACTS = 24
 LINE_TOKENS = 40
@@ -80,8 +80,8 @@ class Setting:
             raise SystemExit(f"{self.name}: {path} answers {answer.status}: {answer.read()[:300]!r}")
         return connection, answer
 
-    def counted(self) -> Report:
-        return parse(self.ask(FRESH_METRICS_PATH)[1].read().decode())
+    def counted(self) -> MetricsReport:
+        return parse_metrics(self.ask(FRESH_METRICS_PATH)[1].read().decode())
 
 
 @dataclass

@@ -13,7 +13,7 @@ from tests.helpers.calibration_cases import HEADS, LAYERS, TopicCapturer, make_j
 from tests.helpers.fake_judge import FakeJudge, figures, most_passes
 from vllm_sparse_backend.calibration import head_clusters as module
 from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.calibration_loop import run
+from vllm_sparse_backend.calibration.calibration_loop import calibrate
 from vllm_sparse_backend.calibration.head_clusters import attention_maps, cluster_heads, representations, ward_labels
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
 from vllm_sparse_backend.calibration.layer_judge import Served
@@ -176,7 +176,7 @@ def sharing_job(folder: Path, **changes: object) -> Job:
 
 
 def searched(job: Job, bound: Bound = BOUND) -> Profile:
-    return run(job, partial(SharePrefillSearch, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
+    return calibrate(job, partial(SharePrefillSearch, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
 
 
 @pytest.mark.full

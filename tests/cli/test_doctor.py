@@ -117,7 +117,7 @@ def test_configs_with_values_of_another_kind(tmp_path: Path, changes: dict[str, 
     with pytest.raises(ConfigurationError) as caught:
         read_config(model_folder(tmp_path, LLAMA | changes))
     assert str(caught.value) == f"{tmp_path / 'config.json'}: {says}"
-    (finding,) = doctor.model_layers(tmp_path)
+    (finding,) = doctor.layer_findings(tmp_path)
     assert finding == doctor.Finding("bad", "model", str(caught.value))
 
 
@@ -161,9 +161,9 @@ def test_what_can_be_won_at_all(tmp_path: Path) -> None:
 
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, LLAMA)
-    assert [*doctor.model_layers(folder / "config.json")] == [*doctor.model_layers(folder)]
+    assert [*doctor.layer_findings(folder / "config.json")] == [*doctor.layer_findings(folder)]
     assert [*doctor.attention(folder / "config.json")] == [*doctor.attention(folder)]
-    (finding,) = doctor.model_layers(folder / "none")
+    (finding,) = doctor.layer_findings(folder / "none")
     assert "expected a model folder with a config.json in it" in finding.text
 
 

@@ -163,7 +163,7 @@ def test_resolved_settings_have_the_thresholds_of_every_engine(tmp_path: Path) -
     path = tmp_path / "crossover.json"
     path.write_text(written(entry(9000, 700), entry(20000, 100, engine="portable"), entry(3000, 300, engine="newer")))
     config = {"method": "a_shape", "crossover": str(path)}
-    settings = Resolved.of({"sparse_prefill": config}, SHAPE, CARD)
+    settings = Resolved.from_additional_config({"sparse_prefill": config}, SHAPE, CARD)
     plan = Plan.build(SparsePrefillConfig(**config), SHAPE)
     for engines in (["flash"], ["portable"], ["newer"], ["hopper"], ["flash", "portable", "hopper"]):
         assert settings.thresholds(DEFAULT, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)

@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import compared_servers, serve_bench
-from vllm_sparse_backend.evaluation.client import Answer, Endpoint, Prompts, RequestError
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.serve_bench import Length
 from vllm_sparse_backend.evaluation.vllm_server import Settings
@@ -202,7 +202,7 @@ def test_first_and_later_tokens_are_the_servers(pair):
 
 def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
     """As vLLM 0.33 sends them after a long prompt: what lies between them is the client's, not the server's."""
-    answer = Answer(0.5, 0.5 + 8e-6, 64, 8e-6)
+    answer = TimedAnswer(0.5, 0.5 + 8e-6, 64, 8e-6)
     assert answer.token_s is None
     assert serve_bench.ServerResults([answer]).token_ms is None
     assert (
@@ -214,14 +214,14 @@ def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
 
 
 def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
-    stock = serve_bench.ServerResults([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
-    ours = serve_bench.ServerResults([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
+    stock = serve_bench.ServerResults([TimedAnswer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
+    ours = serve_bench.ServerResults([TimedAnswer(0.1, 0.14, 5)] * 2 + [TimedAnswer(0.1, 1.63, 4)], ["no"])
     case = serve_bench.case_of("x", Length(40), stock, ours)
     assert (case["stock_first_s"], case["ours_first_s"]) == (0.2, 0.1)
     assert case["ttft_speed_up"] == pytest.approx(2)
     assert case["stock_token_ms"] == pytest.approx(10) == case["ours_token_ms"]
     assert (case["failures"], case["said"]) == (1, ["ours: no"])
-    assert serve_bench.ServerResults([Answer(0.1, 0.1, 1)]).token_ms is None
+    assert serve_bench.ServerResults([TimedAnswer(0.1, 0.1, 1)]).token_ms is None
 
 
 def test_a_server_that_is_gone_is_named():

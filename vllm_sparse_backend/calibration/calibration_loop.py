@@ -18,7 +18,7 @@ from vllm_sparse_backend.calibration.cheapest_method import CheapestSearch
 from vllm_sparse_backend.calibration.head_clusters import require_scipy
 from vllm_sparse_backend.calibration.head_costs import EstimatedCosts
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import walk
+from vllm_sparse_backend.calibration.layer_walk import walk_layers
 from vllm_sparse_backend.calibration.minference import MInferenceSearch
 from vllm_sparse_backend.calibration.profile_builder import FiguresByLayer, LevelResult, mean_error, profile_of
 from vllm_sparse_backend.calibration.profile_crossover import measure_crossover
@@ -141,7 +141,7 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
     return lambda job, bound: CheapestSearch(job, bound, settings, job.costs)
 
 
-def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
+def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
     """Calibrate: search methods for every level's bound and check them on the held-out prompts.
 
     Args:
@@ -163,7 +163,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
         search = how(job, within)
         while True:
             choose = partial(choose_jointly, search=search, bound=within)
-            methods, figures = walk(job, "prompts", search.others, choose)
+            methods, figures = walk_layers(job, "prompts", search.others, choose)
             if not search.should_repeat(methods, mean_error(figures, job.shape.num_heads)):
                 break
         held_out = _held_out(job, search, methods, bound)
@@ -210,4 +210,4 @@ def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bou
         dense = all(isinstance(method, Dense) for method in of_layer)
         return of_layer, None if dense else judge.judge(of_layer)
 
-    return walk(job, "held-out", search.others, judged)[1]
+    return walk_layers(job, "held-out", search.others, judged)[1]

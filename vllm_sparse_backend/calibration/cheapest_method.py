@@ -22,7 +22,7 @@ from statistics import fmean
 from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_costs import Costs, head_ms, kind_of
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import walk
+from vllm_sparse_backend.calibration.layer_walk import walk_layers
 from vllm_sparse_backend.calibration.search import IsAllowed, Search, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -56,7 +56,7 @@ class CheapestSearch(Search):
         """Price of an error of 1, in ms."""
         if bound.has_mean:
             dense: list[Method] = [Dense()] * job.shape.num_heads
-            held_by_layer = walk(
+            held_by_layer = walk_layers(
                 job, "prompts", (), lambda judge: (dense, methods_within_bound(judge_uniformly(judge, among), bound))
             )[1]
             layers = [of_layer for of_layer in held_by_layer if of_layer is not None]

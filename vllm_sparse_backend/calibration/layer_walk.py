@@ -72,7 +72,7 @@ class LayerWalk:
         return CapturedLayer(captures, layer, job.served, device, engines, self._states, self.others)
 
 
-def walk(
+def walk_layers(
     job: Job,
     kind: str,
     others: Sequence[Method],

@@ -18,7 +18,7 @@ from vllm_sparse_backend.calibration.layer_judge import LayerPrompt, Served
 from vllm_sparse_backend.config.crossover_table import ProfileCrossover
 from vllm_sparse_backend.config.method_parameters import parameters_of
 from vllm_sparse_backend.config.settings import AUTO
-from vllm_sparse_backend.evaluation.attention_prompts import Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
 from vllm_sparse_backend.evaluation.crossover_bench import SHORTEST_TOKENS, against_dense, climb_down, crossover_ladders
 from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.layer_timing import layers_of
@@ -60,7 +60,7 @@ def measure_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
 def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> ProfileCrossover:
     captured = max(job.captures["prompts"], key=lambda capture: capture.num_tokens)
     whole, device = Served(captured.num_tokens), torch.device(job.device)
-    prompts = [Prompt(LayerPrompt.read(captured, layer, whole, device).batches[0]) for layer in layers]
+    prompts = [AttentionPrompt(LayerPrompt.read(captured, layer, whole, device).batches[0]) for layer in layers]
     plan = [layer_plan(methods[i], chain.from_iterable([*methods[:i], *methods[i + 1 :]])) for i in layers]
     engines: set[str] = set()
     least: dict[str, int | None] = {}

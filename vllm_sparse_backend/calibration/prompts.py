@@ -20,7 +20,7 @@ from vllm_sparse_backend.calibration.capture import begin_ids, load_tokenizer, p
 from vllm_sparse_backend.calibration.external import readable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.evaluation.answers import NAMES, Templates, weave
-from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 
 Encode = Callable[[str], list[int]]
 Thread = list[list[int]]
@@ -117,7 +117,7 @@ def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_star
 
 def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
     """Return at least ``wanted`` tokens of one half of the text."""
-    whole = read_text(text)
+    whole = read_prompt_text(text)
     half = whole[len(whole) // 2 :] if part else whole[: len(whole) // 2]
     ids = encode(half[: wanted * MOST_CHARS])
     if len(ids) < wanted:

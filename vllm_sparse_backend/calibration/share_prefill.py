@@ -25,7 +25,7 @@ from itertools import chain
 from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_clusters import DISTANCE, Clusters, head_clusters, map_side
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import needs_others, walk
+from vllm_sparse_backend.calibration.layer_walk import needs_others, walk_layers
 from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Search, halved, sparse_enough, sparsest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods.base import Method
@@ -67,7 +67,7 @@ class SharePrefillSearch(Search):
                 judge, bound, fine, of_heads
             )
 
-        choices_by_layer = walk(job, "prompts", self.others, survey)[1]
+        choices_by_layer = walk_layers(job, "prompts", self.others, survey)[1]
         self.choices = [of_layer or [SharingOptions(Dense())] * job.shape.num_heads for of_layer in choices_by_layer]
         self.left = worthwhile_clusters(self.choices)
         self._require_any()

@@ -50,14 +50,14 @@ class Serve:
         with common.failures(), bar("connecting") as progress:
             from vllm_sparse_backend.evaluation import serve_bench
             from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
-            from vllm_sparse_backend.evaluation.prompt_texts import read_text
+            from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
             from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             levels = common.levels_of(self.level)
             lengths = self.lengths
             if lengths is None:
                 lengths = ",".join(map(str, serve_bench.fitting(self.model, self.output_tokens)))
-            text = read_text(self.text) if self.text else None
+            text = read_prompt_text(self.text) if self.text else None
             workload = serve_bench.ServeWorkload(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
             if len(self.url or ()) == 1 and len(levels) < 2:
                 raise BenchError(
@@ -71,7 +71,7 @@ class Serve:
             report = Report("serve", ", ".join(self.url or ()) or device_name(), self.json_path)
             report.on_case = lambda case: progress.print(_line(case))
             progress.begin("requests", workload.steps * len(servers))
-            serve_bench.compare(servers, workload, report, progress.step)
+            serve_bench.compare_servers(servers, workload, report, progress.step)
         _show_serve(report.cases)
 
 
@@ -138,7 +138,7 @@ def crossover(
         shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)
         methods = part.methods_of_settings([Settings.parse(text, model).values for text in settings or ()], shape)
         report = Report("crossover", card.name, json_path)
-        rows = part.run(card, heads, methods, longest, chunk, out, report)
+        rows = part.measure_crossovers(card, heads, methods, longest, chunk, out, report)
         steps = len(methods) * len(card.engines)
         show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows, steps, lambda row: "entry" in row)
         entries = [case["entry"] for case in report.cases if "entry" in case]

@@ -49,7 +49,7 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     checks: list[Callable[[], Iterator[Finding]]] = [packages]
     if model is not None:
-        checks.append(lambda: model_layers(model))
+        checks.append(lambda: layer_findings(model))
     # Checks that need neither torch nor vLLM come first: importing these takes most of the time.
     checks += [device, registration, lambda: attention(model), lambda: selection(model), counters]
     findings = []
@@ -252,7 +252,7 @@ def counters() -> Iterator[Finding]:
     yield fine if problem is None else note("counters", problem)
 
 
-def model_layers(model: Path) -> Iterator[Finding]:
+def layer_findings(model: Path) -> Iterator[Finding]:
 
     try:
         reasons = model_check.layer_reasons(config_of(model))

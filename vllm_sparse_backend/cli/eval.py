@@ -96,7 +96,7 @@ def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
     forms = {"perplexity": ".4f", "perplexity_change": "+.2f"}
     shown_rows = [row | {key: row[key] and f"{row[key]:{form}}" for key, form in forms.items()} for row in rows]
     console.print(table_of("Answers inside the prompt", part.COLUMNS, shown_rows, caption))
-    for line in part.failures(cases):
+    for line in part.failure_lines(cases):
         console.print(f"[red]{escape(line)}[/]", highlight=False, soft_wrap=True)
     if any(case.get("error") for case in cases):
         raise typer.Exit(1)

@@ -153,7 +153,7 @@ class Best(JobOptions):
         strategy = calibration_loop.cheapest_strategy(self.method or calibration_loop.independent_methods())
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
-        return calibration_loop.run(make_job(), strategy, bounds, "sparse-prefill profile best")
+        return calibration_loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class Calibrate(JobOptions):
         strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance)
         cut = "" if self.distance is None else f" --distance {self.distance:g}"
         command = f"sparse-prefill profile calibrate --method {self.method}{cut}"
-        return calibration_loop.run(make_job(), strategy, bounds, command)
+        return calibration_loop.calibrate(make_job(), strategy, bounds, command)
 
 
 def add_commands(app: typer.Typer) -> None:

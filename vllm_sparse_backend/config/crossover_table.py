@@ -251,7 +251,7 @@ class Thresholds:
         return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new"
 
 
-def resolve(
+def resolve_thresholds(
     min_tokens: TokenCount,
     min_query_tokens: TokenCount,
     methods: Iterable[Method],

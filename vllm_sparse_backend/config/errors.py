@@ -118,7 +118,7 @@ def reason_of(detail: ErrorDetails) -> str:
     return unexpected(detail["input"], expected)
 
 
-def report(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:
+def to_configuration_error(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:
     """Convert pydantic's errors about a model's fields into one ``ConfigurationError``.
 
     Args:
@@ -188,4 +188,4 @@ class Section(BaseModel):
         try:
             return cls.model_validate_json(value) if isinstance(value, str) else cls.model_validate(value)
         except ValidationError as error:
-            raise report(error, cls, source, root) from None
+            raise to_configuration_error(error, cls, source, root) from None

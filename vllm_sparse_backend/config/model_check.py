@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, StrictFloat, StrictInt, StrictStr, ValidationError, model_validator
 
-from vllm_sparse_backend.config.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.model_shape import Count, read_config_json, text_part, usual_numbers
 
@@ -84,7 +84,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         _CheckedFields.model_validate(fields)
     except ValidationError as error:
-        raise report(error, _CheckedFields, f"{path}: ") from None
+        raise to_configuration_error(error, _CheckedFields, f"{path}: ") from None
     return fields
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from vllm_sparse_backend.config.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
 from vllm_sparse_backend.config.ranges import MAX_NUMBER
 from vllm_sparse_backend.config.strict_yaml import read_text
 
@@ -114,7 +114,7 @@ class ModelShape:
         try:
             return TypeAdapter(ModelShape).validate_python(values)
         except ValidationError as error:
-            raise report(error, ModelShape, f"{source}: ") from None
+            raise to_configuration_error(error, ModelShape, f"{source}: ") from None
 
     @staticmethod
     def from_folder(path: Path) -> "ModelShape":

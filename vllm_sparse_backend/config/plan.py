@@ -10,7 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vllm_sparse_backend.config.crossover_table import Crossover, ProfileCrossover, Thresholds, TokenCount, resolve
+from vllm_sparse_backend.config.crossover_table import (
+    Crossover,
+    ProfileCrossover,
+    Thresholds,
+    TokenCount,
+    resolve_thresholds,
+)
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import make_method, summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -175,7 +181,7 @@ class Plan:
         shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
         numbers = (self.min_tokens, self.min_query_tokens)
         candidates = [
-            resolve(*numbers, self.methods, table, device, engine, shape, self.profile_crossover)
+            resolve_thresholds(*numbers, self.methods, table, device, engine, shape, self.profile_crossover)
             for engine in sorted(engines)
         ]
         return max(candidates, key=lambda thresholds: thresholds.severity)

@@ -73,7 +73,7 @@ class Resolved:
     pools: bool = False
 
     @staticmethod
-    def of(
+    def from_additional_config(
         additional_config: Mapping[str, Any] | None, shape: ModelShape, device: str, tp_rank: int = 0, tp_size: int = 1,
         pools: bool = False,
     ) -> "Resolved":  # fmt: skip

@@ -57,7 +57,7 @@ class Documents:
         if config.profile != auto_profile.AUTO:
             path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
             return Documents(settings, f"profile {config.profile}", read_text(path), str(path), crossover)
-        choice = auto_profile.choose(shape)
+        choice = auto_profile.choose_profile(shape)
         if choice.name is None:
             source = f"method {config.method} (profile auto: {choice.why})"
             return Documents(settings, source, crossover=crossover)

@@ -18,7 +18,7 @@ from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
 from vllm_sparse_backend.demo.question import make_questions
-from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_kernels.methods import METHODS
@@ -41,7 +41,7 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
     """
     known, chosen = model is None, model or BUNDLED
     length = ("--max-model-len", str(_max_model_len(chosen)))
-    settings = settings_of(method, bundled=known)
+    settings = demo_settings(method, bundled=known)
     right = []
     if "dense_layers" in settings:
         console.print(
@@ -52,7 +52,7 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
             right += _ask(stock, console)
     with _started("sparse-prefill", Server(chosen, (*sparse_args(settings), *length)), console) as server:
         right += _ask(server, console)
-        report = parse(server.get(FRESH_METRICS_PATH))
+        report = parse_metrics(server.get(FRESH_METRICS_PATH))
     if report.rows:
         _show(report, console)
     if problem := report.problem():
@@ -63,7 +63,7 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
         )
 
 
-def settings_of(method: str, *, bundled: bool) -> dict[str, Any]:
+def demo_settings(method: str, *, bundled: bool) -> dict[str, Any]:
     """Return the server's settings for the bundled model (``bundled``) or another model."""
     dense = {"dense_layers": [FINDING_LAYER]} if bundled and method in CANNOT_FIND else {}
     params = dict(METHODS[method].demo)
@@ -113,7 +113,7 @@ def _ask(server: Server, console: Console) -> list[bool]:
     return right
 
 
-def _show(report: Report, console: Console) -> None:
+def _show(report: MetricsReport, console: Console) -> None:
     rows = [{"path": path, "reason": why, "rows": count} for (path, why), count in sorted(report.rows.items())]
     console.print(table_of("Rows (requests in a step) by path", {n: n for n in rows[0]}, rows))
     attention = ", ".join(f"{count} layers by {name}" for name, count in sorted(report.attention.items()))

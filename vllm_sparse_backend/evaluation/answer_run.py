@@ -21,8 +21,8 @@ from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.evaluation.answers import Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
-from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse
-from vllm_sparse_backend.evaluation.prompt_texts import prose, read_text
+from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
+from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 Case = dict[str, Any]
@@ -68,7 +68,7 @@ class AnswerWorkload:
     def from_text(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "AnswerWorkload":
         # A token has fewer than eight characters on average. The server tokenises the whole text.
         """Return the workload over a text file or folder, or over generated prose if ``text`` is None."""
-        read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
+        read = None if text is None else read_prompt_text(text, 8 * max(lengths) * max(4, count))
         return AnswerWorkload(tuple(dict.fromkeys(lengths)), count, facts, read)
 
     def require_room(self) -> None:
@@ -210,7 +210,7 @@ def _ask_server(
         pool.shutdown(wait=False, cancel_futures=True)
     after = endpoint.metrics()
     if PREFIX in before and PREFIX in after:  # it counts pairs
-        now, then = parse(after), parse(before)
+        now, then = parse_metrics(after), parse_metrics(before)
         dense = {reason: count for (path, reason), count in (now.rows - then.rows).items() if path == "dense"}
         figures = (now.pairs - then.pairs).figures
         yield {"part": "density", "tokens": None, "prompt": None, **figures, "dense_rows": dense}
@@ -223,7 +223,7 @@ def densities(cases: Sequence[Case]) -> dict[str, float | None]:
     return {label: Pairs.of_cases(case for case in counted if case["label"] == label).density for label in labels}
 
 
-def failures(cases: Sequence[Case]) -> list[str]:
+def failure_lines(cases: Sequence[Case]) -> list[str]:
     """Return a line for each failed request, and for each server of this backend without sparse prefill."""
     prompt_cases = [case for case in cases if case["part"] == "prompt"]
     lines = [

@@ -50,7 +50,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class AttentionPrompt:
     """One layer of a whole prompt, which is prefilled in chunks."""
 
     whole: Batch
@@ -73,7 +73,7 @@ def without_nan(batch: Batch) -> Batch:
     return batch
 
 
-def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> Prompt:
+def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> AttentionPrompt:
     """Return one layer. It is equal for equal arguments on the same kind of device; all seeds use the same pages."""
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -91,4 +91,4 @@ def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: in
     keys, values = pages.unflatten(0, (-1, page)).flatten(3).split(head_dim, -1)
     table = torch.arange(len(keys), dtype=torch.int32, device=device)[None]
     rows = Rows((0,), (num_tokens,), (0,), table)
-    return Prompt(Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5))
+    return AttentionPrompt(Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5))

@@ -51,7 +51,7 @@ class RequestError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """Times of an answer, in seconds from sending the request. Later releases of vLLM stream several tokens at once."""
 
     first_token_s: float
@@ -118,7 +118,7 @@ class Endpoint:
             raise BenchError(f"{self.name}: level {level!r}: {error}") from None
         return endpoint
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
+    def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> TimedAnswer:
         """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError otherwise.
 
         With ``stop_after``, the connection is closed after this many tokens. ``more`` has further fields of the
@@ -136,7 +136,7 @@ class Endpoint:
                     break
         if tokens < wanted or (stop_after is None and tokens > wanted):
             raise RequestError(f"the answer has {tokens} tokens, expected {wanted}")
-        return Answer(stamps[0], stamps[-1], tokens, max((b - a for a, b in pairwise(stamps)), default=0.0))
+        return TimedAnswer(stamps[0], stamps[-1], tokens, max((b - a for a, b in pairwise(stamps)), default=0.0))
 
     def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}

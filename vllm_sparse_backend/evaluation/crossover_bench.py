@@ -29,7 +29,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import KEY, load_config
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt, planted_prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
@@ -142,7 +142,7 @@ def crossover_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tu
     return {"min_tokens": after_dense, "min_query_tokens": {n: (longest, n) for n in new}}
 
 
-def run(
+def measure_crossovers(
     card: Card, heads: Heads, methods: Sequence[Method], longest: int, chunk_tokens: int, table: Path, report: Report
 ) -> Iterator[dict[str, Any]]:
     """Measure each method with each engine on planted prompts, and update ``table`` after each pair.
@@ -170,7 +170,7 @@ def run(
 class MethodTimer:
     """Timer of one method on one engine, in all layers. ``problem`` is the reason if it cannot be timed."""
 
-    def __init__(self, card: Card, prompts: Sequence[Prompt], method: Method, engine: Engine) -> None:
+    def __init__(self, card: Card, prompts: Sequence[AttentionPrompt], method: Method, engine: Engine) -> None:
         self.card, self.prompts, self.method, self.engine = card, prompts, method, engine
         # All heads are in the same cluster, so SharePrefill's heads share patterns.
         shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_sparse_backend.evaluation.attention_prompts import Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention, failure
@@ -68,7 +68,7 @@ class TimedLayer:
 
 
 def layers_of(
-    prompts: Sequence[Prompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
+    prompts: Sequence[AttentionPrompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
 ) -> list[TimedLayer]:
     """Return the chunk in each layer as one step, in which all layers share rows. ``plan`` has no dense layer."""
     rows = prompts[0].chunk(context_len, query_len).rows

@@ -25,7 +25,7 @@ class LayerCounts:
 
 
 @dataclass(frozen=True)
-class Report:
+class MetricsReport:
     """Totals since the server started."""
 
     samples: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
@@ -106,9 +106,9 @@ class Pairs:
         return Pairs(self.kept - other.kept, self.causal - other.causal)
 
 
-def parse(text: str) -> Report:
+def parse_metrics(text: str) -> MetricsReport:
     """Parse a /metrics page in Prometheus's text format."""
-    report = Report()
+    report = MetricsReport()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):

@@ -16,7 +16,7 @@ _OBJECTS = "door boat letter garden horse table window road basket lamp field wa
 _TIMES = "in the morning,before the rain,after a while,at noon,in winter,without a word,once more,that day"
 
 
-def read_text(path: Path, most_chars: int | None = None) -> str:
+def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
     """Read a text file, or all *.py and *.md of a folder in a fixed, mixed order; at most ``most_chars`` characters.
 
     Raises BenchError.

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_sparse_backend.evaluation.client import Answer, Endpoint, Prompts, RequestError
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
-from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, Report
 from vllm_sparse_backend.evaluation.vllm_server import max_positions
 
@@ -61,7 +61,7 @@ class Length:
 class ServerResults:
     """Answers and failures of one server."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TimedAnswer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     pairs: Pairs = field(default_factory=Pairs)
     """Pairs of one timed request."""
@@ -107,10 +107,10 @@ def alternate_requests(
         for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
             for server, taken in taken_by_server if i % 2 else taken_by_server[::-1]:
-                before = parse(server.metrics()).pairs if i == 0 else Pairs()
+                before = parse_metrics(server.metrics()).pairs if i == 0 else Pairs()
                 _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
                 if i == 0:
-                    taken.pairs = parse(server.metrics()).pairs - before
+                    taken.pairs = parse_metrics(server.metrics()).pairs - before
                 step()
         yield length, [taken for _, taken in taken_by_server]
 
@@ -179,7 +179,7 @@ def fitting(model: Path | None, output_tokens: int) -> list[int]:
     return [length for length in LENGTHS if most is None or length + output_tokens <= most]
 
 
-def compare(
+def compare_servers(
     contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, step: Callable[[], None]
 ) -> None:
     """Add a case for every server after the first, compared with the first. Raises BenchError or ServerError."""

@@ -43,7 +43,7 @@ def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**extra_args, REPORT: str(value) if isinstance(value, Ticket) else True}
 
 
-async def report(client: Any, ticket: str) -> dict[str, Any] | None:
+async def build_report(client: Any, ticket: str) -> dict[str, Any] | None:
     """Build the report of an HTTP request from all workers' tallies.
 
     Args:
@@ -128,4 +128,6 @@ class Reporting:
             return body
         if not isinstance(answer, dict) or "id" not in answer:
             return body
-        return json.dumps({**answer, REPORT: await report(self.client, str(self.ticket))}, ensure_ascii=False).encode()
+        return json.dumps(
+            {**answer, REPORT: await build_report(self.client, str(self.ticket))}, ensure_ascii=False
+        ).encode()

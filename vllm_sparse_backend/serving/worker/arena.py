@@ -257,7 +257,7 @@ class Room:
         """
         chunks = [chunk for row in rows for chunk in self.chunks(row)]
         if len(chunks) == len(rows):
-            whole = rows_of(rows, block_table)
+            whole = kernel_rows(rows, block_table)
             if self.needed(whole) <= self.num_bytes:
                 return (Slab(whole, request),)
         packed: list[list[Row]] = []
@@ -267,7 +267,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(Slab(rows_of(part, block_table), request) for part in packed)
+        return tuple(Slab(kernel_rows(part, block_table), request) for part in packed)
 
     def chunks(self, row: Row) -> list[Row]:
         """Cut a row into as few chunks of equal size as fit into the arena, one at a time.
@@ -289,10 +289,10 @@ class Room:
         return self._fits([Row(0, 0, query_len, context_len)])
 
     def _fits(self, rows: Sequence[Row]) -> bool:
-        return self.needed(rows_of(rows)) <= self.num_bytes
+        return self.needed(kernel_rows(rows)) <= self.num_bytes
 
 
-def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
+def kernel_rows(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
     """Convert rows to the form that kernels take.
 
     Args:
@@ -396,7 +396,7 @@ class ArenaSize(NamedTuple):
         """
 
         def needed(rows: Sequence[Row]) -> int:
-            return max(layer.num_bytes(rows_of(rows)) for layer in layers)
+            return max(layer.num_bytes(kernel_rows(rows)) for layer in layers)
 
         longest = [needed([row]) for row in longest_rows(max_tokens, max_len, thresholds) if layers]
         if not longest:

@@ -56,7 +56,7 @@ Place = tuple[int, str]
 """Number of a layer, and name of a level."""
 
 
-class Check(NamedTuple):
+class PendingCheck(NamedTuple):
     """One check whose result is being copied to the host."""
 
     place: Place
@@ -98,7 +98,7 @@ class Guard:
         self.held: frozenset[Place] = frozenset()
         self._where = f" (tensor-parallel rank {rank})" if rank else ""
         self._states: dict[Place, LayerState] = {}
-        self._checks: deque[Check] = deque()
+        self._checks: deque[PendingCheck] = deque()
         if rank == 0:
             logger.info(
                 "sparse-prefill: the guard checks each layer once in %d steps with sparse rows of a level; a layer "
@@ -129,7 +129,7 @@ class Guard:
         """
         exact = dense.float()
         sums = torch.stack([(sparse.float() - exact).square().sum((0, 2)), exact.square().sum((0, 2))])
-        self._checks.append(Check(place, HostCopy(sums)))
+        self._checks.append(PendingCheck(place, HostCopy(sums)))
 
     def judge_arrived(self) -> None:
         """Judge the checks whose results have arrived. Runs on the host, between steps."""

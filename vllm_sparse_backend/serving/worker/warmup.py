@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.arena import Row, rows_of
+from vllm_sparse_backend.serving.worker.arena import Row, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
@@ -116,7 +116,7 @@ class WarmUp:
         self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
 
     def _batch(self, lengths: Sequence[tuple[int, int]]) -> Batch:
-        rows = rows_of(consecutive_rows(lengths), copy_block_table_rows(self.table, list(range(len(lengths)))))
+        rows = kernel_rows(consecutive_rows(lengths), copy_block_table_rows(self.table, list(range(len(lengths)))))
         query = torch.randn(sum(rows.query_lens), self.impl.num_heads, self.cache.head_dim, device=self.table.device)
         dtype = self.cache.keys.dtype
         return Batch(query.to(dtype), self.cache, rows, self.impl.scale, self.impl.out_dtype, self.sinks)
