@@ -125,7 +125,7 @@ class Method(ABC):
             methods: The methods of this class on all heads of the model.
 
         Returns:
-            Why they would not do what they are for, and what to change; None if they do.
+            Why they have no effect, and what to change; None if they have one.
         """
         return None
 

@@ -73,7 +73,7 @@ def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | 
 
 
 def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:
-    """Refused or found wrong: ``flash`` has no skip of products, whose trial can find nothing but NaN."""
+    """Refused or found wrong: ``flash`` supports no skipped products, whose trial can find nothing but NaN."""
     wrong = broken(lambda out: out.mul_(1.01), "hopper")
     picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
     options = AttendOptions.from_heads([-1.0, None], [False, False], CPU)
@@ -197,7 +197,7 @@ def test_tensor_parallel_ranks_take_the_same_engines(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        ("hopper", "no engine is named 'hopper'; there are flash, portable"),
+        ("hopper", "no engine is named 'hopper', expected one of flash, portable"),
         ("flash", "flash: there is no FlashAttention for this device"),
         ("portable", "portable: its result in a trial holds NaN"),
     ],
