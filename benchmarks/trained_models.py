@@ -183,7 +183,7 @@ def quality(
     prompts: Path,
     settings: Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")],
     most: Annotated[int, typer.Option(help="Prompts of each length.")] = 1000,
-    jobs: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Concurrent requests.")] = 1,
     out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure answers, perplexity and density of every setting. Servers run in parallel, levels of a server in turn."""

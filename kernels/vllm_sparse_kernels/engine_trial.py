@@ -155,7 +155,7 @@ def failure(
             engine.attend(batch.q, batch.cache, index, out, batch.scale, options=options, sinks=batch.sinks)
         if out.is_cuda:
             torch.cuda.synchronize(out.device)
-    except Exception as error:  # whatever a compiler, a launch or a library raises is the reason
+    except Exception as error:  # the reason is any exception of a compiler, launch or library
         return _reason(error)
     if bool(out.isnan().any()):
         return "its result in a trial holds NaN"
@@ -203,7 +203,7 @@ def selection_failure(
         index.check(numbers)
     except AssertionError as error:
         return f"its selection in a trial breaks the index: {error}"
-    except Exception as error:  # whatever a compiler, a launch or a library raises is the reason
+    except Exception as error:  # the reason is any exception of a compiler, launch or library
         return _reason(error)
     if expected is None:
         return None

@@ -274,7 +274,7 @@ class SparseIndex:
             num_heads: Query heads of this rank.
             block_tokens: Keys of a block.
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
-            workspace: Memory of the index; None for a workspace of its own without a buffer.
+            workspace: Memory of the index; None for a separate workspace without a buffer.
 
         Returns:
             An index whose counts of stripes are 0. Everything else is undefined until all heads have been selected.

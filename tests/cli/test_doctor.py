@@ -144,7 +144,7 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     code, lines = run_doctor()
     assert code == 1
     assert lines[-1].startswith("Cannot work here. vLLM: not installed; install it: pip install")
-    assert any("backend: not tried" in line for line in lines)
+    assert any("backend: not checked" in line for line in lines)
 
 
 def test_what_can_be_won_at_all(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_what_can_be_won_at_all(tmp_path: Path) -> None:
     share, _ = doctor.best_speedups(model_folder(tmp_path, LLAMA | mixed | {"max_position_embeddings": 131072}))
     assert share.text.startswith("76.5% of 32,768 tokens'")  # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
     model_folder(tmp_path, LLAMA | {"max_position_embeddings": 4096})
-    assert "made for 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
+    assert "supports only 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
 
 
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
@@ -260,4 +260,4 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
         *others, last = doctor.attention(folder)
         assert (last.level, last.text) == ("ok", "the engine portable, if it passes its trial at start-up")
         texts = {(finding.subject, finding.text) for finding in others}
-        assert ("engine flash", "not for this: there is no FlashAttention for this device") in texts
+        assert ("engine flash", "not usable: there is no FlashAttention for this device") in texts

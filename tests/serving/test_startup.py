@@ -87,7 +87,7 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
         ({"model_config.is_mm_prefix_lm": True, "version": None}, None),  # on a CPU
         (
             {"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON},
-            "sparse-prefill: Off",
+            "OffloadingConnector could not",
         ),
     ],
 )

@@ -71,7 +71,7 @@ class Job:
     says_min_tokens: bool = False
     """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
     capturer: Capturer | None = None
-    """None to capture with transformers on ``device``."""
+    """Captures the prompts; None to use transformers on ``device``."""
     progress: JobProgress = field(default_factory=JobProgress)
 
     @cached_property

@@ -142,7 +142,7 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
 
 
 def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
-    """Calibrate: search methods for every level's bound and check them on the held-out prompts.
+    """Search methods for every level's bound, and check them on the held-out prompts.
 
     Args:
         job: Model, prompts and folder.

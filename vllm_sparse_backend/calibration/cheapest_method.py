@@ -71,7 +71,7 @@ class CheapestSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where nothing cheaper holds.
+            One method for each head, ``Dense()`` if nothing cheaper holds.
         """
         if not self.bound.has_mean:
             return cheapest_methods(sparsest_of_kinds(judge, self.bound, self.among, is_allowed), self.costs)

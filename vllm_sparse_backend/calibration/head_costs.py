@@ -53,9 +53,9 @@ class LayerCost:
     """Times of a layer that do not depend on its heads' methods."""
 
     base_ms: float
-    """Attention that keeps almost nothing."""
+    """Attention time of a layer that keeps almost nothing, in ms."""
     dense_ms: float
-    """Dense attention of the whole layer."""
+    """Dense attention time of the whole layer, in ms."""
 
 
 class Costs(Protocol):

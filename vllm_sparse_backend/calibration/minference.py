@@ -79,7 +79,7 @@ class MInferenceSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where no candidate holds in any budget.
+            One method for each head, ``Dense()`` if no candidate holds in any budget.
         """
         chosen: list[Method | None] = [None] * judge.num_heads
         for space in self.spaces:

@@ -41,7 +41,7 @@ class Search(ABC):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where no allowed method holds the bound.
+            One method for each head, ``Dense()`` if no allowed method holds the bound.
         """
 
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
@@ -145,7 +145,7 @@ class LadderSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where none holds or too little is left out.
+            One method for each head, ``Dense()`` if none holds or too little is left out.
         """
         heads = range(judge.num_heads)
         ladders = {head: [setting for setting in self.settings if is_allowed(head, setting)] for head in heads}

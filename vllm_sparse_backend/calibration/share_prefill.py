@@ -10,7 +10,7 @@ depends on later layers.
    bound, and then the least γ as a member of its cluster. Members that are dense at any γ are pivots.
 2. *Choice.* A head leaves its cluster if it misses the bound there, or if it keeps at least as much as alone. A cluster
    is dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which they use in
-   prompts where they are not pivots. Alone, a head is dense if no γ holds or less than a tenth is left out.
+   prompts where they are not pivots. Outside a cluster, a head is dense if no γ holds or less than a tenth is left out.
 3. The whole model is then judged as chosen (``calibration_loop.py``): heads that miss the bound leave their cluster,
    and those that still miss it become dense. A cluster left with one member is dissolved and all is judged again.
 

@@ -50,7 +50,7 @@ class SpargeAttnSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where no pair holds or too little is left out.
+            One method for each head, ``Dense()`` if no pair holds or too little is left out.
         """
         pairs = self._pairs(judge, is_allowed)
         methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]

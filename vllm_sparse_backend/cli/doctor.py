@@ -199,7 +199,7 @@ def attention(model: Path | None) -> Iterator[Finding]:
         shape = None if model is None else ModelShape.from_folder(model)
     except ConfigurationError:
         return  # said of the model's layers
-    except Exception as error:  # whatever vLLM raises
+    except Exception as error:  # any exception of vLLM
         yield bad("attention", f"{type(error).__name__}: {error}")
         return
     if compat.IS_CPU:
@@ -232,7 +232,7 @@ def selection(model: Path | None) -> Iterator[Finding]:
         choice = engine_picker.forecast_selection(make_method("default", {}), head_dim)
     except ConfigurationError:
         return  # said of the model's layers
-    except Exception as error:  # whatever vLLM raises
+    except Exception as error:  # any exception of vLLM
         yield bad("selection", f"{type(error).__name__}: {error}")
         return
     for name, reason in choice.passed_over.items():

@@ -77,7 +77,7 @@ Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
 class LayerProfile(Section):
-    """Exceptions of one or several layers from the default of their level."""
+    """Exceptions from a level's default, for one or several layers."""
 
     default: MethodSpec | None = None
     """Method of the heads that ``heads`` does not contain; None for the level's default."""

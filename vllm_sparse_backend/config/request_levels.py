@@ -379,7 +379,7 @@ def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
 
     Args:
         plan: The plan of the whole model at one level.
-        numbers: Numbers that ``auto`` stands for on the server's device (``Plan.numbers``); None if nothing is
+        numbers: Values of ``auto`` on the server's device (``Plan.numbers``); None if nothing is
             ``auto``.
 
     Returns:

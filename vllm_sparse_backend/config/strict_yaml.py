@@ -63,7 +63,7 @@ def why_no_file(path: str) -> str:
         path: A path, which may start with ``~``.
 
     Returns:
-        ``no such file``, or what is there instead.
+        ``no such file``, or the kind of the path that exists.
     """
     try:
         file = Path(path).expanduser()

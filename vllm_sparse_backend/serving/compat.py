@@ -203,7 +203,7 @@ def device_memory_bytes() -> int:
 def flash_attention() -> FlashAttention | None:
     """Return vLLM's FlashAttention for paged caches, in the newest version that takes any block table.
 
-    Version 4 requires pages of its own tile's size.
+    Version 4 requires pages of its tile size.
 
     Returns:
         Version 3 or 2; None if vLLM has neither for this device.

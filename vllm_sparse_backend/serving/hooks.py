@@ -6,9 +6,9 @@ The package is installed on servers of other backends too. There, registration i
 configuration. These read only the configuration. All other hooks are installed once a process has a configuration that
 is ours, and pass calls of other engines in the same process through.
 
-If a later vLLM changes a function so that a hook does not fit, the server does not start, with an error that names the
-function: a request must never run at another level than it chose. For ``COUNTERS`` it is a warning, because a server
-without our lines on /metrics still answers correctly.
+If a hook does not fit a function of a later vLLM, the server does not start, and the error names the function:
+otherwise a request might run at another level than it chose. For ``COUNTERS`` it is a warning, because a server without
+our lines on /metrics still answers correctly.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 EVERY = "every process"
 ON_CPU = "every process, on a CPU"
 REGISTRATION = (EVERY, ON_CPU)
-"""Hooks that registration installs, whatever backend is configured. Others wait for a configuration that is ours."""
+"""Hooks that registration installs with any backend. Others are installed once a configuration selects ours."""
 
 COUNTERS = "workers, for /metrics"
 FRONT = "the front process"
@@ -440,7 +440,7 @@ PARTS = (
 
 
 def install() -> None:
-    """Install the hooks of ``REGISTRATION``, which every process has, whatever backend is configured."""
+    """Install the hooks of ``REGISTRATION``. Every process has them, with any backend."""
     from vllm.platforms import current_platform
 
     _install(EVERY)
@@ -559,7 +559,7 @@ def owner_of(module: str, name: str) -> Any:
 
     Args:
         module: Name of the module.
-        name: Name of a class in it, or of an object, such as the platform, that stands for its class; empty for the
+        name: Name of a class in it, or of an object (such as the platform) to use its class; empty for the
             module.
 
     Returns:

@@ -53,7 +53,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
-    """Return why vLLM's options keep every layer from going sparse, whatever the model."""
+    """Return why vLLM's options keep every layer of any model from going sparse."""
     cache = vllm_config.cache_config
     some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
     limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)

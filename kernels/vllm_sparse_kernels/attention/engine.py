@@ -114,7 +114,7 @@ class Attend(Protocol):
             lse: [num_heads, num_tokens] float32, filled with the natural logarithm of Σ exp(score) over the keys; None
                 to omit it.
             options: Approximations that heads request; None for none.
-            sinks: [num_heads] of any float dtype, the score of one more key without a value; None for none. A sink
+            sinks: [num_heads] of any float dtype, score of an additional key without a value; None for none. A sink
                 scales a query's output by exp(lse) / (exp(lse) + exp(sink)) and does not change ``lse``.
 
         Raises:

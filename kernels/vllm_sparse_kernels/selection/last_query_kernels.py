@@ -69,7 +69,7 @@ class StackShape(NamedTuple):
     PAGE: Any  # tokens of a page
     ENTRIES: Any  # selected heads rounded up to a power of two
     FIELDS: Any  # columns of the rows' table
-    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
+    PRECISION: Any  # of float32 products, for ``tl.dot``
 
 
 class SumArgs(NamedTuple):
@@ -77,7 +77,7 @@ class SumArgs(NamedTuple):
 
     totals: Any  # float32, ``Sums.values``; Triton's tuples already have a field ``values``
     rows: Any  # [num_rows + 1, FIELDS] int32: ``Rows.row_table``
-    patterns: Any  # [n, num_rows] int32: no sums where it is not 0; or None
+    patterns: Any  # [n, num_rows] int32: entries other than 0 get no sums; or None
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from vllm_sparse_kernels.selection.slabs import rows_within
 from vllm_sparse_kernels.workspace import Workspace
 
 KEY_BLOCK_TOKENS = 64
-"""Keys that one pooled key stands for."""
+"""Number of keys in a pooled key."""
 
 SLAB_BYTES = 128 << 20
 """Maximum bytes of a slab's products, and of its pooled keys, unless a single tile or row needs more."""
@@ -39,7 +39,7 @@ ROW_FIELDS = tl.constexpr(3)
 """Columns of the rows' table on the device: a row's keys, its first block and first split, counted over all rows."""
 
 HEADS_AT_ONCE = tl.constexpr(128)
-"""Selected heads that ``is_read`` looks at in a step."""
+"""Number of selected heads that ``is_read`` checks per step."""
 
 UNSPECIALIZED = (
     "num_heads", "num_tiles", "first_tile", "end_tile", "first_row", "num_blocks", "num_splits", "width",

@@ -35,7 +35,7 @@ def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
 async def call_engines(
     engine_client: Any, method: str, *args: Any, timeout_s: float
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Call a method of the workers of all engines at once.
+    """Call a method of the workers of all engines concurrently.
 
     Args:
         engine_client: vLLM's client of all engines of the server.

@@ -214,7 +214,7 @@ class Post:
         await self._send(message)
 
     async def refuse(self) -> None:
-        """Answer with status 400, in vLLM's form of an error."""
+        """Answer with status 400, in vLLM's error format."""
         if self._has_begun:  # the app has answered before it read the body
             return
         about = {"message": self.refusal, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}

@@ -110,7 +110,7 @@ class Reporting:
         await send_with_body(self.send, self.start, await self._with_report(self.held))
 
     async def _event(self, message: dict[str, Any]) -> None:
-        """Hold back each event, a message of its own, until the next shows whether it was the last."""
+        """Hold back each event (one message) until the next event shows whether it was the last."""
         body, before = message.get("body", b""), self.held
         if body.startswith(b"data: [DONE]"):
             before = b"data: " + await self._with_report(before.removeprefix(b"data: ")) + b"\n\n" if before else b""

@@ -27,7 +27,7 @@ logger = logging.getLogger(LOGGER)
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share a block table, as vLLM hands them to a metadata builder.
+    """Layers that share a block table, as vLLM passes them to a metadata builder.
 
     Attributes:
         vllm_config: vLLM's configuration.

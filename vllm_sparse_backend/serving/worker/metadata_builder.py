@@ -81,7 +81,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
                 compat.outside_memory_pool(vllm_config, device, lambda: self._adopt(layers))
 
     def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
-        """Make the layers of this group go sparse where they can."""
+        """Make the layers of this group go sparse if they can."""
         group = CacheGroup(
             self.vllm_config, self.device, self.layer_names, self.kv_cache_spec, getattr(self, "isa", "")
         )

@@ -70,7 +70,7 @@ def write_top_blocks(
     """Write the lists of the tiles from ``first_tile`` on: the blocks with the largest scores, and the diagonal.
 
     Args:
-        scores: [n, 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
+        scores: [n, 2 · tiles, a multiple of 64] float32, undefined outside the tile's causal reach.
         method: The method of the heads, possibly merged.
         index: The index, whose lists of ``heads`` are overwritten.
         first_tile: First tile of the run.
@@ -93,7 +93,7 @@ def _top_blocks_kernel(
 ):  # fmt: skip
     """Write the list of one tile and head.
 
-    The kept blocks follow from the scores of its two query blocks, each ``width`` · 64, and from the diagonal.
+    The kept blocks follow from the scores of its two query blocks (``width`` · 64 each) and from the diagonal.
 
     Grid: (tiles of the run, n). Bound by latency: 32 halvings over scores in registers.
 

@@ -131,7 +131,7 @@ def _scores_kernel(
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
         pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
-        scratch: Scratch, what the launches leave each other.
+        scratch: Scratch, tensors that the launches pass to each other.
         num_tiles: Tiles of the run.
         num_spans: Spans of keys.
         num_blocks: Blocks of 32 keys of the furthest tile.
@@ -195,7 +195,7 @@ def _masses_kernel(
         peak: Share of a query's attention from which a block is kept.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
-        scratch: Scratch, what the launches leave each other.
+        scratch: Scratch, tensors that the launches pass to each other.
         num_spans: Spans of keys.
         num_blocks: Blocks of 32 keys of the furthest tile.
         target: [n, tiles, width] float32; written.
