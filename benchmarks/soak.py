@@ -279,7 +279,7 @@ def _look_at_counters(server: Endpoint, asking: Asking, prompts: Prompts, served
 
 
 def served_by(server: Endpoint, settings: Mapping[str, Any], model: Path | None, chunk_tokens: int) -> Served:
-    """Return a server's settings. ``model`` is the folder that it serves; None to use the server's own statement.
+    """Return a server's settings. ``model`` is the folder that it serves; None to ask the server.
 
     Raises BenchError if that is not a folder on this machine.
     """

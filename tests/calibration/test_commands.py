@@ -50,7 +50,7 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     assert not list((tmp_path / "out.work").glob("*/"))  # captures are deleted
     assert json.loads((tmp_path / "out.work" / "job.json").read_text())["min_tokens"] == 64
     assert command("check", out, NEEDLE)[0] == 0
-    assert "exists already" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
+    assert "already exists" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
 
 
 LEVEL = ("calibrate", "--method", "sale", "--level")

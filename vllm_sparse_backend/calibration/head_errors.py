@@ -34,7 +34,7 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Figures of one head under one method, over the queries of all prompts, selected and attended chunk by chunk.
+    """Figures of one head under one method, over the queries of all prompts, which run chunk by chunk.
 
     A query's error is ‖o − õ‖₁ / ‖o‖₁, where o is its output under dense attention and õ its output under the method.
     With several prompts, each error is the largest over the prompts, so a bound holds on every prompt.

@@ -263,9 +263,8 @@ def resolve_thresholds(
 ) -> Thresholds:
     """Replace ``auto`` by measured numbers.
 
-    The profile's own measurement counts if it matches device and engine. Otherwise the largest numbers in the table for
-    any of the methods count. Dense heads need no measurement if other methods are present, because no length makes them
-    faster.
+    The profile's own measurement counts if it matches device and engine. Otherwise the largest numbers of any method in
+    the table count. Dense heads need no measurement if other methods are present, because no length makes them faster.
 
     Args:
         min_tokens: The setting, in tokens.

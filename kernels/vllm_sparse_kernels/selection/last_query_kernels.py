@@ -185,7 +185,7 @@ def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
 def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
     """Load the key tile at ``start``, with 0 past the row's keys. A WHOLE tile does not reach past them.
 
-    If tiles are counted from position 0, each may lie within a page, which is then ``page``.
+    ``page`` is the tile's page, if tiles are counted from position 0 and lie within pages.
     """
     o_t, o_d = tl.arange(0, LAST), tl.arange(0, SHAPE.BLOCK_D)
     k = args.k + i_kv.to(tl.int64) * args.stride_kv_head
