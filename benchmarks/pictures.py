@@ -5,7 +5,8 @@
 
 Reads rows named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours), ``stock, widened, TTFT, N tokens`` (s),
 ``curve, SETTING: speed-up`` (of TTFT at the longest prompt) and ``curve, SETTING, MODEL, N tokens: QUANTITY``, answers
-and perplexity (÷ stock's). A picture that lacks a row is not drawn, and the row is named; exit code 1.
+and perplexity (÷ stock's). If a picture lacks a row, it is not drawn, the program names the row, and the exit code is
+1.
 """
 
 import io
@@ -26,15 +27,15 @@ SPEED_UP, CURVE = "curve, {}: speed-up", "curve, {}, {}, {} tokens: {}"
 QUANTITIES = ("answers", "perplexity")
 COLORS = {"stock": "#6e7781", "ours": "#0969da"}
 LINES = ("#0969da", "#cf222e", "#1a7f37", "#9a6700")
-"""Each is told from white and from black, as is the white that pictures lie on: GitHub shows them on either."""
+"""Colours that contrast with white and black, because GitHub shows pictures on either."""
 
 
 class MissingRowsError(ValueError):
-    """Rows that a picture needs and the figures lack."""
+    """The figures lack rows that a picture needs."""
 
 
 class Point(NamedTuple):
-    """What one setting gives, against stock."""
+    """Results of one setting relative to stock."""
 
     setting: str
     speed_up: float
@@ -43,7 +44,7 @@ class Point(NamedTuple):
 
 
 class Ttft(NamedTuple):
-    """By prompt length in tokens, seconds."""
+    """Seconds by prompt length in tokens."""
 
     stock: dict[int, float]
     ours: dict[int, float]
@@ -52,7 +53,7 @@ class Ttft(NamedTuple):
 
 
 Curves = dict[tuple[str, int], list[Point]]
-"""By model and its longest prompts, by speed-up."""
+"""Points sorted by speed-up, by model and its longest prompt length."""
 
 
 def _values(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -180,7 +181,7 @@ def draw_curves(curves: Curves, path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """With 64 colors, which is a quarter of the bytes."""
+    """Save a figure with 64 colours, which takes a quarter of the bytes."""
     from matplotlib import pyplot
     from PIL import Image
 
@@ -192,7 +193,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def main(
     results: Annotated[Path, typer.Option(help="List of figures.")] = RESULTS,
-    folder: Annotated[Path, typer.Option(help="Where ttft.png and curve.png go.")] = Path("docs"),
+    folder: Annotated[Path, typer.Option(help="Folder of ttft.png and curve.png.")] = Path("docs"),
 ) -> None:
     rows, failed = read_figures(results), False
     for name, read, draw in (("ttft.png", ttft_of, draw_ttft), ("curve.png", curves_of, draw_curves)):

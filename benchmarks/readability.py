@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check what makes this code base readable: names, signatures, docstrings, imports, the command line and README.md.
+"""Checks the readability of the code base: names, signatures, docstrings, imports, the command line and README.md.
 
     python -m benchmarks.readability [--list] [--json docs/results/readable.json]
 
@@ -30,7 +30,7 @@ DOCUMENTED = (
 """Packages whose public functions have complete docstrings."""
 
 PRONOUNS = frozenset({"one", "found", "given", "own", "of", "each", "both", "rest", "asked", "told"})
-"""Names that say a word's role in a sentence and not what a value is."""
+"""Names that describe a grammatical role instead of a value."""
 
 MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 8, 15
 MAX_COMMANDS, MAX_OPTIONS = 12, 80
@@ -46,7 +46,7 @@ JARGON = re.compile(
     r"|\| asked \||(?:most|least|percent) was asked|\basked of (?:it|them|us|ourselves)\b|\(asked:",
     re.IGNORECASE,
 )
-"""Words that are not the field's, which has speed-up, tile union, per head, p99 or maximum, dense backend, target."""
+"""Words that are not terms of the field. The field's are speed-up, tile union, per head, p99, maximum, target."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -242,7 +242,7 @@ def help_texts(command: Any) -> Iterator[str]:
 
 
 def user_texts(command: Any) -> dict[str, str]:
-    """Return everything that users read, by place: documents, help, metrics and settings."""
+    """Return all texts for users by place: documents, help, metrics and settings."""
     from vllm_sparse_backend.config.metrics import METRICS
     from vllm_sparse_backend.config.profile_schema import profile_schema
     from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -256,7 +256,7 @@ def user_texts(command: Any) -> dict[str, str]:
 
 
 def jargon(texts: Mapping[str, str]) -> list[Violation]:
-    """Return each word that is not the field's, with its place."""
+    """Return each word that is not a term of the field, with its place."""
     return [Violation(where, match[0]) for where, text in texts.items() for match in JARGON.finditer(text)]
 
 
@@ -296,7 +296,7 @@ def cells_with_several_numbers(text: str) -> list[str]:
 
 
 def figure(name: str, value: float, unit: str, bar: float) -> dict[str, Any]:
-    """Return a row for docs/results, for which lower is better."""
+    """Return a row for docs/results. Lower is better."""
     return {
         "name": name, "value": value, "unit": unit, "bar": bar, "better": "lower", "device": "none: counted",
         "command": "python -m benchmarks.readability",
@@ -329,7 +329,7 @@ def main(
     show_places: Annotated[bool, typer.Option("--list", help="Print every place that breaks a rule.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="File whose figures of these names are set.")] = None,
 ) -> None:
-    """Print each figure beside its bar; exit code 1 if any misses it."""
+    """Print each figure with its bar; exit code 1 if any figure misses its bar."""
     figures, violations = measure()
     if show_places:
         for where, what in violations:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of settings and methods in the documents, from the settings' models and the methods' descriptions.
+"""Writes the tables of settings and methods in the documents, from the settings' models and the methods' descriptions.
 
     python -m benchmarks.settings_tables            # rewrite the tables
     python -m benchmarks.settings_tables --check    # only list documents whose tables are out of date
@@ -47,7 +47,7 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def without_count_limit(schema: Any) -> Any:
-    """Remove the maximum of counts, which no sensible setting comes near, from a JSON Schema.
+    """Remove the maximum of counts from a JSON Schema. No sensible setting comes near it.
 
     Args:
         schema: The schema, or a part of it.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Rows``: the rows of a step that run sparse, and their tiles of 128 queries.
 
-The host knows everything here before the step starts, so that no size ever has to be read back from the device.
+The host knows all of this before the step starts, so no size ever has to be read back from the device.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -95,7 +95,7 @@ class Rows:
 
     All layers of a pass get the same object, and the next pass gets a new one, even if the lengths are equal
     (``dataclasses.replace(rows)`` copies them, with an empty ``state``). A pass with too many rows for its memory is
-    split into several objects, each of which runs through all layers with a state of its own.
+    split into several objects, each of which runs through all layers with its own state.
 
     Attributes:
         tokens: Per row, the index of its first query in q.
@@ -105,7 +105,7 @@ class Rows:
             [p · page_size, (p + 1) · page_size).
         prompt_lens: Per row, the tokens of its whole prompt: chunks after this one included. None if every row ends its
             prompt.
-        state: Values that a method keeps from layer to layer of this pass, under a key of its own.
+        state: Values that a method keeps from layer to layer of this pass, under its own key.
     """
 
     tokens: tuple[int, ...]
@@ -174,7 +174,7 @@ class Rows:
 
     @cached_property
     def tile_starts(self) -> tuple[int, ...]:
-        """[num_rows + 1] number of each row's first tile; the last entry is the number of all tiles."""
+        """[num_rows + 1] number of each row's first tile. The last entry is the number of all tiles."""
         starts = [0]
         for query_len in self.query_lens:
             starts.append(starts[-1] + ceil_div(query_len, TILE_TOKENS))
@@ -259,8 +259,8 @@ class Rows:
     def tile_lengths(self) -> torch.Tensor:
         """[num_tiles] int32 on the device: number of queries, copied from a column of ``tiles``.
 
-        The copy is forced because Triton would compile kernels anew for an address that is not a multiple of 16 bytes,
-        such as that of the column of a single tile, which is contiguous without a copy.
+        The copy is forced, because Triton would compile kernels again for an address that is not a multiple of 16
+        bytes. The column of a single tile has such an address and is contiguous without a copy.
         """
         return self.tiles[:, 2].clone(memory_format=torch.contiguous_format)
 

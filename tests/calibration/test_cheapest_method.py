@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.calibration_cases import HEADS, make_job
 from tests.helpers.fake_judge import FakeJudge, figures, most_passes
 from vllm_sparse_backend.calibration import cheapest_method
-from vllm_sparse_backend.calibration.calibration_loop import cheapest_strategy, choose_jointly, run
+from vllm_sparse_backend.calibration.calibration_loop import calibrate, cheapest_strategy, choose_jointly
 from vllm_sparse_backend.calibration.cheapest_method import (
     CheapestSearch,
     cheapest_methods,
@@ -139,7 +139,7 @@ def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
         return CheapestSearch(job, bound, among, EstimatedCosts(HEADS, selects=False))
 
     def made():
-        return run(make_job(tmp_path / "work"), search, bounds, "a test")
+        return calibrate(make_job(tmp_path / "work"), search, bounds, "a test")
 
     profile = made()
     for name, bound in bounds.items():

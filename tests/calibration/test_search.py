@@ -148,8 +148,8 @@ def test_a_ladder_takes_options_that_are_on_or_off(tmp_path):
      ("anchor_attention:dense=true", {}, "given 'dense=true', expected values of one of its ladders, or options that"),
      ("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
      ("sale:channels=few", {}, "--method sale: given 'channels=few', expected values of one of its ladders"),
-     ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected with share_prefill alone"),
-     ("a_shape", {"taus": "0.008:0.0001"}, "--taus: given with --method a_shape, expected with sale alone"),
+     ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected only with share_prefill"),
+     ("a_shape", {"taus": "0.008:0.0001"}, "--taus: given with --method a_shape, expected only with sale"),
      *(("sale", {"taus": taus}, f"--taus: given '{taus}', expected MOST:LEAST with 0 < LEAST < MOST < 1, such as 0.008")
        for taus in ("0.008", "a:b", "0.1:0.2", "1:0.1", "0.1:0", "0.1:nan", "0.1:0.01:0.001"))],
 )  # fmt: skip

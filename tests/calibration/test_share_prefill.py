@@ -13,7 +13,7 @@ from tests.helpers.calibration_cases import HEADS, LAYERS, TopicCapturer, make_j
 from tests.helpers.fake_judge import FakeJudge, figures, most_passes
 from vllm_sparse_backend.calibration import head_clusters as module
 from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
-from vllm_sparse_backend.calibration.calibration_loop import run
+from vllm_sparse_backend.calibration.calibration_loop import calibrate
 from vllm_sparse_backend.calibration.head_clusters import (
     EarlyStop,
     attention_maps,
@@ -235,7 +235,7 @@ def sharing_job(folder: Path, **changes: object) -> Job:
 
 
 def searched(job: Job, bound: Bound = BOUND) -> Profile:
-    return run(job, partial(SharePrefillSearch, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
+    return calibrate(job, partial(SharePrefillSearch, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
 
 
 @pytest.mark.full
@@ -263,7 +263,7 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
     again = sharing_job(tmp_path / "work")
     assert searched(again).to_yaml() == profile.to_yaml()
     assert again.capturer.captured == []
-    with pytest.raises(ConfigurationError, match="without that it is flex_vertical_slash: expected that, or larger"):
+    with pytest.raises(ConfigurationError, match="use --method flex_vertical_slash, or a larger"):
         searched(sharing_job(tmp_path / "work"), Bound(1e-9))
 
 

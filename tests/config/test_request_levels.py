@@ -88,7 +88,7 @@ class TestShares:
         assert marked(stored, {"sparse_prefill": 0.97}).salt == Salt("p:print=0.97", 256)
 
     def test_without_such_heads_it_is_refused_and_said_why(self) -> None:
-        said = r"given 0\.97, but no head of this server's plan chooses by mass \(top_p\)"
+        said = r"given 0\.97, but no head of this server's plan selects by attention mass \(top_p\)"
         with pytest.raises(ValueError, match=said):
             CHOICES.level_of({"sparse_prefill": 0.97})
 
@@ -106,7 +106,7 @@ class TestPolicy:
 
     def test_by_the_name_that_a_model_is_served_by(self) -> None:
         choices = self.under(models={"a": "exact", "b": "on"}, default="fast")
-        assert choices.policy() == "fast unasked, as model a exact, as model b on; all on request"
+        assert choices.policy() == "default fast, for model a exact, for model b on; on request all levels"
         levels = [choices.unasked(model).name for model in ("a", "b", "c", None)]
         assert levels == ["exact", DEFAULT, "fast", "fast"]
         assert choices.permit(1, "a") == SERVER_LEVEL
@@ -115,7 +115,7 @@ class TestPolicy:
         choices = self.under(default="exact", allow=["on", "p"])
         for value, level in (0, "exact"), ("exact", "exact"), (1, DEFAULT), (0.97, "p=0.97"):
             assert str(choices.level_of({"sparse_prefill": value})) == level
-        said = r"given 'fast', but .*\(requests.allow\) let the request have 0 \(exact\), 1 .*, 'high', a number"
+        said = r"given 'fast', but .*\(requests.allow\) permit only 0 \(exact\), 1 .*, 'high', a number"
         with pytest.raises(ValueError, match=said):
             choices.level_of({"sparse_prefill": "fast"})
         only = self.under(allow=[])
@@ -161,7 +161,7 @@ class TestPolicy:
         for default, other in ("on", 0), ("exact", 1):
             choices = self.under(replace(CHOICES, refusal="it has a store"), default=default)
             assert choices.level_of({"sparse_prefill": default}) == choices.level_of(None)
-            with pytest.raises(ValueError, match=f"given {other}, but it has a store; leave it out"):
+            with pytest.raises(ValueError, match=f"given {other}, but it has a store; remove it"):
                 choices.level_of({"sparse_prefill": other})
 
 

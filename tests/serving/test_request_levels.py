@@ -194,7 +194,9 @@ class TestFront:
             monkeypatch.setattr(config.model_config, "runner_type", "pooling")
             known = choices(config)
             assert known.permit(server_value) == known.unasked()
-            with pytest.raises(ValueError, match="but this server pools, and has one level for all requests"):
+            with pytest.raises(
+                ValueError, match="but this server runs a pooling model, which has one level for all requests"
+            ):
                 known.permit(other)
             made = make_layers(config, range(4))
             builder = make_builder(config, made)
@@ -205,7 +207,9 @@ class TestFront:
             exact = torch.equal(step.forward(made[0], metadata), step.by_dense_backend(made[0], builder))
             assert exact == (server_value == 0)
         monkeypatch.setitem(config.additional_config["sparse_prefill"], "requests", {"models": {"a": "on"}})
-        with pytest.raises(ConfigurationError, match=r"given default, exact for .* but this server pools"):
+        with pytest.raises(
+            ConfigurationError, match=r"given default, exact as default, but this server runs a pooling model"
+        ):
             choices(config)
 
     @pytest.mark.parametrize("policy", [{"default": "exact"}, {"default": "fast"}, {"models": {"a": "exact"}}])
@@ -357,15 +361,19 @@ class TestWaysIn:
         ("path", "body", "said"),
         [
             ("/v1/responses", {**asking("zzz"), "stream": True}, "given 'zzz', expected one of 0"),
-            ("/v1/completions", {"sparse_prefill": 0}, "given 'sparse_prefill' there, expected it in vllm_xargs"),
-            ("/v1/completions", {"extra_args": {"sparse_prefill": 0}}, "extra_args: given 'sparse_prefill' there"),
+            ("/v1/completions", {"sparse_prefill": 0}, "given 'sparse_prefill', expected it in vllm_xargs"),
+            (
+                "/v1/completions",
+                {"extra_args": {"sparse_prefill": 0}},
+                "extra_args: given 'sparse_prefill', expected it",
+            ),
             ("/v1/completions", {"extra_body": {"sparse-prefill": 0}}, "extra_body: given 'sparse-prefill'"),
             ("/v1/completions", {"vllm_xargs": {MARK: ["fast", None, 0]}}, f"vllm_xargs: given '{MARK}'"),
             ("/v1/completions", {**asking(0), "sampling_params": {"extra_args": asking(0)["vllm_xargs"]}}, "one place"),
             ("/v1/completions", {"extra_body": asking(0)}, "extra_body is an argument of openai's Python client"),
             ("/v1/completions", asking([0] * 1_000_000), "given [0, 0, "),
-            ("/tokenize", asking(0), "as POST /tokenize prefills nothing"),
-            ("/sleep", asking(0), "as POST /sleep prefills nothing"),
+            ("/tokenize", asking(0), "POST /tokenize prefills no prompt"),
+            ("/sleep", asking(0), "POST /sleep prefills no prompt"),
         ],
     )
     def test_what_is_refused(self, app: Asgi, path: str, body: Any, said: str) -> None:
@@ -543,9 +551,9 @@ class TestStores:
         if by_tokens is None:
             assert (known.refusal, known.salts, lines) == (None, {"exact": "exact", "fast": "fast"}, [])
             return
-        with pytest.raises(ValueError, match=f"given 0, but this server keeps keys and values with {by_tokens}, by"):
+        with pytest.raises(ValueError, match=f"given 0, but this server stores keys and values with {by_tokens} by"):
             known.permit(0)
-        assert re.search("by their tokens alone.* Give it a store of its own", lines[0])
+        assert re.search("by their tokens only.* Use a separate store", lines[0])
 
     @pytest.mark.parametrize(("backend", "by_token"), [("native", []), ("lmcache", ["LMCacheMPConnector"])])
     def test_offloading_is_known_before_vllm_names_its_connector(

@@ -87,10 +87,13 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
         ({"VLLM_BATCH_INVARIANT": "0", "VLLM_USE_RUST_FRONTEND": "0", "VLLM_OF_NO_RELEASE": "1"}, None),
         ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
         ({"model_config.rswa_window": 128}, "reference sliding window"),
-        ({"model_config.is_mm_prefix_lm": True}, "from version 4 on, and vLLM takes version 3 here"),
+        ({"model_config.is_mm_prefix_lm": True}, "needs FlashAttention 4, but vLLM uses version 3 here"),
         ({"model_config.is_mm_prefix_lm": True, "version": 4}, None),
         ({"model_config.is_mm_prefix_lm": True, "version": None}, None),  # on a CPU
-        ({"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON}, "by which Off"),
+        (
+            {"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON},
+            "OffloadingConnector could not",
+        ),
     ],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str | None) -> None:

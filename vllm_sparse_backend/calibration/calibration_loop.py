@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of all calibration: layers in order, each judged with the state that earlier layers leave to it.
+"""The calibration loop: goes through the layers in order, and judges each with the state that earlier layers leave.
 
 A search chooses methods for a layer, and the choice is then judged as a whole: heads share an index
-(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly. A
-head that misses it loses that method, and the search chooses again until all heads hold. The profile holds methods that
-were judged this way, and then judged on the held-out prompts.
+(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly.
+If a head misses the bound, the search excludes that method and chooses again, until all heads hold the bound. The
+profile holds methods that were judged this way, and then judged on the held-out prompts.
 """
 
 import math
@@ -19,7 +19,7 @@ from vllm_sparse_backend.calibration.cheapest_method import CheapestSearch
 from vllm_sparse_backend.calibration.head_clusters import require_scipy
 from vllm_sparse_backend.calibration.head_costs import EstimatedCosts
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import walk
+from vllm_sparse_backend.calibration.layer_walk import walk_layers
 from vllm_sparse_backend.calibration.minference import MInferenceSearch
 from vllm_sparse_backend.calibration.profile_builder import FiguresByLayer, LevelResult, mean_error, profile_of
 from vllm_sparse_backend.calibration.profile_crossover import measure_crossover
@@ -36,14 +36,14 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 Strategy = Callable[[Job, Bound], Search]
 
 MARGIN = 0.1
-"""Share of a bound of errors that is left to what unseen prompts may have more."""
+"""Share of an error bound that is kept as a margin for unseen prompts."""
 
 MOST_ROUNDS = 8
-"""Of choices for a layer; a head that still misses the bound then is dense."""
+"""Maximum number of choices for a layer. A head that still misses the bound after that is dense."""
 
 NO_MEAN = ("minference", "share_prefill", "sparge_attn+skip")
 PAPERS = (*NO_MEAN, "sparge_attn")
-"""Those whose paper states more than to go along a ladder."""
+"""Methods whose papers describe their own calibration procedure."""
 
 
 def calibratable_methods() -> list[str]:
@@ -56,7 +56,7 @@ def calibratable_methods() -> list[str]:
 
 
 def independent_methods() -> list[str]:
-    """List the methods whose heads depend on no other layer: those ``cheapest_strategy`` chooses from.
+    """List the methods whose heads do not depend on other layers. ``cheapest_strategy`` chooses from these.
 
     Returns:
         Their names, in the registry's order.
@@ -116,9 +116,9 @@ def _refuse_unsupported(name: str, bounds: Mapping[str, Bound], distance: float 
     if name not in calibratable_methods():
         raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
     if distance is not None and name != "share_prefill":
-        raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
+        raise ConfigurationError(f"--distance: given with --method {name}, expected only with share_prefill")
     if taus is not None and name != "sale":
-        raise ConfigurationError(f"--taus: given with --method {name}, expected with sale alone")
+        raise ConfigurationError(f"--taus: given with --method {name}, expected only with sale")
     if name in PAPERS and any(math.isfinite(bound.absolute) for bound in bounds.values()):
         raise ConfigurationError(
             f"--level: given an absolute bound with --method {name}, expected a bound of errors relative to the dense "
@@ -162,7 +162,7 @@ def _threshold_range(text: str) -> tuple[float, float]:
 
 
 def _settings(name: str, fields: str) -> list[Any]:
-    """Of one kind: those with these values, or those like the method's defaults."""
+    """Return the settings of one kind: those with these values, or those like the method's defaults."""
     ladder, default = ladder_of(name), METHODS[name].parameters()
     if not fields:
         return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
@@ -190,7 +190,7 @@ def _with_options(name: str, wanted: Sequence[tuple[str, str]]) -> list[Method]:
 
 
 def cheapest_strategy(methods: Sequence[str]) -> Strategy:
-    """Return the search in which all settings of several methods compete in time.
+    """Return the search that chooses the fastest setting among those of several methods.
 
     Args:
         methods: Names from ``independent_methods``.
@@ -213,8 +213,8 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
     return search
 
 
-def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
-    """Calibrate: search methods for every level's bound and check them on the held-out prompts.
+def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
+    """Search methods for every level's bound, and check them on the held-out prompts.
 
     Args:
         job: Model, prompts and folder.
@@ -223,7 +223,10 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
         source: The command, for the profile's provenance.
 
     Returns:
-        The profile. ConfigurationError is raised where no head of any layer holds the first bound.
+        The profile.
+
+    Raises:
+                ConfigurationError: No head of any layer holds the first bound.
     """
     job.open_folder()
     findings = {}
@@ -232,7 +235,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
         search = how(job, within)
         while True:
             choose = partial(choose_jointly, search=search, bound=within)
-            methods, figures = walk(job, "prompts", search.others, choose)
+            methods, figures = walk_layers(job, "prompts", search.others, choose)
             if not search.should_repeat(methods, mean_error(figures, job.shape.num_heads)):
                 break
         held_out = _held_out(job, search, methods, bound)
@@ -263,7 +266,7 @@ def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[lis
         if not sparse:
             break
         figures = judge.judge(methods)
-        # Dense is all there is where even it misses the bound, as it does where an output is no number.
+        # Even dense attention misses the bound if an output is not a number. The head is then dense.
         failing = [head for head in sparse if not bound.holds(figures[head])]
         if not failing:
             return methods, figures
@@ -279,4 +282,4 @@ def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bou
         dense = all(isinstance(method, Dense) for method in of_layer)
         return of_layer, None if dense else judge.judge(of_layer)
 
-    return walk(job, "held-out", search.others, judged)[1]
+    return walk_layers(job, "held-out", search.others, judged)[1]

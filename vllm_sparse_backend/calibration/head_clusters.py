@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters of heads with similar attention, for SharePrefill (arXiv:2505.19578, section 5.2, appendices A.4 and C).
 
-Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values;
-heads are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise.
-``share_prefill.py`` turns the clusters into a profile.
+Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values.
+Hierarchical clustering of these values, cut at a distance, groups the heads. Clusters of fewer than five heads are
+noise. ``share_prefill.py`` turns the clusters into a profile.
 
-What the paper leaves open, and the choice here:
+Choices that the paper leaves open:
 
 * On a GPU, maps have the side 1,936, or the largest multiple of 16 that a shorter prompt fills. The paper does not
   state the side; it follows from its table 3, whose encoder ends in 468,512 = 32 · 121² values after pooling twice by
@@ -49,7 +49,7 @@ CPU_SIDE = 64
 """Largest side of maps on a CPU, and the side of maps in benchmarks."""
 
 SCORE_BYTES = 1 << 28
-"""Float32 scores of a layer computed at a time; intermediate results take about three times as much."""
+"""Bytes of float32 scores that are computed at a time. Intermediate results take about three times as much."""
 
 EPOCHS = 1000
 LEARNING_RATE = 1e-3
@@ -65,7 +65,7 @@ LEAST_DROP_OF_FIRST = 0.01
 
 BATCH = 64
 BATCH_PIXELS = BATCH * 512 * 512
-"""Pixels of all maps in a batch: larger maps come in smaller batches."""
+"""Pixels of all maps in a batch, so larger maps come in smaller batches."""
 
 THREAD_PIXELS = 1 << 17
 """Pixels of a batch that occupy one thread on a CPU: with fewer, threads mostly wait for each other."""
@@ -74,7 +74,7 @@ DISTANCE = 10.0
 """Default linkage distance up to which heads are joined; the authors' file name says 40."""
 
 MIN_HEADS = 5
-"""Fewest heads in a cluster: heads of smaller ones are noise."""
+"""Minimum number of heads in a cluster. Heads of smaller clusters are noise."""
 
 Clusters = tuple[tuple[int, ...], ...]
 """For each layer, the cluster of each head; −1 for noise."""
@@ -105,7 +105,7 @@ def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) ->
 
     Args:
         q: [num_tokens, num_heads, head_dim].
-        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Tokens at the end that fill no block are left out.
+        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Last tokens that do not fill a block are left out.
         scale: What multiplies q·k.
         side: Blocks in each direction.
 
@@ -220,7 +220,7 @@ def representations(
     epochs: int = EPOCHS,
     progress: JobProgress | None = None,
 ) -> torch.Tensor:
-    """Train an autoencoder on maps and return their latent values; deterministic for equal maps.
+    """Train an autoencoder on maps, and return their latent values. The result is deterministic.
 
     Args:
         maps: n maps [side, side] of any scale and dtype, which are moved to ``device``.
@@ -239,7 +239,7 @@ def representations(
         part = torch.stack([on_device[i] for i in chosen]).float().unsqueeze(1)
         return part / part.amax((1, 2, 3), keepdim=True)
 
-    # So few channels leave little to compute for each byte of a map.
+    # With so few channels, there is little to compute for each byte of a map.
     narrow = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     threads = _fitting_threads(device, min(batch, len(maps)) * side**2)
     with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow, threads:
@@ -316,7 +316,7 @@ def cluster_heads(
     num_heads = len(maps[0])
     latent = representations([head_map for layer in maps for head_map in layer], device, epochs, progress)
     spread = latent.std(0)
-    # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
+    # A latent value that is the same for all heads carries no information. Scaled to unit variance, it would be noise.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
     labels = ward_labels(standard, distance)
     large = [label for label in dict.fromkeys(labels) if labels.count(label) >= MIN_HEADS]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a model on captured prompts, selected and attended as a server on this device would prefill it.
+"""One layer of a model on captured prompts, with the selection and attention of a server on this device.
 
-On a CUDA device kernels select, and the engine that the server would choose attends; elsewhere the references do both.
-The device holds one layer at a time: queries, keys, values and dense outputs of every prompt in the model's dtype, that
-is (2 · heads + 2 · kv heads) · head_dim elements for each token, 20 KB for Llama-3.1-8B; for one chunk, two outputs in
-float32 and an index; and 8 bytes for each token and head (errors under the method and under the default).
+On a CUDA device, kernels select, and the engine that a server would choose attends. Elsewhere the references do both.
+The device holds one layer at a time: queries, keys, values and dense outputs of every prompt in the model's dtype,
+which are (2 · heads + 2 · kv heads) · head_dim elements per token (20 KB for Llama-3.1-8B); for one chunk, two outputs
+in float32 and an index; and 8 bytes for each token and head (errors under the method and under the default).
 """
 
 import copy
@@ -34,7 +34,7 @@ from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import Method
 
 State = dict[Hashable, Any]
-"""``Rows.state`` of a chunk: the state that methods hand from layer to layer."""
+"""``Rows.state`` of a chunk: the state that methods pass from layer to layer."""
 
 
 class Outcome(NamedTuple):
@@ -57,7 +57,7 @@ class Served:
 
     chunk_tokens: int = 8192
     min_tokens: int = 0
-    """First position that goes sparse; earlier ones are dense and not judged."""
+    """First position that goes sparse. Earlier positions are dense and not judged."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LayerPrompt:
         whole = dense_attention(tensors, scale)
         spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
-        without_nan(batches[0])  # of the cache that all of them have
+        without_nan(batches[0])  # of the cache that all chunks share
         return LayerPrompt(batches, [whole[span] for span in spans], before)
 
     @property
@@ -114,10 +114,10 @@ class LayerPrompt:
             next layer.
         """
         for i, batch in enumerate(self.batches):
-            rows = replace(batch.rows)  # nothing is kept from pass to pass
+            rows = replace(batch.rows)  # no state remains between passes
             rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
             layer, out = Layer.of(groups, batch.cache.head_dim, batch.q.device), batch.empty_out()
-            if engines:  # the one that a server takes
+            if engines:  # the engine that a server uses
                 spec = AttendSpec.of(batch.cache, layer.index(rows), layer.options)
                 layer = replace(layer, engine=choose_engine(engines, spec).engine)
             yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
@@ -175,10 +175,10 @@ def error_quantiles(of_queries: torch.Tensor, *shares: float) -> list[torch.Tens
 
 
 class CapturedLayer:
-    """Effect of methods on one layer of captured prompts.
+    """One layer of captured prompts, on which methods are measured.
 
-    ``engines`` are those of a CUDA device, None on a CPU. ``before`` holds, for each prompt's chunks, the state that
-    earlier layers left. ``others`` are methods of heads of other layers.
+    ``engines`` holds the engines of a CUDA device, None on a CPU. ``before`` holds, for each prompt's chunks, the state
+    that earlier layers left. ``others`` holds methods of heads of other layers.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
 class RememberingJudge:
     """A ``LayerJudge`` that saves its outcomes and loads the layer only for unknown ones.
 
-    ``path`` holds this layer's figures, all for one set of prompts; an interruption loses outcomes since the last
+    The file ``path`` holds this layer's figures for one set of prompts. An interruption loses outcomes since the last
     ``save``.
     """
 
@@ -272,7 +272,7 @@ class RememberingJudge:
         return self._read()
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Return known figures, or run the layer.
+        """Return the figures, from the file if they are known.
 
         Args:
             methods: One method for each head.
@@ -285,7 +285,7 @@ class RememberingJudge:
         """
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
-        # All fields of all methods; of equal ones those of one.
+        # The key has all fields of all methods; equal methods count once.
         key = json.dumps([parameters_of(method) for method in (methods[:1] if len(set(methods)) == 1 else methods)])
         if key not in self.known:
             self.known[key] = self.captured.figures(methods)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of a captured prompt as a server prefills it: rows, pages, and dense attention."""
+"""The chunks in which a server prefills a captured prompt: rows, pages and dense attention."""
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -12,13 +12,13 @@ PAGE_TOKENS = 128
 
 
 def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
-    """Return the steps in which a server prefills a prompt, from position ``min_tokens`` on.
+    """Return the steps in which a server prefills a prompt, starting at position ``min_tokens``.
 
     Args:
         num_tokens: Tokens of the prompt, in pages numbered in order.
         chunk_tokens: Tokens of a step.
         device: Where the block table goes.
-        min_tokens: Dense positions at the start, which are left out; a chunk that crosses this border is cut there.
+        min_tokens: Dense first positions, which are left out. A chunk that crosses this border is cut there.
 
     Returns:
         The rows of each step, one sequence each.

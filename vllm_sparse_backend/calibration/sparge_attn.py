@@ -38,11 +38,11 @@ FIRST_MARGIN = 1 / 9
 TAUS = tuple(step / 1000 for step in range(1, 1000))
 THETAS = tuple(step / 16 for step in range(16))
 MARGINS = tuple(-step / 10 for step in range(1, 351))
-"""λ in natural units, from the one that skips most; the same range as the released code's 0 to 50 in base 2."""
+"""λ in natural units, from the most skipping to the least; the same range as the code's 0 to 50 in base 2."""
 
 
 class SpargeAttnSearch(Search):
-    """Search for the pair of τ and θ, and with ``skipping`` the λ, that leave out most."""
+    """Search for the pair of τ and θ, and with ``skipping`` the λ, that leave out the most pairs."""
 
     def __init__(self, bound: Bound, *, skipping: bool = False) -> None:
         self.bound, self.skipping = bound, skipping
@@ -55,14 +55,14 @@ class SpargeAttnSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where no pair holds or too little is left out.
+            One method for each head, ``Dense()`` if no pair holds or too little is left out.
         """
         pairs = self._pairs(judge, is_allowed)
         methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
         return self._with_margins(judge, methods, is_allowed) if self.skipping else methods
 
     def _pairs(self, judge: LayerJudge, is_allowed: IsAllowed) -> dict[int, Judged]:
-        """Return the sparsest pair of each head that has one within the bound."""
+        """Return the sparsest pair within the bound, for each head that has one."""
         bound = self.bound.with_margin(FIRST_MARGIN) if self.skipping else self.bound
         sparsest_pairs: dict[int, Judged] = {}
         heads = list(range(judge.num_heads))
@@ -73,7 +73,7 @@ class SpargeAttnSearch(Search):
                 if judged.holds and (head not in sparsest_pairs or judged.sparsity > sparsest_pairs[head].sparsity):
                     sparsest_pairs[head] = judged
                 if judged.sparsity < LEAST_SPARSITY:
-                    heads.remove(head)  # higher θs keep still more
+                    heads.remove(head)  # higher θs keep even more
         return sparsest_pairs
 
     def _with_margins(self, judge: LayerJudge, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:

@@ -50,7 +50,7 @@ class Method(ABC):
 
     @property
     def group_key(self) -> "Method":
-        """Key that is equal for methods that ``merged`` combines. They have one registered name."""
+        """Key that is equal for methods that ``merged`` combines. Such methods have the same registered name."""
         return self
 
     @property
@@ -135,7 +135,7 @@ class Method(ABC):
             methods: The methods of this class on all heads of the model.
 
         Returns:
-            Why they would not do what they are for, and what to change; None if they do.
+            Why they have no effect, and what to change; None if they have one.
         """
         return None
 
@@ -264,7 +264,7 @@ class PerHead(Method):
             ``num_heads`` methods, in the order of the heads.
 
         Raises:
-            ValueError: The method is a merger of another number of methods.
+            ValueError: The method merges a different number of methods.
         """
         if not self.settings:
             return (self,) * num_heads

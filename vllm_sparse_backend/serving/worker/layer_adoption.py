@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up of the layers of one cache group: each gets its part of the plan, its memory, its engines and kernels."""
+"""Start-up of the layers of one cache group: each gets its part of the plan, its memory, engines and kernels."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ logger = logging.getLogger(LOGGER)
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share a block table, as vLLM hands them to a metadata builder.
+    """Layers that share a block table, as vLLM passes them to a metadata builder.
 
     Attributes:
         vllm_config: vLLM's configuration.
@@ -46,11 +46,11 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class AdoptedLayers:
-    """The layers of a cache group that go sparse, and what their steps need.
+    """The layers of a cache group that go sparse, and the data that their steps need.
 
     Attributes:
         numbers: Their numbers in the model, ascending.
-        worker: What all layers of this worker share.
+        worker: State that all layers of this worker share.
         memory: The worker's arena; None if no row ever goes sparse.
         guard: The worker's guard; None if it is off.
         thresholds: Lengths in tokens from which rows go sparse, by level.
@@ -86,7 +86,7 @@ class LayerAdoption:
         self._group_layers = [model_layers[name] for name in group.layer_names if name in model_layers]
 
     def adopt(self) -> AdoptedLayers | None:
-        """Hand each layer its part of the plan, allocate the arena, compile kernels, and log what runs how.
+        """Give each layer its part of the plan, allocate the arena, compile kernels, and log how each layer runs.
 
         Returns:
             The layers that go sparse; None if all layers of the group stay dense.

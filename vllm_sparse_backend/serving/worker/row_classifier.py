@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what each row of a batch runs on: decode and dense rows on the dense backend, sparse rows on our kernels.
+"""Decides how each row of a batch runs: decode and dense rows on the dense backend, sparse rows on our kernels.
 
-Lengths that the host knows decide, so nothing here waits for the device.
+The decision uses lengths that the host knows, so nothing here waits for the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class RowClassifier:
     def classify(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
     ) -> list[BatchRow]:
-        """Decide what each row of a batch runs on.
+        """Decide how each row of a batch runs.
 
         Args:
             common: vLLM's metadata of the batch.

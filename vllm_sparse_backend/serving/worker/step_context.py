@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, Mark, RequestLevel
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker import request_tallies
+from vllm_sparse_backend.serving.worker.request_tallies import RequestTallies, ticket_in
 
 REQUESTS = "sparse_prefill_requests"
 """Name of the attribute of vLLM's runner that holds its ``RunnerRequests``."""
@@ -20,7 +20,7 @@ class Step:
     """The current step of a worker's runner.
 
     Args:
-        levels: Levels of all requests of the runner that have another level than the server's own, by id.
+        levels: Levels by request id, of all requests of the runner whose level is not the server's own.
         scheduled: Number of tokens in the step by request id; empty in a dummy run.
         runner: vLLM's runner; needed only if its metadata numbers the requests of rows.
 
@@ -56,6 +56,7 @@ class RunnerRequests:
 
     Attributes:
         step: The current step; None between steps.
+        tallies: Tallies of the requests that ask for a report.
     """
 
     step: Step | None = None
@@ -63,6 +64,7 @@ class RunnerRequests:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._levels: dict[str, RequestLevel] = {}
+        self.tallies = RequestTallies()
         self._prompt_lens: dict[str, int] = {}
 
     def levels_of_rows(self, common: Any) -> list[RequestLevel] | None:
@@ -73,7 +75,7 @@ class RunnerRequests:
 
         Returns:
             The levels, the server's own for padding rows. None if requests of the step have other levels than the
-            server's own and their rows are not known. Only dense attention is right for all of them then.
+            server's own, but their rows are unknown. Then all rows have to run dense.
         """
         num_rows, step = common.num_reqs, self.step
         if step is None or not step.levels.keys() & step.scheduled.keys():
@@ -117,7 +119,7 @@ class RunnerRequests:
         return rows if len(rows) <= common.num_reqs else ()
 
     def name_rows(self, req_ids: Callable[[], Sequence[str]]) -> None:
-        """Set how the current step, if there is one, gets the requests of its rows when metadata is built.
+        """Set the function by which the current step, if any, gets the requests of its rows.
 
         Args:
             req_ids: Returns the engine's ids in the order of the rows.
@@ -139,14 +141,14 @@ class RunnerRequests:
         for req_id in scheduler_output.finished_req_ids:
             self._levels.pop(req_id, None)
             self._prompt_lens.pop(req_id, None)
-            request_tallies.end(req_id)
+            self.tallies.end(req_id)
         for new in scheduler_output.scheduled_new_reqs:
             self._prompt_lens[new.req_id] = compat.prompt_length(new)
             extra_args = getattr(new.sampling_params, "extra_args", None) or {}
             level = self._level_of(extra_args)
-            ticket = request_tallies.ticket_in(extra_args)
+            ticket = ticket_in(extra_args)
             if ticket is not None:
-                request_tallies.begin(new.req_id, level.name, ticket)
+                self.tallies.begin(new.req_id, level.name, ticket)
             if level == SERVER_LEVEL:
                 self._levels.pop(new.req_id, None)
             else:
