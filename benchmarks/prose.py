@@ -35,19 +35,6 @@ MAX_COLUMNS = 100
 PYTHON_FOLDERS = ("vllm_sparse_backend", "kernels", "benchmarks", "deploy")
 """Folders whose docstrings, comments and messages are checked."""
 
-PENDING = frozenset(
-    {
-        "README.md",
-        "docs/README.md",
-        "docs/choosing_a_setting.md",
-        "docs/first_steps.md",
-        "docs/how_it_works.md",
-        "docs/performance.md",
-        "docs/quality.md",
-    }
-)
-"""Markdown files whose findings are counted and do not fail the check yet."""
-
 PROSELINT_GROUPS = ("archaism", "malapropisms", "nonwords", "redundancy.misc.garner")
 """proselint's own checks that hold for technical text."""
 
@@ -325,9 +312,9 @@ def must_pass(path: Path) -> bool:
         path: a file of the repository.
 
     Returns:
-        True for Markdown files that are not `PENDING`.
+        True for Markdown files.
     """
-    return path.suffix == ".md" and str(path.relative_to(ROOT)) not in PENDING
+    return path.suffix == ".md"
 
 
 def sentences(prose: Prose) -> Iterator[tuple[int, str]]:
