@@ -21,6 +21,7 @@ from vllm_sparse_backend.serving.worker.guard import Guard
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.model_layers import ModelLayer
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
+from vllm_sparse_kernels.cards import status_note
 
 logger = logging.getLogger(LOGGER)
 
@@ -139,9 +140,11 @@ class LayerAdoption:
             return
         from vllm_sparse_backend.serving.worker.warmup import warm_up
 
-        slow = slow_path(spec.block_size, compat.device_capability())
-        if slow is not None and worker.should_log(slow):
-            logger.warning("sparse-prefill: %s", slow)
+        capability = compat.device_capability()
+        status = None if capability is None else status_note(capability)
+        for warning in (status, slow_path(spec.block_size, capability)):
+            if warning is not None and worker.should_log(warning):
+                logger.warning("sparse-prefill: %s", warning)
         order = compat.page_order(self._group.vllm_config)
         warm_up(impls, spec, self._group.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
 
