@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_sparse_kernels.attention.portable.engine import PORTABLE, shared_bytes, widest_block
+from vllm_sparse_kernels.attention.portable.engine import PORTABLE, widest_block
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.methods.base import Method
 
 HOPPER = (9, 0)

@@ -106,8 +106,12 @@ def device() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield note("device", "CPU: suitable for trials and tests, not for speed")
         return
+    from vllm_sparse_kernels.cards import status_note
+
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     yield ok("device", f"{name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
+    status = status_note((major, minor))
+    yield ok("kernels", "measured on such a GPU") if status is None else note("kernels", status)
 
 
 def without_vllm() -> bool:

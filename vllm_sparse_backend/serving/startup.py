@@ -147,7 +147,7 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
     if capability < (9, 0):
         return (
             f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bulk copies: blocks of keys are "
-            "gathered token by token, and no speed-up was measured on such a device"
+            "gathered token by token; no action, unless another GPU can be used"
         )
     if page_tokens % compat.BULK_PAGE_TOKENS:
         return (

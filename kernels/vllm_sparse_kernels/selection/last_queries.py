@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
@@ -35,6 +36,9 @@ MOST_QUERIES = 256
 
 QUERY_BYTES = 64 * 1024
 """Maximum number of stacked queries of one program, unless a single head has more."""
+
+JOIN_BYTES = 8 * 1024
+"""Upper bound of the shared memory in which a program joins sums of threads, as compiled by Triton 3.9."""
 
 PROGRAMS = 264
 """Programs for a long row: as many as an H200 runs at a time, two per SM. Each begins with loads, which nothing would
@@ -160,7 +164,9 @@ def last_query_sums(
         )
     )
     grid = (num_splits, stacks, num_rows)
-    stacked, num_stages = members * num_queries, 3 if members * bytes_a_head <= QUERY_BYTES else 2
+    stacked = members * num_queries
+    tile_bytes = LAST.value * block_d * q.element_size()
+    num_stages = _num_stages(members * bytes_a_head, tile_bytes, shared_bytes(q.device))
     # Two programs run on an SM at a time, so that the exponentials of one hide behind the products of the other. In the
     # first pass they have many warps with few registers. In the second they have one group, with one warp for each of 4
     # stacked heads, which sums columns. Diagonals of keys are always summed within a warp.
@@ -176,6 +182,21 @@ def last_query_sums(
     if by_block is not None:
         _sum_block_diagonals(sums, by_block, index, max(num_tiles), last_queries, spread)
     return sums
+
+
+def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
+    """Return the pipeline stages of both passes over the keys.
+
+    Args:
+        stack_bytes: Stacked queries of a program.
+        tile_bytes: A tile of keys.
+        limit_bytes: Shared memory of a program.
+
+    Returns:
+        3 for two buffered tiles, or 2 for one if the queries are many or two do not fit the GPU.
+    """
+    fits = stack_bytes + 2 * tile_bytes + JOIN_BYTES <= limit_bytes
+    return 3 if fits and stack_bytes <= QUERY_BYTES else 2
 
 
 def _sum_block_diagonals(

@@ -21,6 +21,7 @@ from vllm_sparse_backend.serving.worker.guard import Guard
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.model_layers import ModelLayer
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
+from vllm_sparse_kernels.cards import status_note
 
 logger = logging.getLogger(LOGGER)
 
@@ -139,8 +140,9 @@ class LayerAdoption:
             return
         from vllm_sparse_backend.serving.worker.warmup import warm_up
 
-        slow = slow_path(spec.block_size, compat.device_capability())
-        for line in (slow, self._other_decode(impls[0])):
+        capability = compat.device_capability()
+        status = None if capability is None else status_note(capability)
+        for line in (status, slow_path(spec.block_size, capability), self._other_decode(impls[0])):
             if line is not None and worker.should_log(line):
                 logger.warning("sparse-prefill: %s", line)
         order = compat.page_order(self._group.vllm_config)
