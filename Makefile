@@ -45,6 +45,7 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m benchmarks.prose check
 
 # What each release of Triton makes of the Hopper kernel; no GPU needed, about ten minutes.
 compile-matrix: $(INSTALLED)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each part of a method is worth: the papers' ablations, in one table over captured queries, keys and values.
+"""Ablations of the papers in one table, over captured queries, keys and values: the effect of each part of a method.
 
     python -m benchmarks.ablations CAPTURE [--clusters CAPTURE] [--chunk 8192]
 
-CAPTURE is a folder that ``benchmarks.capture`` wrote; ``--clusters`` one of another prompt, for SharePrefill. Each
-method is measured as its paper has it, then without the part in question: as the paper does it, and once more with the
-method's main knob set so that as many pairs are kept, since what is left out mostly changes how much is kept. Methods
-select as a server would, chunk by chunk.
+CAPTURE is a folder that ``benchmarks.capture`` wrote. ``--clusters`` names a capture of another prompt, for
+SharePrefill. Each method is measured as in its paper, then without the part in question, and again without it at equal
+density: the method's main parameter is set so that it keeps as many pairs, because removing a part mostly changes the
+number of kept pairs. Methods select as on a server, chunk by chunk.
 
-Recall is that of single queries: their mean, and what all but a thousandth of them keep at least. (All layers, heads
-and queries are one population.) Density and recall are those of the selection. What SpargeAttn's second stage then
-leaves out, products of P and V or whole steps, is the column "skipped", a share of the steps: it shows in the output.
+Recall is that of single queries: their mean, and the minimum of all but a thousandth of them. (All layers, heads and
+queries form one population.) Density and recall are those of the selection. The column "skipped" is the share of steps
+that SpargeAttn's second stage leaves out (products of P and V or whole steps). It affects the output only.
 
-What the papers ablate and this does not, as no parameter says it: MInference with the lines of another prompt (its
-"static" of table 4); SALE without 4 bits (appendix E) and without a τ of its own for each head, which only a calibrated
-profile has; SpargeAttn's Hilbert curve, which a causal mask rules out. A vertical-slash keeps its diagonal blocks
-whatever is asked of it, and one line of the other kind, as in MInference's appendix D.3.
+Some ablations of the papers are not possible, because no parameter describes them: MInference with the lines of another
+prompt (its "static" of table 4); SALE without 4 bits (appendix E) and without a separate τ for each head, which only a
+calibrated profile has; SpargeAttn's Hilbert curve, which a causal mask rules out. A vertical-slash always keeps its
+diagonal blocks and one line of the other kind, as in MInference's appendix D.3.
 """
 
 import math
@@ -49,19 +49,19 @@ COMPLETE = "complete"
 
 SEARCH_STEPS = 10
 CLOSE = 0.01
-"""Densities this far apart, relatively, are equal."""
+"""Largest relative difference between densities that count as equal."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """What more of keeps more: a method's field, and the range to search. Between whole numbers steps are factors."""
+    """A field of a method that keeps more pairs if larger, and the range to search. Integers change by factors."""
 
     field: str
     low: float
     high: float
 
     def limits(self, num_tokens: int) -> tuple[float, float]:
-        """Whole numbers count tokens, or blocks of them: no more than there are."""
+        """Return the range. Integers count tokens or blocks, so the prompt limits them."""
         return self.low, min(self.high, num_tokens) if isinstance(self.high, int) else self.high
 
     def between(self, low: float, high: float) -> float:
@@ -70,7 +70,7 @@ class Knob:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method as it is, or with something left out. Of a paper's variants the first is complete."""
+    """A method, or the method without a part. The first variant of a paper is complete."""
 
     paper: str
     what: str
@@ -78,7 +78,7 @@ class Variant:
     params: dict[str, Any] = field(default_factory=dict)
     knob: Knob | None = None
     matched: bool = False
-    """Whether the knob was set so that as many pairs are kept as by the complete method."""
+    """Whether the knob was set to keep as many pairs as the complete method."""
 
     @property
     def name(self) -> str:
@@ -143,7 +143,7 @@ class Row:
 
 
 class Bench:
-    """One captured prompt, and what it takes to measure variants on it."""
+    """Measures variants on a captured prompt."""
 
     def __init__(self, captured: Capture, clusters: Clusters | None, chunk_tokens: int, device: str) -> None:
         self.captured, self.clusters, self.chunk_tokens, self.device = captured, clusters, chunk_tokens, device
@@ -163,7 +163,7 @@ class Bench:
         return Row(variant, kept.mean_density, kept.mean_recall, *kept.quantiles(), skipped, kept.mean_error)
 
     def _skipped(self, variant: Variant) -> float:
-        """Share of the steps whose product λ leaves out."""
+        """Return the share of steps whose product λ leaves out."""
         skipped = steps = 0
         plans = self.plans([variant])
         for selected in selections(self.captured, plans, self.chunk_tokens, self.device):
@@ -175,7 +175,7 @@ class Bench:
         return skipped / max(steps, 1)
 
     def as_dense(self, targets: Sequence[tuple[Variant, float]]) -> list[Variant]:
-        """Each variant with its knob where it keeps nearest to that density, by bisection of all at once."""
+        """Return each variant with the knob that comes closest to a density, by bisection of all variants together."""
         ranges = [v.knob.limits(self.captured.num_tokens) for v, _ in targets if v.knob is not None]
         best: list[tuple[float, Variant]] = [(math.inf, v) for v, _ in targets]
         for _ in range(SEARCH_STEPS):
@@ -196,7 +196,7 @@ class Bench:
 def skipped_steps(
     q: torch.Tensor, cache: PagedCache, index: SparseIndex, methods: Sequence[Method], scale: float
 ) -> tuple[int, int]:
-    """Steps whose product λ leaves out, and all steps, of one row's heads that have a λ, each with its method."""
+    """Return the number of skipped steps and of all steps, over one row's heads that have a λ."""
     rows, group, skipped, steps = index.rows, index.num_heads // cache.num_kv_heads, 0, 0
     margins = {head: method.skip_margin for head, method in enumerate(methods) if method.skip_margin is not None}
     keys = cache.gather(rows.block_table[0], rows.seq_lens[0])[0].float() if margins else q
@@ -212,7 +212,7 @@ def skipped_steps(
 
 
 def ablate(bench: Bench, variants: Sequence[Variant], equal_density: bool) -> list[Row]:
-    """All rows of the table, each variant followed by itself at its paper's complete method's density."""
+    """Return all rows of the table. Each variant is followed by itself at the complete method's density."""
     rows = bench.measure(variants)
     complete = {row.variant.paper: row.density for row in rows if row.variant.what == COMPLETE}
     targets = [(v, complete[v.paper]) for v in variants if v.knob is not None and v.paper in complete]
@@ -224,7 +224,7 @@ def ablate(bench: Bench, variants: Sequence[Variant], equal_density: bool) -> li
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown; the columns are ``COLUMNS``."""
+    """Return a Markdown table with the columns ``COLUMNS``."""
 
     def name(variant: Variant) -> str:
         if not variant.matched or variant.knob is None:
@@ -243,7 +243,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def add_rows(report: Report, rows: Sequence[Row], where: str) -> None:
-    """As figures of a results file; a case of the JSON has all of a row."""
+    """Add rows as figures of a results file. A case of the JSON has all values of a row."""
     for row in rows:
         variant = row.variant
         name = f"ablation, {variant.paper}, {variant.name}, {where}"
@@ -259,7 +259,7 @@ def add_rows(report: Report, rows: Sequence[Row], where: str) -> None:
 
 
 def variants_of(papers: Sequence[str], bench: Bench) -> tuple[list[Variant], dict[str, str]]:
-    """What can be measured, and why a paper cannot. Raises ConfigurationError where one has no ablations."""
+    """Return the variants, and why papers are left out. Raises ConfigurationError for a paper without ablations."""
     if unknown := [paper for paper in papers if paper not in PAPERS]:
         raise ConfigurationError(f"--papers: {not_one_of(unknown[0], PAPERS)}")
     left_out = {}
@@ -276,9 +276,11 @@ def main(
     captured: Annotated[Path, typer.Argument(help="Folder of `benchmarks.capture`.")],
     clusters: ClustersOption = None,
     device: Device = None,
-    chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens; 0: all at once.")] = 8192,
+    chunk: Annotated[
+        int, typer.Option(help="Tokens of a step (--max-num-batched-tokens); 0 for the whole prompt.")
+    ] = 8192,
     papers: Annotated[str, typer.Option(help="Papers whose ablations to measure.")] = ",".join(PAPERS),
-    equal_density: Annotated[bool, typer.Option(help="Also with as many pairs kept as by the complete method.")] = True,
+    equal_density: Annotated[bool, typer.Option(help="Also measure at the complete method's density.")] = True,
     json_path: Json = None,
     results: Results = None,
 ) -> None:

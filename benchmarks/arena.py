@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a server's arena is, whether steps ever miss it, and whether rows are cut by themselves.
+"""The size of a server's arena, tensors that do not fit into it, and rows whose cuts depend on other rows.
 
-Computed on the host: no device is needed.
+Everything is computed on the host; no device is needed.
 
     python -m benchmarks.arena [--results docs/results/arena.json] [--mend docs/results/mend.json] [--number 10000]
 
-Sizes are of one worker, for the heads of an 8B model, as an H100 or H200 has it, with ``min_tokens`` and
-``min_query_tokens`` as where nothing was measured. A server of another shape says its own size in its log.
+Sizes are those of one worker with the heads of an 8B model, on an H100 or H200, with the ``min_tokens`` and
+``min_query_tokens`` of unmeasured devices. A server of another shape logs its own size.
 
-Misses and cuts are counted over random steps of 20 shapes of a worker's heads: the host's part of selection and
-attention runs with each engine, its kernels do nothing, and its tensors have no memory (torch's meta device).
+Misses and cuts are counted over random steps of 20 shapes of a worker's heads. The host's part of selection and
+attention runs with each engine, kernels do nothing, and tensors have no memory (torch's meta device).
 """
 
 import random
@@ -49,8 +49,8 @@ MAX_ROWS = 256
 META, CPU = torch.device("meta"), torch.device("cpu")
 MEND = Path("docs/results/mend.json")
 BEFORE_MIB = 466
-"""The arena of the default method for the heads of an 8B model, requests of 131,072 tokens and steps of 8,192, when
-``top_p`` was sized by the portable engine and by the longest row alone."""
+"""Earlier size of the arena of the default method, for the heads of an 8B model, requests of 131,072 tokens and steps
+of 8,192: ``top_p`` was then sized by the portable engine and by the longest row only."""
 
 WORKERS: tuple[tuple[int, int, int], ...] = (
     (32, 8, 128), (16, 4, 128), (8, 2, 128), (64, 8, 128), (16, 2, 128), (8, 1, 128), (40, 8, 128), (20, 4, 128),
@@ -67,7 +67,7 @@ THRESHOLDS = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
 
 
 def needs_of(method: str, shape: ModelShape) -> tuple[LayerNeed, Layer]:
-    """What the only layer of such a model needs, all of whose heads run ``method``, and the layer."""
+    """Return the need of a model's only layer, all of whose heads run ``method``, and the layer."""
     (groups,) = Plan.build(SparsePrefillConfig(method=method), shape).layers
     assert groups is not None
     need = LayerNeed.of(groups, shape.num_kv_heads, shape.head_dim, 2, CPU)
@@ -75,7 +75,7 @@ def needs_of(method: str, shape: ModelShape) -> tuple[LayerNeed, Layer]:
 
 
 def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
-    """Of a server whose heads all run ``method``, on a device of which that is less than a sixteenth."""
+    """Return the arena's size for a server whose heads all run ``method``, on a device with enough memory."""
     need, _ = needs_of(method, SHAPE)
     size = ArenaSize.of([need], step_tokens, MAX_ROWS, max_len, THRESHOLDS)
     assert size is not None
@@ -83,7 +83,7 @@ def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
 
 
 def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LEN) -> list[Row]:
-    """Sparse rows of a step, each with as many tokens as serving lets go sparse: one alone as often as several."""
+    """Return random sparse rows of a step, each long enough to go sparse. Half of the steps have a single row."""
     num_rows = generator.choice((1, 1, 1, 2, 3, 4, 8))
     left, rows = max_tokens, list[Row]()
     for number in range(num_rows):
@@ -99,19 +99,19 @@ def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LE
 
 
 def table_of(rows: Sequence[Row], device: torch.device = META) -> torch.Tensor:
-    """A block table that says each row's number, where it has memory."""
+    """Return a block table. If it has memory, it holds each row's number."""
     return torch.arange(len(rows), dtype=torch.int32, device=device)[:, None]
 
 
 @dataclass
 class Worker:
-    """A worker's layer, its arena of the size that serving gives it, and what steps took."""
+    """A worker's layer, its arena in the size that serving gives it, and counts of misses."""
 
     heads: tuple[int, int, int]
     max_tokens: int
     method: str = "default"
     share: float = 1.0
-    """Of that size: less, as where the device's memory limits it."""
+    """Fraction of that size; below 1 as on a device whose memory limits the arena."""
 
     num_misses: int = field(default=0, init=False)
     peak_bytes: int = field(default=0, init=False)
@@ -129,7 +129,7 @@ class Worker:
         self.engines = {group.method: group.method.select_engines for group in layer.groups}
 
     def run(self, rows: Sequence[Row]) -> None:
-        """Select with each engine and attend over what is kept, on the host alone; count what the arena lacked."""
+        """Select with each engine and attend over the kept keys, on the host only; count tensors that do not fit."""
         tokens = rows[-1].token + rows[-1].query_len
         q = torch.empty(tokens, self.heads[0], self.head_dim, dtype=torch.float16, device=META)
         for slab in self.room.slabs(rows, table_of(rows)):
@@ -147,7 +147,7 @@ class Worker:
                 self.peak_bytes = max(self.peak_bytes, arena.peak_bytes)
 
     def cuts(self, rows: Sequence[Row]) -> dict[int, list[Any]]:
-        """Of each row how it is cut: its chunks, by their first token in it, and the tiles of these by runs."""
+        """Return how each row is cut: its chunks by first token, and their tiles by run."""
         cuts: dict[int, list[Any]] = {row.number: [] for row in rows}
         begins = {row.number: row.token for row in rows}
         for slab in self.room.slabs(rows, table_of(rows, CPU)):
@@ -162,7 +162,7 @@ class Worker:
 
 
 def run_cuts(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[tuple[int, int]]:
-    """The tiles of a row by the runs that measure them, counted from the row's first: (first, end) of each run."""
+    """Return the tiles (first, end) of each run of a row, counted from the row's first tile."""
     begin, end = rows.tile_starts[row], rows.tile_starts[row + 1]
     cuts = []
     for slab in slabs_of(rows, num_selected, tile_bytes):
@@ -174,7 +174,7 @@ def run_cuts(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> 
 
 
 def count_misses(number: int, method: str = "default", seed: int = 0) -> int:
-    """Tensors that did not fit the arena, over that many random steps of all workers."""
+    """Return the number of tensors that did not fit into the arena, over random steps of all workers."""
     generator = random.Random(seed)
     misses = 0
     with without_launches():
@@ -188,9 +188,9 @@ def count_misses(number: int, method: str = "default", seed: int = 0) -> int:
 
 
 def count_cut_differently(number: int, seed: int = 0) -> int:
-    """Rows that are cut otherwise in a batch than alone, over that many random batches of all workers.
+    """Return the number of rows whose cuts in a batch differ from those alone, over random batches of all workers.
 
-    Arenas are of the size that serving gives them, and smaller ones.
+    Arenas have the size that serving gives them, and smaller sizes.
     """
     generator = random.Random(seed)
     differing = 0

@@ -3,9 +3,10 @@
 
     python -m benchmarks.attend [--contexts 24576,122880] [--densities 1,0.5,0.2] [--stripes 1024,8192]
 
-Efficiency is FlashAttention's time × density ÷ own time, everything included that an engine does between index and
-output: 1 means that a kept pair costs what it costs there. Random normal q, k, v; blocks, or single keys ("stripes"),
-drawn per head and tile at random, the diagonal always kept. Every case is checked before it is timed.
+Efficiency is FlashAttention's time × density ÷ the engine's time, including all of the engine's work between index and
+output. At 1, a kept pair costs as much as in FlashAttention. q, k and v are random normal. Blocks, or single keys
+("stripes"), are drawn at random for each head and tile, and the diagonal is always kept. Every case is checked before
+it is timed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,10 +45,10 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 
 NUM_INPUTS = 2
-"""Inputs that are timed in turn, so that none is found in a cache."""
+"""Number of inputs that are timed in turn, so that no input is in a cache."""
 
 PASSES_S = 2.0
-"""For so long a case is measured: a card at its power limit changes its clock by some 3 %, which few passes show."""
+"""Measuring time of a case: a card at its power limit changes its clock by about 3 %, which few passes would show."""
 
 COLUMNS = {
     "engine": "engine",
@@ -75,7 +76,7 @@ class Case:
     density: float
     stripes: int = 0
     longest: bool = True
-    """Whether no case of the run has more context: figures of stripes leave it out then."""
+    """Whether no case of the run has more context. Names of figures of stripes then omit the context."""
 
     @property
     def name(self) -> str:
@@ -88,7 +89,7 @@ class Case:
 def cases_of(
     contexts: Sequence[int], query_len: int, blocks: Sequence[int], densities: Sequence[float], stripes: Sequence[int]
 ) -> list[Case]:
-    """Every width with every density, and single keys alone beside the diagonal, after every context."""
+    """Return every width with every density, and single keys with only the diagonal, for every context."""
     cases = []
     for context_len in contexts:
         longest = context_len == max(contexts)
@@ -104,13 +105,13 @@ def run_attend(
     engines: Sequence[str],
     report: Report,
 ) -> Iterator[dict[str, Any]]:
-    """Measure case by case; yields each as it is reported."""
+    """Measure case by case, and yield each case when it is reported."""
     batches: list[Batch] = []
     made_for = None
     for case in cases:
         if made_for != (case.context_len, case.query_len):
             made_for = (case.context_len, case.query_len)
-            batches.clear()  # before new ones are made: both would not always fit
+            batches.clear()  # before new ones are made, because both might not fit
             batches += [_batch(heads, made_for, seed, card.device) for seed in range(NUM_INPUTS)]
         indices = [random_index(batch, case.block_tokens, case.density, case.stripes) for batch in batches]
         for engine in engines:
@@ -169,7 +170,7 @@ def _measure(
 
 
 def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tensor) -> str | None:
-    """Why a result is not right: against float64 on sampled tiles, and where all is kept against FlashAttention."""
+    """Return why a result is wrong, compared with float64 on sampled tiles, and with FlashAttention if all is kept."""
     if not check.passed:
         return str(check)
     if case.density >= 1 and not (apart := difference(out, dense_out)) <= BUDGET * check.eager:
@@ -178,13 +179,13 @@ def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tenso
 
 
 def shares(option: str, text: str) -> list[float]:
-    """Numbers from 0 to 1."""
+    """Parse numbers from 0 to 1."""
     try:
         numbers = [float(part) for part in split(text)]
     except ValueError:
         numbers = []
     if not numbers or not all(0 <= share <= 1 for share in numbers):
-        raise BenchError(f"{option}: given {text!r}, expected numbers from 0 to 1, with commas between")
+        raise BenchError(f"{option}: given {text!r}, expected numbers from 0 to 1, separated by commas")
     return numbers
 
 
@@ -194,9 +195,9 @@ class Attend:
 
     contexts: Contexts = "24576,122880"
     chunk: Chunk = 8192
-    blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, by comma.")] = "128,64,32"
-    densities: Annotated[str, typer.Option(help="Shares of blocks to keep, by comma.")] = "1,0.5,0.2,0.08,0.03"
-    stripes: Annotated[str, typer.Option(help="Single keys a tile, by comma; empty for none.")] = "1024,8192"
+    blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, comma-separated.")] = "128,64,32"
+    densities: Annotated[str, typer.Option(help="Shares of blocks to keep, comma-separated.")] = "1,0.5,0.2,0.08,0.03"
+    stripes: Annotated[str, typer.Option(help="Single keys per tile, comma-separated; empty for none.")] = "1024,8192"
     engines: Engines = ""
     model: Model = None
     page_size: Page = 128
@@ -204,7 +205,7 @@ class Attend:
     results: Results = None
 
     def run(self) -> None:
-        """Measure, and show what was measured."""
+        """Measure, and show the results."""
         with failures():
             cases = cases_of(
                 token_counts("--contexts", self.contexts, least=0), self.chunk, token_counts("--blocks", self.blocks),

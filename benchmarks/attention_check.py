@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether attention over an index is right: sampled tiles against float64, and eager torch as the measure of rounding.
+"""Checks attention over an index on sampled tiles against float64, with eager torch's error as the measure of rounding.
 
-Nothing is timed before it is right.
+Results are checked before they are timed.
 """
 
 import random
@@ -16,8 +16,8 @@ from vllm_sparse_kernels.paged import FP8
 
 SAMPLED_TILES = 12
 BUDGET = 2.0
-"""A result may be so many times as far from float64 as eager attention in its own dtype is, its weights rounded to fp8
-where the cache is in fp8."""
+"""Largest error of a result relative to that of eager attention in its dtype, with weights rounded to fp8 if the cache
+is in fp8."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Check:
 
 
 def check_attention(batch: Batch, index: SparseIndex, out: torch.Tensor) -> Check:
-    """``out`` against softmax over the index's keys. Reads the device."""
+    """Compare ``out`` with the softmax over the index's keys. Synchronises with the device."""
     chosen = random.Random(0)
     ours = eager = 0.0
     group = batch.num_heads // batch.cache.num_kv_heads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries, keys and values of a model on a text, written down for `benchmarks.methods`, `recall` and others.
+"""Writes a model's queries, keys and values on a text to disk, for `benchmarks.methods`, `recall` and others.
 
 python -m benchmarks.capture MODEL FOLDER [--tokens 32768] [--skip 0] [--text FOLDER]
 """
@@ -24,7 +24,7 @@ from vllm_sparse_backend.calibration.prompts import MOST_CHARS
 from vllm_sparse_backend.cli.common import device_of, failures
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.evaluation.output_files import require_output_folder
-from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 
 
 def main(
@@ -48,18 +48,18 @@ def main(
 def capture(
     model: Path, token_ids: Sequence[int], folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> Capture:
-    """``capture_prompts`` for one prompt."""
+    """Capture one prompt; see ``capture_prompts``."""
     return next(capture_prompts(model, [token_ids], [folder], device, dtype))
 
 
 def read_tokens(model: Path, text: Path, length: int, begin_token: bool = True, skip: int = 0) -> list[int]:
-    """A prompt of ``length`` tokens from a text file or a folder of them, less their first ``skip`` tokens.
+    """Return a prompt of ``length`` tokens from a text file or folder, without its first ``skip`` tokens.
 
-    With ``begin_token``, the tokenizer's own begin-of-sequence token comes first, if it has one. Raises
-    ConfigurationError if the text does not have as many tokens.
+    With ``begin_token``, the tokenizer's begin-of-sequence token comes first, if it has one. Raises ConfigurationError
+    if the text is too short.
     """
     tokenizer, most_chars = load_tokenizer(model), (skip + length) * MOST_CHARS
-    token_ids = tokenizer(read_text(text, most_chars), add_special_tokens=False, verbose=False).input_ids
+    token_ids = tokenizer(read_prompt_text(text, most_chars), add_special_tokens=False, verbose=False).input_ids
     if len(token_ids) < skip + length:
         raise ConfigurationError(f"text: {unexpected(f'{len(token_ids)} tokens', f'at least {skip + length}')}")
     return [*(begin_ids(tokenizer) if begin_token else ()), *token_ids[skip:]][:length]

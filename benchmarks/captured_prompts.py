@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured prompts for timings: their layers, heads repeated to fill a card, and what profiles have these heads do."""
+"""Captured prompts for timings: their layers, with heads repeated to fill a card, and plans of profiles for them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from vllm_sparse_backend.calibration.prompt_chunks import PAGE_TOKENS, paged
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import load_profile
-from vllm_sparse_backend.evaluation.attention_prompts import Prompt, without_nan
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, without_nan
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.base import Method
@@ -21,22 +21,24 @@ from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 from vllm_sparse_kernels.rows import ceil_div
 
 FURTHEST_CLUSTER = 10_000
-"""More than a model has heads."""
+"""Upper bound of a model's number of heads."""
 
 
-def captured_prompts(captured: Capture, copies: int, device: torch.device) -> list[Prompt]:
-    """The captured layers in order, their heads ``copies`` times: few heads do not fill a card."""
+def captured_prompts(captured: Capture, copies: int, device: torch.device) -> list[AttentionPrompt]:
+    """Return the captured layers in order, with their heads repeated ``copies`` times: few heads do not fill a card."""
     table = torch.arange(ceil_div(captured.num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
     prompts = []
     for layer in sorted(captured.scales):
         q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
         rows = Rows((0,), (captured.num_tokens,), (0,), table)
-        prompts.append(Prompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer]))))
+        prompts.append(
+            AttentionPrompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])))
+        )
     return prompts
 
 
 def repeated_clusters(clusters: Sequence[Sequence[int]], copies: int, noise: int) -> tuple[tuple[int, ...], ...]:
-    """Clusters of heads that stand there ``copies`` times; no copy shares with another."""
+    """Return the clusters of heads that are repeated ``copies`` times. Copies do not share with each other."""
     apart = 1 + max(max(heads) for heads in clusters)
     return tuple(
         tuple(c if c == noise else c + copy * apart for copy in range(copies) for c in heads) for heads in clusters
@@ -44,10 +46,10 @@ def repeated_clusters(clusters: Sequence[Sequence[int]], copies: int, noise: int
 
 
 def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int, captured: Sequence[int] | None = None) -> Plan:
-    """What a profile has each head of such a model do, heads ``copies`` times over; layers it leaves dense are so by
-    the method that keeps all. Clusters of SharePrefill are each copy's own.
+    """Return a profile's plan for a model whose heads are repeated ``copies`` times.
 
-    ``captured``: the layers that the plan is of, all of them unless given.
+    Dense layers get the method that keeps everything. Each copy has its own clusters of SharePrefill. ``captured`` are
+    the layers of the plan, by default all.
     """
     profile = load_profile(name_or_path, "--profile")
     profile.check_model(shape, f"--profile {name_or_path}")

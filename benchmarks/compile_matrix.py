@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hopper compiled by several releases of Triton, side by side, without a GPU: what each makes of it.
+"""Compiles the engine hopper with several releases of Triton, without a GPU, and compares the machine code.
 
     python -m benchmarks.compile_matrix 3.6.0 3.7.1 3.8.0 3.9.0 [--out docs/results/compile_matrix.json]
 
-Each release is installed into a folder of its own, without its dependencies (this needs torch alone), and runs this
-file in a process of its own. What counts: that it compiles; that no step spills; and that a step's exponents stand
-before the wait for the product with the values of the step before, as many as a step's scores on 128 threads make.
+Each release is installed into its own folder, without dependencies (this needs only torch), and runs this file in its
+own process. The checks: the kernel compiles; no step spills; and all of a step's exponents, as many as a step's scores
+on 128 threads, come before the wait for the product with the previous step's values.
 """
 
 import json
@@ -28,13 +28,13 @@ CASES = [
     for dtype in (("bf16", "fp16") if block == 128 or head_dim == 256 else ("bf16",))
 ]
 STEPS = [[(300, 200)], [(0, 1), (77, 333), (1000, 129)], [(128, 1024)]]
-"""Batches that one compiled variant of each of the two kernels has to serve."""
+"""Batches that one compiled variant of each of the two kernels must serve."""
 
 WAIT_SCORES, WAIT_VALUES = r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0"
 
 
 def figures_of(cases: Sequence[str]) -> dict[str, dict[str, int]]:
-    """By case, what the installed Triton makes of hopper. Not in Triton's interpreter."""
+    """Return the figures of hopper by case, compiled by the installed Triton. Does not work in Triton's interpreter."""
     from tests.helpers.offline_compiler import Code, Recorder, compiling_for
     from vllm_sparse_kernels.attention.hopper import engine as hopper
 
@@ -55,7 +55,7 @@ def figures_of(cases: Sequence[str]) -> dict[str, dict[str, int]]:
 
 
 def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
-    """One call of hopper on a CPU's tensors: rows of (context_len, query_len)."""
+    """Call hopper once on CPU tensors, with rows of (context_len, query_len)."""
     import torch
 
     from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, StripeLayout
@@ -80,12 +80,12 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
 
 
 def exponents(case: str) -> int:
-    """Of a step, on each of 128 threads: [64, 64] scores at head_dim 256, elsewhere [64, 128]."""
+    """Return the exponents of a step per thread of 128, for [64, 64] scores at head_dim 256, otherwise [64, 128]."""
     return 32 if case.startswith("256-") else 64
 
 
 def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined]  # noqa: F821
-    """What the speed of hopper hangs on."""
+    """Return the figures that determine the speed of hopper."""
     begins = [i for i, line in enumerate(code.sass) if re.search(WAIT_SCORES, line)]
     ends = [i for i, line in enumerate(code.sass) if re.search(WAIT_VALUES, line)]
     steps = [(begin, next(end for end in ends if end > begin)) for begin in begins]
@@ -106,10 +106,10 @@ def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined] 
 
 
 def hasty_arrivals(sass: Sequence[str]) -> int:
-    """Times that one thread tells of products that its own warp has done or asked for, but perhaps no other's.
+    """Count arrivals of a thread at a barrier before other warps have finished their part of a product.
 
-    Each warp waits for its own part of a product; Triton has all of them meet before the thread arrives, but not where
-    it finds a barrier close by that stands before the wait.
+    Each warp waits for its own part of a product. Triton synchronises all warps before the thread arrives, unless it
+    finds a barrier shortly before the wait.
     """
     last, count = "BAR.SYNC", 0
     for line in sass:
@@ -121,10 +121,10 @@ def hasty_arrivals(sass: Sequence[str]) -> int:
 
 
 def barriers_in_data(sass: Sequence[str]) -> int:
-    """Barriers in memory that is data's as well: Triton hands on that of a barrier which nothing uses any more.
+    """Count barriers that share memory with data: Triton reuses the memory of a barrier that is no longer used.
 
-    It does not invalidate the barrier before, as PTX asks for. Kernels with such a barrier gave other results now and
-    then beside other processes on a card.
+    It does not invalidate the barrier before, although PTX requires that. Kernels with such a barrier occasionally gave
+    different results on a card with other processes.
     """
     made, data = (
         {match[1] for line in sass if (match := re.search(name + r".*\+(0x\w+)\]", line))}
@@ -134,7 +134,7 @@ def barriers_in_data(sass: Sequence[str]) -> int:
 
 
 def figures_with(cases: Sequence[str], release: Path | None = None) -> dict[str, dict[str, int]]:
-    """``figures_of`` in a process of its own, by the Triton that is installed in a folder, or by this environment's."""
+    """Return ``figures_of`` a separate process, with the Triton in a folder, or with this environment's."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(
         [*([] if release is None else [str(release)]), str(ROOT), str(ROOT / "kernels")]
@@ -147,7 +147,7 @@ def figures_with(cases: Sequence[str], release: Path | None = None) -> dict[str,
 
 
 def as_results(table: dict[str, dict[str, dict[str, int]]]) -> list[dict[str, object]]:
-    """As docs/results has figures: what speed hangs on, of each release and case."""
+    """Return rows for docs/results: the figures that determine speed, for each release and case."""
     shown = {
         "fewest_exponents_beside": ("exponents beside the product with values", "instructions", None, "higher"),
         "spills_within_steps": ("spills within a step", "instructions", 0, "lower"),

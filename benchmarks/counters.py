@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server counted on its /metrics against what it was sent.
+"""Compares a server's counters on /metrics with the requests that it received.
 
-Of requests that come one at a time, all that is counted follows from the configuration: how the scheduler cuts a
-prompt into chunks, what each chunk runs on and why, its tiles, and the pairs that a causal mask allows it. So counters
-must say so **to the last unit**; this module works it out from the plan and the documentation (``docs/metrics.md``),
-not from the code that counts. Under load, chunks are cut as the batch has room, requests are broken off and preempted:
-there only **bounds** hold, and they are called so.
+If requests come one at a time, all counts follow from the configuration: how the scheduler cuts a prompt into chunks,
+how each chunk runs and why, its tiles, and its causal pairs. Counters must then match **exactly**. This module computes
+them from the plan and the documentation (``docs/metrics.md``), not from the code that counts. Under load, the batch's
+free room determines chunks, and requests are aborted and preempted. Then only **bounds** hold.
 """
 
 import time
@@ -25,7 +24,7 @@ from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import FIELD, Choices
 from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import TILE_TOKENS
 from vllm_sparse_kernels.rows import ceil_div
@@ -33,37 +32,37 @@ from vllm_sparse_kernels.rows import ceil_div
 SPARSE, DENSE, DECODE = "sparse", "dense", "decode"
 
 HITS = "vllm:prefix_cache_hits_total"
-"""vLLM's own: tokens of prompts that were found in its prefix cache."""
+"""vLLM's own metric: prompt tokens found in its prefix cache."""
 PREEMPTIONS = "vllm:num_preemptions_total"
 AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 AUDIT_TOKENS = 3
-"""Of each answer in an audit."""
+"""Tokens of each answer in an audit."""
 
 MORE_TOKENS = 76
-"""By so many the audit's prompts pass a border: a number that is no multiple of pages and tiles."""
+"""Tokens by which the audit's prompts exceed a border: not a multiple of pages and tiles."""
 
 LOOKS = 3
-"""At a page that has not all counters: an engine may be late for once."""
+"""Repeated reads of a page that lacks counters, because an engine may be late."""
 
 IDLE_TIMEOUT_S = 120.0
 QUIET_S = 10.0
-"""Longer than any step takes."""
+"""Seconds; longer than any step."""
 
 
 @dataclass
 class Counts:
-    """Of a server since it started, or between two looks at it."""
+    """Counts of a server since it started, or between two reads."""
 
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By path and reason."""
+    """Rows by path and reason."""
     tiles: Counter[int] = field(default_factory=Counter)
     """By layer."""
     causal_pairs: Counter[int] = field(default_factory=Counter)
-    """By layer, of all heads."""
+    """Pairs by layer, over all heads."""
 
     @staticmethod
-    def of(report: Report) -> "Counts":
+    def of(report: MetricsReport) -> "Counts":
         return Counts(
             Counter(report.rows),
             Counter({layer: counts.tiles for layer, counts in report.layers.items()}),
@@ -85,7 +84,7 @@ class Counts:
         return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
 
     def differences(self, expected: "Counts") -> list[str]:
-        """One line for each counter that is not what is expected."""
+        """Return one line for each counter that differs from its expected value."""
         off = self.since(expected)
         return [
             f"{name} {key if isinstance(key, int) else ' '.join(key).strip()}: counted {mine[key]:,}, expected "
@@ -100,16 +99,16 @@ class Counts:
 class Look:
     """A server's counters at one moment."""
 
-    report: Report
+    report: MetricsReport
     counts: Counts
     cached_tokens: int
     preemptions: int
 
     @staticmethod
     def at(server: Endpoint) -> "Look":
-        """Raises BenchError where the server has none of our counters, or not all of its engines answered."""
+        """Read a server's counters. Raises BenchError if they are missing, or if an engine did not answer."""
         for _ in range(LOOKS):
-            report = parse(text := server.metrics())
+            report = parse_metrics(text := server.metrics())
             answered = list(report.by("up", "engine").values())
             if answered and all(answered):
                 break
@@ -120,7 +119,7 @@ class Look:
         return Look(report, Counts.of(report), int(total(text, HITS)), int(total(text, PREEMPTIONS)))
 
     def faults(self) -> list[str]:
-        """What must never happen to a server, and did since it started."""
+        """Return a line for each event that should never happen, but did since the server started."""
         report = self.report
         counted = {
             "kernels compiled while serving": report.by("compilations", "when")["serving"],
@@ -131,9 +130,9 @@ class Look:
 
 
 def wait_until_idle(server: Endpoint, timeout_s: float = IDLE_TIMEOUT_S) -> None:
-    """Until requests whose clients have gone are off the server: it says so, or has counted nothing for a while.
+    """Wait until aborted requests have left the server: it reports no requests, or its counts stop changing.
 
-    Raises BenchError if it goes on counting.
+    Raises BenchError if it continues to count.
     """
     began = quiet = time.monotonic()
     before = None
@@ -141,17 +140,17 @@ def wait_until_idle(server: Endpoint, timeout_s: float = IDLE_TIMEOUT_S) -> None
         text = server.metrics()
         if text and not sum(total(text, name) for name in AT_WORK):
             return
-        if (rows := parse(text).rows) != before:
+        if (rows := parse_metrics(text).rows) != before:
             quiet, before = now, rows
         if now - quiet > QUIET_S:
             return
         time.sleep(0.5)
-    raise BenchError(f"{server.url}: still at work {timeout_s:.0f} s after the last request was answered")
+    raise BenchError(f"{server.url}: still busy {timeout_s:.0f} s after the last request was answered")
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A request that the server had for itself."""
+    """A request that ran alone on the server."""
 
     prompt_tokens: int
     output_tokens: int
@@ -160,7 +159,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server was started with, as far as its counters depend on it."""
+    """The settings of a server on which its counters depend."""
 
     plans: Mapping[str, Plan]
     thresholds: Mapping[str, Thresholds]
@@ -171,9 +170,9 @@ class Served:
     def of(
         settings: Mapping[str, Any], model: Path, device: str, engines: Collection[str], chunk_tokens: int
     ) -> "Served":
-        """settings: the object under ``sparse_prefill``; engines: that its layers use, as its /metrics name them.
+        """Return the settings of a server. Raises ConfigurationError as a server does at start-up.
 
-        Raises ConfigurationError as a server would at its start.
+        ``settings`` is the object under ``sparse_prefill``; ``engines`` are those of its layers, as on its /metrics.
         """
         config = load_config({KEY: settings})
         plans = Plan.by_level(config, ModelShape.from_folder(model))
@@ -184,17 +183,17 @@ class Served:
         )
 
     def level(self, level: object) -> str:
-        """Of a request that asks for this."""
+        """Return the level of a request with this value."""
         plan = self.plans[DEFAULT]
         return DEFAULT if level is None else Choices(plan.level_names, plan.level).named_by(level).name
 
     def dense_layers(self) -> int:
-        """Layers that are dense at all levels."""
+        """Return the number of layers that are dense at all levels."""
         plan = self.plans[DEFAULT]
         return sum(not layer_by_level(self.plans.values(), layer) for layer in range(plan.shape.num_layers))
 
     def expected(self, sent: Sent, cached_tokens: int = 0) -> Counts:
-        """What is counted of a request that finds its prompt's first ``cached_tokens`` in the cache."""
+        """Return the expected counts of a request whose first ``cached_tokens`` are in the prefix cache."""
         counts = Counts()
         level = self.level(sent.level)
         for start in range(cached_tokens, sent.prompt_tokens, self.chunk_tokens):
@@ -208,7 +207,7 @@ class Served:
         return counts
 
     def _kind(self, start: int, end: int, level: str) -> tuple[str, str]:
-        """The path and reason of a row that prefills positions [start, end)."""
+        """Return the path and reason of a row that prefills positions [start, end)."""
         if end - start == 1:
             return DECODE, ""
         if level == EXACT:
@@ -223,7 +222,7 @@ class Served:
         return SPARSE, ""
 
     def _add_layers(self, counts: Counts, level: str, first: int, end: int) -> None:
-        """Queries at positions [first, end) in every layer that this level has sparse."""
+        """Add the queries at positions [first, end) in every layer that is sparse at this level."""
         plan, queries = self.plans[level], end - first
         for layer, groups in enumerate(plan.layers):
             if groups is not None:
@@ -231,7 +230,7 @@ class Served:
                 counts.causal_pairs[layer] += plan.shape.num_heads * _pairs(first, end)
 
     def most_pairs(self, prompt_tokens: int, level: object) -> int:
-        """Causal pairs that a layer can count of a prompt that is computed once, however it is cut."""
+        """Return an upper bound of a layer's causal pairs for a prompt that is computed once, with any chunks."""
         name = self.level(level)
         least = None if name == EXACT else self.thresholds[name].min_tokens
         if least is None or prompt_tokens <= least:
@@ -240,13 +239,13 @@ class Served:
 
 
 def _pairs(first: int, end: int) -> int:
-    """(query, key) pairs of one head's queries at positions [first, end)."""
+    """Return the number of (query, key) pairs of one head's queries at positions [first, end)."""
     return (end * (end + 1) - first * (first + 1)) // 2
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a counter must lie between, of requests that were sent all at once."""
+    """Lower and upper bound of a counter, for concurrent requests."""
 
     what: str
     counted: int
@@ -267,7 +266,7 @@ class Bound:
 
 @dataclass
 class Audit:
-    """``differences``: one line for each counter of each level that is not what follows from what was sent."""
+    """Results of an audit. ``differences`` has one line for each counter of each level with an unexpected value."""
 
     num_requests: int = 0
     counted: Counts = field(default_factory=Counts)
@@ -276,18 +275,18 @@ class Audit:
 
 
 def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[object], longest: int) -> Audit:
-    """Send each level prompts of all kinds, one after the other, and compare the counters before and after.
+    """Send prompts of all kinds at each level, one after the other, and compare the counters before and after.
 
-    ``longest``: of a prompt. The server must be idle, and stay so but for this. Raises RequestError where a request is
-    not answered, BenchError where the server has other layers than the plan.
+    Prompts have at most ``longest`` tokens. The server must have no other requests. Raises RequestError if a request is
+    not answered, and BenchError if the server's layers differ from the plan's.
     """
     done = Audit()
-    prompts.made += time.time_ns() % (1 << 32)  # so that none is left in the cache by an earlier audit
+    prompts.made += time.time_ns() % (1 << 32)  # so that no prompt is in the cache from an earlier audit
     before = Look.at(server)
     if (dense := before.report.attention["dense"]) != served.dense_layers():
         raise BenchError(
-            f"{server.url}: {dense} layers prefill dense, and its configuration has {served.dense_layers()} such; "
-            "expected the settings that it was started with, and a model all of whose layers can go sparse"
+            f"{server.url}: {dense} layers prefill dense, but {served.dense_layers()} by the given settings; expected "
+            "the settings of the server, and a model all of whose layers can go sparse"
         )
     for level in levels:
         expected, requests = Counts(), list(_prompts(served, level, prompts, longest))
@@ -299,7 +298,7 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
                 raise RequestError(f"audit, {len(prompt)} tokens at level {level}: {error}") from None
         after = Look.at(server)
         cached = after.cached_tokens - before.cached_tokens
-        for prompt in requests:  # of these, only the last begins like another
+        for prompt in requests:  # only the last one begins like another
             expected.add(served.expected(Sent(len(prompt), AUDIT_TOKENS, level), cached * (prompt is requests[-1])))
         counted = after.counts.since(before.counts)
         done.num_requests += len(requests)
@@ -311,9 +310,9 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
 
 
 def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> Iterator[list[int]]:
-    """Prompts below ``min_tokens``, past it, of several chunks; at last one that begins like the one before.
+    """Yield prompts below ``min_tokens``, past it and of several chunks; the last one begins like the one before.
 
-    The levels that requests ask for by other names than the plans' have the lengths of the server's own.
+    Levels that requests name differently from the plans have the lengths of the server's own level.
     """
     thresholds = served.thresholds.get(served.level(level), served.thresholds[DEFAULT])
     least, chunk = thresholds.min_tokens or 0, served.chunk_tokens
@@ -329,6 +328,6 @@ def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> I
 
 
 def total(text: str, name: str) -> float:
-    """The sum of a metric's samples of exactly that name, such as one of vLLM's own; 0 where there is none."""
+    """Return the sum of the samples with exactly this name, such as a metric of vLLM's; 0 if there are none."""
     families = text_string_to_metric_families(text)
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)

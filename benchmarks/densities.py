@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Density of each setting that `eval answers` asked, by length: servers count that of all prompts together.
+"""Density by prompt length of each setting in the results of `eval answers`. Servers count all lengths together.
 
     python -m benchmarks.capture MODEL CAPTURE --tokens 130000 --text FOLDER
     python -m benchmarks.densities CAPTURE [--answers docs/results/answers.json] [--results FILE]
 
-Kept over causal (query, key) pairs of all layers and heads, past the first ``min_tokens`` positions, selected as a
-server does, in its chunks. A prompt's beginning does not know what follows: one capture serves all shorter lengths.
+Density is kept over causal (query, key) pairs of all layers and heads, past the first ``min_tokens`` positions, with
+the selection and chunks of a server. The beginning of a prompt does not depend on its continuation, so one capture
+serves all shorter lengths.
 """
 
 import json
@@ -31,7 +32,7 @@ ANSWERS = Path("docs/results/answers.json")
 
 
 def settings_asked(answers: Path) -> list[Settings]:
-    """Of the commands that answers were measured by, each once."""
+    """Return the distinct settings of the commands that measured answers."""
     settings: dict[str, Settings] = {}
     for command in dict.fromkeys(row["command"] for row in read_figures(answers)):
         words = shlex.split(command)
@@ -43,19 +44,21 @@ def settings_asked(answers: Path) -> list[Settings]:
 
 
 def plan_asked(settings: Settings, captured: Capture) -> tuple[Plan, int]:
-    """What a server would do, and how many first positions it leaves dense. Raises ConfigurationError."""
+    """Return a server's plan, and its number of dense first positions. Raises ConfigurationError."""
     config = load_config({KEY: dict(settings.values)})
     return Plan.build(config, captured.shape), config.min_tokens if isinstance(config.min_tokens, int) else 0
 
 
 def main(
     captured: Annotated[Path, typer.Argument(help="Folder of `benchmarks.capture`, as long as the longest length.")],
-    lengths: Annotated[str, typer.Option(help="Tokens of prompts, by comma.")] = "12000,32000,65000,130000",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
+    ] = "12000,32000,65000,130000",
     answers: Annotated[Path, typer.Option(help="Figures of `sparse-prefill eval answers`.")] = ANSWERS,
     more: Annotated[
-        list[str] | None, typer.Option("--settings", help="Others, as JSON or a profile; may be repeated.")
+        list[str] | None, typer.Option("--settings", help="Further settings, as JSON or a profile; repeatable.")
     ] = None,
-    chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens.")] = 8192,
+    chunk: Annotated[int, typer.Option(help="Tokens of a step (--max-num-batched-tokens).")] = 8192,
     device: Device = None,
     results: Results = None,
 ) -> None:
@@ -64,7 +67,7 @@ def main(
     by_label: dict[str, tuple[Plan, int]] = {}
     for settings in [*settings_asked(answers), *map(Settings.parse, more or ())]:
         try:
-            # Those that differ in more than their parameters have their whole text for a name.
+            # Settings that differ in more than their parameters are named by their whole text.
             name = json.dumps(dict(settings.values)) if str(settings) in by_label else str(settings)
             by_label[name] = plan_asked(settings, capture)
         except ConfigurationError as error:
@@ -73,7 +76,7 @@ def main(
     for length in map(int, lengths.split(",")):
         if length > capture.num_tokens:
             raise ConfigurationError(
-                f"--lengths: given {length:,}, expected at most {capture.num_tokens:,}, as captured"
+                f"--lengths: given {length:,}, expected at most the captured {capture.num_tokens:,}"
             )
         began = time.monotonic()
         for label, value in zip(by_label, kept_shares(capture, plans, chunk, device, length, starts), strict=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures that have a name, as the lists of docs/results: of the lab's programs, or made from users' commands.
+"""Named figures, the rows of docs/results, from the benchmark programs or from users' commands.
 
     python -m benchmarks.figures served.json docs/results/performance.json
 
-puts those of what `bench serve --json` or `eval answers --json` wrote into a list.
+adds the figures of a file by `bench serve --json` or `eval answers --json` to a list.
 """
 
 import json
@@ -24,7 +24,7 @@ Named = tuple[str, float | None, str, str]
 
 
 class Report(product.Report):
-    """A run's cases, and its figures: ``results_path`` is a list of many runs', in which a name's bar is kept."""
+    """A run's cases and figures. ``results_path`` is a list of many runs' figures, in which a figure keeps its bar."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Report(product.Report):
         command: str | None = None,
     ) -> None:
         if results_path is not None and results_path.exists():
-            read_figures(results_path)  # what is no results file is found out before anything is measured
+            read_figures(results_path)  # fails before measuring if the file is not a results file
         default_command = product.command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
         super().__init__(bench, device, json_path, command or default_command)
         self.results_path = results_path
@@ -44,7 +44,7 @@ class Report(product.Report):
     def add_figure(
         self, name: str, value: float, unit: str, better: Literal["higher", "lower"], bar: float | None = None
     ) -> None:
-        """``bar``: what is expected of it, for a results file that has none for it yet."""
+        """Add a figure. ``bar`` is its target, unless the results file already has one."""
         values = (name, float(f"{value:.4g}"), unit, bar, better, self.device, self.command)
         self.figures[name] = dict(zip(FIELDS, values, strict=True))
         if self.results_path is not None:
@@ -52,7 +52,7 @@ class Report(product.Report):
 
 
 def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put figures by name into a list of such on disk: in the place of one of the same name, and with its bar."""
+    """Merge figures into a list on disk. A figure replaces the one of the same name, and keeps its bar."""
     old = read_figures(path) if path.exists() else []
     new = dict(figures)
     merged: list[Mapping[str, Any]] = []
@@ -64,7 +64,7 @@ def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
-    """The figures of a results file. Raises BenchError where it is no such file."""
+    """Read the figures of a results file. Raises BenchError if the file is not one."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -95,7 +95,7 @@ def of_load(about: str, stock: Mapping[str, Any], ours: Mapping[str, Any]) -> It
 
 
 def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
-    """Those of `bench serve`: no ratio where a request of the load failed, or a length was never answered."""
+    """Yield the figures of `bench serve`. Failed loads and lengths without answers have no ratio."""
     for label in dict.fromkeys(case["label"] for case in cases):
         by_part = {part: [c for c in cases if (c["label"], c["part"]) == (label, part)] for part in ("latency", "load")}
         for case in by_part["latency"]:
@@ -113,7 +113,7 @@ def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
 
 
 def of_answers(cases: Sequence[dict[str, Any]]) -> Iterator[Named]:
-    """Those of `eval answers`, of lengths whose requests were all answered: prompts would differ otherwise."""
+    """Yield the figures of `eval answers`, for lengths whose requests were all answered: otherwise prompts differ."""
     prompts = [case for case in cases if case["part"] == "prompt"]
     labels, lengths = (list(dict.fromkeys(case[key] for case in prompts)) for key in ("label", "tokens"))
     model = prompts[0]["model"]
@@ -128,8 +128,8 @@ OF = {"serve": of_serve, "answers": of_answers}
 
 
 def main(
-    measured: Annotated[Path, typer.Argument(help="What --json of `bench serve` or `eval answers` wrote.")],
-    results: Annotated[Path, typer.Argument(help="List of figures to put these into.")],
+    measured: Annotated[Path, typer.Argument(help="File by --json of `bench serve` or `eval answers`.")],
+    results: Annotated[Path, typer.Argument(help="List of figures to merge these into.")],
 ) -> None:
     data = json.loads(measured.read_text(encoding="utf-8"))
     report = Report(data["bench"], data["device"], None, results, data["command"])

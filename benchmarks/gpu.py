@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu`: the GPU tests on this card, then README's figures for it, as a file of docs/results to contribute.
+"""`make gpu`: runs the GPU tests on this card, then measures README's figures, as a results file to contribute.
 
     python -m benchmarks.gpu [--out docs/results] [--budget-s 1200]
 
-The tests of kernels, all others, those with servers among them, TTFT of an 8B model's shape by stock vLLM and by
-A-shape, and how close `attend` comes to FlashAttention: each a step of 8 minutes at most, and all of them within the
-budget. A step that takes longer is ended, and counts as failed; what the others found is in the file. Exit code 1 if
-anything failed.
+The steps are: the tests of kernels; all other tests, including those with servers; TTFT of an 8B model's shape with
+stock vLLM and with A-shape; and the efficiency of `attend` relative to FlashAttention. Each step may take 8 minutes,
+and all steps together the budget. A step that takes longer is stopped and counts as failed; the file has the results of
+the others. Exit code 1 if anything failed.
 """
 
 import os
@@ -30,22 +30,22 @@ from benchmarks.vllm_matrix import outcome
 ROOT = Path(__file__).parents[1]
 STEP_S = 480.0
 LARGE_BYTES = 44 << 30
-"""Weights and cache of an 8B model with 131,072 tokens take some 34 GiB."""
+"""Bytes; the weights and cache of an 8B model with 131,072 tokens take about 34 GiB."""
 
 SERVER_ARGS = "--load-format dummy --gpu-memory-utilization 0.8"
-"""Room for what else runs on the card."""
+"""Leaves memory for other processes on the card."""
 
 Steps = Mapping[str, Sequence[Sequence[str]]]
-"""By name, commands that follow one another, given to Python."""
+"""Commands for Python, in order, by the name of the step."""
 
 
 def steps_of(folder: Path, results: Path, memory_bytes: int) -> Steps:
-    """folder: for what is of this run alone, a model's shape among it."""
+    """Return the steps. ``folder`` is for files of this run only, such as a model's shape."""
     lengths = "8192,32768,131072" if memory_bytes > LARGE_BYTES else "8192,32768"
     bench = ["-m", "vllm_sparse_backend", "bench", "serve", str(folder / "shape"), "--lengths", lengths]
     ours = ["--repeats", "3", "--settings", '{"method": "a_shape"}', "--server-args", SERVER_ARGS]
     attend = ["--densities", "1,0.2,0.05", "--stripes", "8192", "--blocks", "128"]
-    # What takes time is compiling, by a CPU for each process.
+    # Compiling takes most of the time, with one CPU per process.
     at_once = ["-n", str(max(1, min(24, (os.cpu_count() or 1) - 2))), "--dist", "loadgroup"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *at_once, "--durations=10"]
     kernels, others = "GPU tests of kernels", "GPU tests of servers, methods and backend"
@@ -61,7 +61,7 @@ def steps_of(folder: Path, results: Path, memory_bytes: int) -> Steps:
 
 
 def run(steps: Steps, budget_s: float, step_s: float = STEP_S) -> Iterator[tuple[str, float, str | None]]:
-    """(step, seconds, what went wrong) of each; what they print goes where this program's lines go."""
+    """Yield (step, seconds, problem) of each step. Steps print to this program's output."""
     end = time.monotonic() + budget_s
     for name, commands in steps.items():
         begin = time.monotonic()
@@ -73,12 +73,12 @@ def run(steps: Steps, budget_s: float, step_s: float = STEP_S) -> Iterator[tuple
 
 
 def _ended(command: Sequence[str], limit_s: float) -> str | None:
-    """Run to its end, with all that it starts, or until the time is over."""
+    """Run a command, and stop it with its child processes when its time is over. Return the problem, if any."""
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, start_new_session=True)
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # servers end their own processes then
+        os.killpg(process.pid, signal.SIGTERM)  # servers then end their own processes
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
@@ -88,7 +88,7 @@ def _ended(command: Sequence[str], limit_s: float) -> str | None:
 
 
 def add_tests(report: Report, step: str, junit: Path) -> None:
-    """How many passed and failed, where the step wrote that down."""
+    """Add the numbers of passed and failed tests, if the step wrote a report."""
     if junit.is_file():
         counts = outcome(ElementTree.parse(junit).getroot())
         report.add_figure(f"{step}: passed", counts["passed"], "tests", "higher")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the online guard costs beside the attention that it watches, and which errors it would see.
+"""The cost of the online guard relative to the attention that it checks, and the errors that it measures.
 
     python -m benchmarks.guard [--method NAME:FIELD=VALUE] [--results docs/results/production.json]
 
-A check is what the guard does in one layer: FlashAttention for 128 queries over all of their keys (the chunk's last,
-which have most), the comparison of both outputs, and a copy of its sums to the host. It is timed beside FlashAttention
-and beside selection and attention of the whole chunk. The share at a rate is that of the attention alone: a step does
-more than attend, so the share of a step is less. What the host does for it is in the wall time of a check.
+A check is the guard's work in one layer: FlashAttention for 128 queries over all of their keys (the chunk's last
+queries, which have the most keys), the comparison of both outputs, and a copy of the sums to the host. It is compared
+with FlashAttention, and with selection and attention of the whole chunk. The share at a rate is relative to attention
+only; relative to a whole step it is smaller. The wall time of a check includes the host's work.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, R
 from tests.helpers.structured import structured_prompts
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import GuardConfig
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run, Span
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, new_step
 from vllm_sparse_backend.evaluation.report import table_of
@@ -50,7 +50,7 @@ COLUMNS = {
 
 
 class NoCounts:
-    """In place of a recorder."""
+    """A recorder that ignores counts."""
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
         pass
@@ -61,7 +61,7 @@ class NoCounts:
 
 @dataclass
 class Checked:
-    """A layer of a pass, and a check of its last queries."""
+    """A layer of a pass, with a check of its last queries."""
 
     layer: TimedLayer
     dense: Run
@@ -85,7 +85,7 @@ class Checked:
 
 def run_guard(
     card: Card,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[AttentionPrompt],
     plan: Plan,
     contexts: Sequence[int],
     query_len: int,
@@ -93,8 +93,8 @@ def run_guard(
     report: Report,
     budget_s: float = 2.0,
 ) -> Iterator[dict[str, Any]]:
-    """A chunk after each context; yields each case as it is reported. ``name``: of method and data."""
-    settings = GuardConfig(bound=1e9)  # nothing trips here
+    """Measure a chunk after each context, and yield each case when it is reported. ``name`` names method and data."""
+    settings = GuardConfig(bound=1e9)  # large enough that the guard never trips
     for context_len in contexts:
         engine, layers = layers_served(card, prompts, plan, context_len, query_len)
         outs = [torch.empty_like(layer.out) for layer in layers]
@@ -138,7 +138,7 @@ def _times(
 
 
 def _errors(outs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Of 128 queries at a time, as the guard has them: means, the largest of a layer, the largest."""
+    """Return errors over 128 queries at a time, as the guard computes them: mean, maximum of a layer, and maximum."""
     by_layer = [
         [
             float((a.float() - b.float()).norm() / b.float().norm())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine code of every Triton kernel, without a GPU: to see whether a change of the source changes it.
+"""Compares the machine code of every Triton kernel before and after a change of the source, without a GPU.
 
     python -m benchmarks.kernel_code record before.json   # on the commit before
     python -m benchmarks.kernel_code record after.json    # on the commit after
     python -m benchmarks.kernel_code compare before.json after.json --out docs/results/readable.json
 
-``record`` compiles whatever each method, at each setting of its ladder, and the engines launch on random batches, in
-the order of the launches, and writes registers, spills, shared memory and two hashes for each variant: of the PTX and
-of the machine code, less names and the places of parameters. Nothing is run. Triton's own cache is not used.
+``record`` compiles the launches of each method, at each setting of its ladder, and of the engines, on random batches,
+in order. It writes registers, spills, shared memory and two hashes for each variant: of the PTX, and of the machine
+code without names and places of parameters. Nothing runs, and Triton's cache is not used.
 """
 
 import functools
@@ -30,7 +30,7 @@ import typer
 TARGETS = {"sm_80": 80, "sm_90": 90}
 
 FIELDS = {"registers": "registers", "shared_bytes": "bytes", "spilled_bytes": "bytes"}
-"""What is compared of a variant, and its unit."""
+"""Compared quantities of a variant, with their units."""
 
 app = typer.Typer()
 
@@ -38,10 +38,10 @@ app = typer.Typer()
 @app.command()
 def record(
     out: Annotated[Path, typer.Argument(help="JSON file to write.")],
-    target: Annotated[list[str] | None, typer.Option(help="sm_80 or sm_90; both without.")] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help="Part of a kernel's name; all kernels without.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="sm_80 or sm_90. Default: both.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Part of a kernel's name. Default: all kernels.")] = None,
 ) -> None:
-    """Compile everything and write what it comes to."""
+    """Compile all kernels, and write their figures."""
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     figures: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -63,11 +63,11 @@ class Case(NamedTuple):
 
 
 def compiled_variants(arch: int, kernels: Sequence[str] = ("",)) -> Iterator[tuple[str, Any]]:
-    """Yield (place of a launch, what Triton makes of it), once for each variant that a layer launches.
+    """Yield (place of a launch, compiled kernel), once for each variant that a layer launches.
 
     Args:
         arch: 80 or 90.
-        kernels: parts of names; what has none of them in its own is not compiled.
+        kernels: Parts of names. Kernels whose names contain none of them are not compiled.
     """
     import torch
     from triton.runtime.jit import JITFunction
@@ -104,7 +104,7 @@ def compiled_variants(arch: int, kernels: Sequence[str] = ("",)) -> Iterator[tup
                 try:
                     out = torch.zeros_like(batch.q)
                     index = run(case.layer, LayerInputs(batch.q, batch.cache, batch.rows, batch.scale), out)
-                except ValueError as error:  # the engine refuses stripes, say
+                except ValueError as error:  # for example, the engine refuses stripes
                     typer.echo(f"{case.name}: {error}")
                     continue
                 if case.name.endswith("portable"):
@@ -116,7 +116,7 @@ def compiled_variants(arch: int, kernels: Sequence[str] = ("",)) -> Iterator[tup
 
 
 def _cases(arch: int) -> Iterator[Case]:
-    """Each method at each setting of its ladder; at its first ones also by bulk copies, by flash, in heads of 64."""
+    """Yield each method at each setting of its ladder; the first ones also with bulk copies, flash and head_dim 64."""
     import torch
 
     from tests.helpers.offline_compiler import SHARED_KIB
@@ -129,7 +129,7 @@ def _cases(arch: int) -> Iterator[Case]:
 
     flash = flash_engine(FlashAttention.of_version(3 if arch == 90 else 2, varlen))
     for head_dim, bulk in ((128, False), (128, True), (64, False)) if arch >= 90 else ((128, False), (64, False)):
-        # Before they were mended, blocks of 128 did not compile on an A100.
+        # Earlier sources do not compile blocks of 128 on an A100.
         widest = 64 if arch == 80 else widest_block(head_dim, SHARED_KIB[arch] << 10) or 64
         for name, spec in METHODS.items():
             ladder = spec.ladder if head_dim == 128 and not bulk else spec.ladder[:1]
@@ -144,7 +144,7 @@ def _cases(arch: int) -> Iterator[Case]:
 
 
 def figures_of(compiled: Any) -> dict[str, Any]:
-    """Of one variant; the same cubin is looked at once."""
+    """Return the figures of one variant. Equal cubins are inspected once."""
     registers, spilled, sass = _machine_code(compiled.asm["cubin"])
     return {
         "registers": registers, "spilled_bytes": spilled, "shared_bytes": compiled.metadata.shared,
@@ -153,7 +153,7 @@ def figures_of(compiled: Any) -> dict[str, Any]:
 
 
 def _plain_ptx(ptx: str) -> str:
-    """Without comments, debugging sections, and the names of kernels and parameters."""
+    """Return the PTX without comments, debugging sections, and names of kernels and parameters."""
     ptx = re.sub(r"\.section\s+\.debug.*", "", ptx, flags=re.S)
     names = re.findall(r"\.entry (\w+)\(", ptx)
     lines = (re.sub(r"//.*", "", line).strip() for line in ptx.splitlines())
@@ -169,7 +169,7 @@ def _hash(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _machine_code(cubin: bytes) -> tuple[int, int, str]:
-    """(registers, bytes of local memory, hash of the instructions without names and places of parameters)."""
+    """Return (registers, bytes of local memory, hash of the instructions without names and places of parameters)."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -190,11 +190,11 @@ def _machine_code(cubin: bytes) -> tuple[int, int, str]:
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="What record wrote on the commit before.")],
-    after: Annotated[Path, typer.Argument(help="What record wrote on the commit after.")],
+    before: Annotated[Path, typer.Argument(help="File by record on the commit before.")],
+    after: Annotated[Path, typer.Argument(help="File by record on the commit after.")],
     out: Annotated[Path | None, typer.Option(help="JSON file of results to add rows to.")] = None,
 ) -> None:
-    """Print a line for each kernel: its variants, how many changed, and registers, shared memory and spills."""
+    """Print a line for each kernel: variants, changed variants, registers, shared memory and spills."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     by_kernel: dict[tuple[str, str], list[tuple[Any, Any]]] = {}
     for key in new:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large bodies that are posted to a server without a key: how long it takes to answer, and keeps /health waiting.
+"""Posts large bodies to a server without its API key, and times its answers and its /health.
 
     python -m benchmarks.large_bodies [--megabytes 25] [--results docs/results/mend.json]
 
-Stock vLLM and this backend on a small model, both with an API key, one after the other. Bodies of many keys that look
-like ours, of a prompt, and of a prompt with a level, to a path that no server has, to a guarded one, and to an open one
-that parses what it gets.
+Stock vLLM and this backend serve a small model with an API key, one after the other. Bodies consist of many keys that
+look like ours, of a prompt, or of a prompt with a level. They go to a path that does not exist, to a guarded path, and
+to an open path that parses them.
 """
 
 import http.client
@@ -31,11 +31,11 @@ SETTINGS = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 1
 ARGS = ("--max-model-len", "4096", "--api-key", "key")
 PATHS = ("/nothing", "/v1/completions", "/tokenize")
 HEALTH_S = 0.2
-"""The bar: the longest that /health may wait."""
+"""Target: maximum wait of /health, in seconds."""
 
 
 def bodies(num_bytes: int) -> dict[str, bytes]:
-    """By what they are full of."""
+    """Return bodies by the kind of their content."""
     keys = ", ".join(f'"sparse_prefil{i:08d}": 0' for i in range(num_bytes // 28))
     prompt = "a word " * (num_bytes // 7)
     return {
@@ -49,7 +49,7 @@ class Waiting(NamedTuple):
     status: int
     answer_s: float
     health_s: float
-    """The longest of the questions for /health meanwhile."""
+    """Longest wait for /health in the meantime, in seconds."""
 
 
 def timed(address: str, ask: Callable[[http.client.HTTPConnection], int]) -> tuple[int, float]:
@@ -63,7 +63,7 @@ def timed(address: str, ask: Callable[[http.client.HTTPConnection], int]) -> tup
 
 
 def post(address: str, path: str, body: bytes) -> Waiting:
-    """Post a body, and ask for /health over and over until it is answered."""
+    """Post a body, and request /health repeatedly until the post is answered."""
     waits: list[float] = []
     done = threading.Event()
 
@@ -77,7 +77,7 @@ def post(address: str, path: str, body: bytes) -> Waiting:
         try:
             connection.request("POST", path, body, headers)
             return connection.getresponse().status
-        except ConnectionError:  # answered, and closed, before the body was read
+        except ConnectionError:  # the server answered and closed before it read the body
             return 0
 
     watcher = threading.Thread(target=watch)
@@ -86,7 +86,7 @@ def post(address: str, path: str, body: bytes) -> Waiting:
     try:
         status, seconds = timed(address, send)
     finally:
-        time.sleep(0.2)  # work that goes on after the answer counts as well
+        time.sleep(0.2)  # includes work after the answer
         done.set()
         watcher.join()
     return Waiting(status, seconds, max(waits))
@@ -100,11 +100,11 @@ def _health(connection: http.client.HTTPConnection) -> int:
 
 
 def main(
-    megabytes: Annotated[int, typer.Option(help="size of the bodies")] = 25,
+    megabytes: Annotated[int, typer.Option(help="Size of the bodies, in megabytes.")] = 25,
     json_path: Json = None,
     results: Results = None,
 ) -> None:
-    """Ask both servers, and print the table."""
+    """Measure both servers, and print the table."""
     report = Report("large_bodies", device_name(), json_path, results)
     posted = bodies(megabytes * 1_000_000)
     with TemporaryDirectory() as folder:

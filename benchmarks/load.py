@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixed load of short and long prompts for servers that run, sent by vLLM's own `vllm bench serve`.
+"""A mixed load of short and long prompts for running servers, sent by vLLM's own `vllm bench serve`.
 
     python -m benchmarks.load --url http://STOCK:8000 --url http://OURS:8001 [--level fast] [--rate 2] [--clients 8]
 
-In an open loop (``--rate``) they arrive as a Poisson process, whether the server keeps up or not; in a closed one so
-many clients send the next as soon as their last is answered. Either way all servers get the same prompts in the same
-order, one server after the other. Throughput is prompt and answer tokens of answered requests, over the time from the
-first request to the last answer; in an open loop it compares where the load is more than stock can take.
+In an open loop (``--rate``), requests arrive as a Poisson process, regardless of the server's speed. In a closed loop,
+each client sends its next request when its last one is answered. All servers get the same prompts in the same order,
+one server after the other. Throughput is prompt and answer tokens of answered requests over the time from the first
+request to the last answer. In an open loop it is comparable only if the load exceeds stock's capacity.
 """
 
 import importlib.util
@@ -27,8 +27,8 @@ from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import Text, failures, levels_of, token_counts, wide_console
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options, opened
-from vllm_sparse_backend.evaluation.metrics_scrape import parse
-from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of
 from vllm_sparse_backend.evaluation.vllm_server import device_name, environment, vllm_command
 
@@ -49,23 +49,23 @@ TIMEOUT_S = 6 * 3600.0
 
 @dataclass(frozen=True)
 class Mix:
-    """What arrives: ``rate`` requests a second on average, of which ``long_share`` are long."""
+    """A load: ``rate`` requests per second on average, of which the share ``long_share`` is long."""
 
     num_requests: int
     rate: float | None
-    """None in a closed loop."""
+    """Requests per second; None in a closed loop."""
     short_lengths: tuple[int, ...]
     long_lengths: tuple[int, ...]
     long_share: float = 0.25
     output_tokens: int = 64
     seed: int = 0
     clients: int | None = None
-    """So many, in a closed loop."""
+    """Number of clients in a closed loop."""
 
     def lengths(self) -> list[tuple[int, bool]]:
-        """Of prompts, and whether they are of the long ones; at least one is long and one short, where there are two.
+        """Return the prompts' lengths, and whether each is long. Of at least two prompts, one is long and one short.
 
-        The same for the same seed.
+        Equal seeds give equal lengths.
         """
         chosen = random.Random(self.seed)
         num_long = min(max(1, round(self.num_requests * self.long_share)), max(1, self.num_requests - 1))
@@ -75,24 +75,24 @@ class Mix:
 
 
 def run_load(servers: Sequence[Endpoint], mix: Mix, prompts: Prompts) -> Iterator[dict[str, Any]]:
-    """Send the load to one after the other; a case of each."""
+    """Send the load to each server in turn, and yield a case for each."""
     lengths = mix.lengths()
     texts = [servers[0].detokenize(prompts.take(tokens)) for tokens, _ in lengths]
     for server in servers:
-        before = parse(server.metrics()).pairs
+        before = parse_metrics(server.metrics()).pairs
         case = summary(send(server, mix, texts), [long for _, long in lengths], mix.output_tokens)
         how = {"rate": mix.rate} if mix.clients is None else {"clients": mix.clients}
-        yield case | how | (parse(server.metrics()).pairs - before).figures
+        yield case | how | (parse_metrics(server.metrics()).pairs - before).figures
 
 
 def require_pandas() -> None:
-    """Before anything is measured."""
+    """Raise BenchError before measuring if pandas is missing."""
     if importlib.util.find_spec("pandas") is None:
-        raise BenchError("a mixed load is sent by `vllm bench serve`, which needs pandas for it: pip install pandas")
+        raise BenchError("`vllm bench serve` needs pandas for a mixed load; pip install pandas")
 
 
 def send(server: Endpoint, mix: Mix, texts: Sequence[str]) -> dict[str, Any]:
-    """What `vllm bench serve` writes of a load. Raises BenchError where it fails, with the end of what it said."""
+    """Return the result of `vllm bench serve`. Raises BenchError with the end of its output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         requests, result = Path(folder) / "requests.jsonl", Path(folder) / "result.json"
         requests.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
@@ -105,7 +105,7 @@ def send(server: Endpoint, mix: Mix, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def arguments(server: Endpoint, mix: Mix, count: int, requests: Path, result: Path) -> list[str]:
-    """Of `vllm bench serve`. The tokenizer is the folder's that the server loaded, where it is of this machine."""
+    """Return the arguments of `vllm bench serve`, with the tokenizer of the server's model folder, if it is local."""
     tokenizer = server.root if server.root and Path(server.root).is_dir() else server.model
     how = ["--request-rate", f"{mix.rate:g}"] if mix.clients is None else ["--max-concurrency", str(mix.clients)]
     return [
@@ -119,7 +119,7 @@ def arguments(server: Endpoint, mix: Mix, count: int, requests: Path, result: Pa
 
 
 def summary(result: Mapping[str, Any], is_long: Sequence[bool], output_tokens: int) -> dict[str, Any]:
-    """Of answered requests alone; failed ones, and those that got fewer tokens, are counted beside them."""
+    """Summarise answered requests. Failed and short answers are counted separately."""
     errors = [
         said or (None if tokens == output_tokens else f"{tokens} tokens answered, asked for {output_tokens}")
         for said, tokens in zip(result["errors"], result["output_lens"], strict=True)
@@ -140,14 +140,14 @@ def summary(result: Mapping[str, Any], is_long: Sequence[bool], output_tokens: i
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:
-    """With linear interpolation between the two nearest; None of nothing."""
+    """Return a percentile with linear interpolation; None without values."""
     if len(values) < 2:
         return values[0] if values else None
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def compare(servers: Sequence[tuple[str, Endpoint]], mix: Mix, text: str | None, report: Report) -> None:
-    """Cases of every server but the first, by label, beside the first's."""
+    """Add cases of every server after the first, by label, compared with the first."""
     endpoints = [endpoint for _, endpoint in servers]
     of_first, *others = run_load(endpoints, mix, Prompts.of(endpoints[0], text))
     for (label, _), case in zip(servers[1:], others, strict=True):
@@ -159,19 +159,21 @@ def compare(servers: Sequence[tuple[str, Endpoint]], mix: Mix, text: str | None,
 class Load:
     """Exit code 1 if a request fails."""
 
-    url: Annotated[list[str], typer.Option(help="A running server; repeat it: the first is compared to.")]
-    label: Annotated[list[str] | None, typer.Option(help="Names of the --url, in their order.")] = None
-    level: Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")] = None
-    short: Annotated[str, typer.Option(help="Tokens of short prompts, by comma.")] = "1024,2048,4096"
-    long: Annotated[str, typer.Option(help="Tokens of long ones, a quarter of all.")] = "32768,65536,131072"
+    url: Annotated[list[str], typer.Option(help="A running server; repeatable. The first is the baseline.")]
+    label: Annotated[list[str] | None, typer.Option(help="Name of each --url, in order.")] = None
+    level: Annotated[list[str] | None, typer.Option(help="Level of the requests; repeatable.")] = None
+    short: Annotated[str, typer.Option(help="Tokens of short prompts, comma-separated.")] = "1024,2048,4096"
+    long: Annotated[str, typer.Option(help="Tokens of long prompts, a quarter of all, comma-separated.")] = (
+        "32768,65536,131072"
+    )
     requests: Annotated[int, typer.Option(help="How many.", min=2)] = 48
-    rate: Annotated[float | None, typer.Option(help="Of them a second; --clients unless given.")] = None
-    clients: Annotated[int, typer.Option(help="So many that wait for answers.", min=1)] = 8
+    rate: Annotated[float | None, typer.Option(help="Requests per second. Default: a closed loop of --clients.")] = None
+    clients: Annotated[int, typer.Option(help="Clients of the closed loop.", min=1)] = 8
     text: Text = None
     json_path: Json = None
 
     def run(self) -> None:
-        """Measure, and show what was measured."""
+        """Measure, and show the results."""
         with failures():
             require_pandas()
             mix = Mix(
@@ -184,7 +186,7 @@ class Load:
                 named = [
                     (contestant.label, endpoint) for contestant, endpoint in zip(contestants, endpoints, strict=True)
                 ]
-                compare(named, mix, read_text(self.text) if self.text else None, report)
+                compare(named, mix, read_prompt_text(self.text) if self.text else None, report)
         for name in dict.fromkeys(case["label"] for case in report.cases):
             wide_console().print(table_of(name, COLUMNS, [case for case in report.cases if case["label"] == name]))
         if any(case["failures"] for case in report.cases):

@@ -19,7 +19,7 @@ from vllm_sparse_kernels.methods import name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 
 Clusters = Sequence[Sequence[int]]
-"""Of each layer's heads: those of one number share what they find."""
+"""Cluster of each head, by layer. Heads of the same cluster share patterns."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MethodSpec:
 
     @staticmethod
     def parse(text: str) -> "MethodSpec":
-        """``anchor_attention:theta=9``, or a name alone. Raises BenchError naming what is wrong."""
+        """Parse a text such as ``anchor_attention:theta=9``, or a name. Raises BenchError for anything else."""
         name, _, fields = text.partition(":")
         params = {}
         for part in fields.split(",") if fields else ():
@@ -55,9 +55,9 @@ class MethodSpec:
         return MethodSpec(name_of(method), tuple(changed_fields(method).items()))
 
     def plan(self, shape: ModelShape, clusters: Clusters | None = None) -> Plan:
-        """What a server would run with it on a model of that shape.
+        """Return a server's plan for a model of this shape.
 
-        ``clusters``: of each layer's heads, for methods whose heads share what they find. Raises BenchError.
+        ``clusters`` has the clusters of each layer's heads, for methods whose heads share patterns. Raises BenchError.
         """
         try:
             method: Any = make_method(self.method, dict(self.params))
@@ -70,7 +70,7 @@ class MethodSpec:
 
 
 def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: str) -> Plan:
-    """A plan without thresholds, from the method of each head of each layer."""
+    """Return a plan without thresholds, from the method of each head of each layer."""
     layers = [
         layer_plan(methods, chain.from_iterable([*heads[:i], *heads[i + 1 :]])) for i, methods in enumerate(heads)
     ]
@@ -78,7 +78,7 @@ def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: 
 
 
 def methods_named(texts: Sequence[str]) -> list[MethodSpec]:
-    """Return the methods named, or without any all methods at their defaults, and the server's default."""
+    """Return the named methods; without names, all methods at their defaults and the server's default."""
     specs = [MethodSpec.parse(text) for text in texts]
     every = [*(MethodSpec(name) for name in sparse_names()), MethodSpec.of(make_method("default", {}))]
     return specs or list(dict.fromkeys(every))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole methods, selection and attention, against FlashAttention on the same chunk, and what they do to its output.
+"""Times of whole methods (selection and attention) against FlashAttention on the same chunk, and their output errors.
 
     python -m benchmarks.methods [--method NAME:FIELD=VALUE] [--profile NAME] [--captured FOLDER] [--kv-cache-dtype fp8]
 
-A chunk is prefilled after its context through all layers of the data, as a server does it: one pass has one set of
-rows, and its layers follow each other. Times are those of the device, summed over layers. The output's error is that of
-the chunk against FlashAttention's own output, ‖O − Õ‖₂ / ‖O‖₂, mean over layers; its rounding to bf16 is in it.
+A chunk is prefilled after its context through all layers of the data, as on a server: a pass has one set of rows, and
+its layers follow each other. Times are device times, summed over layers. The output's error is ‖O − Õ‖₂ / ‖O‖₂ of the
+chunk relative to FlashAttention's output, mean over layers, including rounding to bf16.
 
-With a cache in fp8 both run on fp8, and errors are against what each is on the bf16 that was rounded: the output's
-against FlashAttention on bf16, where FlashAttention's own on fp8 stands beside it; and what fp8 alone does to a method,
-against the same method on bf16, selection and all.
+With an fp8 cache, both run on fp8, and errors are relative to results on the unrounded bf16 data: the output's error
+relative to FlashAttention on bf16, next to that of FlashAttention on fp8; and the effect of fp8 on a method, relative
+to the same method on bf16, including its selection.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import name_of_profile
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -83,13 +83,13 @@ FP8_COLUMNS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Prompts that methods are measured on."""
+    """Prompts on which methods are measured."""
 
     name: str
-    prompts: Sequence[Prompt]
+    prompts: Sequence[AttentionPrompt]
     """By layer."""
-    unrounded: Sequence[Prompt] = ()
-    """What prompts in fp8 were before."""
+    unrounded: Sequence[AttentionPrompt] = ()
+    """The prompts before they were rounded to fp8."""
 
 
 def run_methods(
@@ -101,7 +101,7 @@ def run_methods(
     engines: Sequence[str],
     report: Report,
 ) -> Iterator[dict[str, Any]]:
-    """Each method after each context with each engine; yields each case as it is reported."""
+    """Measure each method after each context with each engine, and yield each case when it is reported."""
     prompts, unrounded = inputs.prompts, inputs.unrounded
     for context_len in contexts:
         chunks = [prompt.chunk(context_len, query_len) for prompt in prompts]
@@ -140,7 +140,7 @@ def _dense_out(card: Card, batch: Batch) -> torch.Tensor:
 def _add_fp8_error(
     layers: Sequence[TimedLayer], exact: Sequence[TimedLayer], engine: Engine, row: dict[str, Any]
 ) -> None:
-    """What the cache's rounding does to the whole method; ``layers`` have run, ``exact`` are the same in bf16."""
+    """Add the effect of the cache's rounding on the method. ``layers`` have run; ``exact`` are the same in bf16."""
     new_step(exact)()
     for layer in exact:
         layer.run(engine)
@@ -160,7 +160,7 @@ def _measure(
     checks: list[Check] = []
     for layer in layers:
         layer.run(engine)
-        if layer.options is None:  # with options the result is an approximation, by more than rounding
+        if layer.options is None:  # with options the result is an approximation beyond rounding
             checks.append(check_attention(layer.batch, layer.index, layer.out))
     kept = sum(int(layer.index.kept_pairs()) for layer in layers)
     row["density"] = kept / sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
@@ -196,8 +196,8 @@ def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_na
 
 def of_capture(
     folder: Path, others: Path | None, num_heads: int, texts: Sequence[str], profiles: Sequence[str], card: Card
-) -> tuple[list[Prompt], list[tuple[MethodSpec | str, Plan]], str]:
-    """(prompts by layer, plans for their heads, name of the model)."""
+) -> tuple[list[AttentionPrompt], list[tuple[MethodSpec | str, Plan]], str]:
+    """Return (prompts by layer, plans for their heads, name of the model)."""
     capture = Capture.open(folder)
     copies, layers = (
         max(1, num_heads // capture.shape.num_heads),
@@ -220,25 +220,27 @@ def of_capture(
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureMethods:
-    """Whole methods beside dense attention."""
+    """Measure whole methods against dense attention."""
 
     method: Methods = None
-    profile: Annotated[list[str] | None, typer.Option(help="Of a capture's model; may be repeated.")] = None
-    captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`; else structured data.")] = None
+    profile: Annotated[list[str] | None, typer.Option(help="Profile of the capture's model; repeatable.")] = None
+    captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`. Default: structured data.")] = (
+        None
+    )
     clusters: Clusters = None
     contexts: Contexts = "24576,122880"
     chunk: Chunk = 8192
-    layers: Annotated[int, typer.Option(help="Layers of structured data, each of its own.", min=1)] = 2
-    repeat_heads: Annotated[int, typer.Option(help="Heads that captured ones are repeated to.")] = 32
+    layers: Annotated[int, typer.Option(help="Layers of structured data, all different.", min=1)] = 2
+    repeat_heads: Annotated[int, typer.Option(help="Number of heads to which captured heads are repeated.")] = 32
     engines: Engines = ""
     model: Model = None
     page_size: Page = 128
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: of the cache, and of queries then.")] = "auto"
+    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the cache: auto, or fp8 (with fp8 queries).")] = "auto"
     json_path: Json = None
     results: Results = None
 
     def run(self) -> None:
-        """Measure, and show what was measured."""
+        """Measure, and show the results."""
         with failures():
             if self.kv_cache_dtype not in (known := ("auto", "fp8")):
                 raise BenchError(f"--kv-cache-dtype: {not_one_of(self.kv_cache_dtype, known)}")
@@ -259,8 +261,8 @@ class MeasureMethods:
             data = f"{name} in fp8" if is_fp8 else name
             report = Report("methods", card.name, self.json_path, self.results)
             engines = engines_named(card, split(self.engines))
-            # As a server rounds whose checkpoint has no scales: all are 1.
-            measured = [Prompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
+            # As on a server whose checkpoint has no scales: all scales are 1.
+            measured = [AttentionPrompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
             inputs = Inputs(data, measured, prompts if is_fp8 else ())
             rows = run_methods(card, inputs, plans, lengths, self.chunk, engines, report)
             title = f"methods beside {card.dense_name}, {card.name}, {data}, chunk of {self.chunk:,}"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counting costs beside the step that is counted.
+"""The cost of counting relative to the step that is counted.
 
     python -m benchmarks.metrics [--method NAME:FIELD=VALUE] [--results docs/results/production.json]
 
-A step is a chunk's selection, attention and projections in each layer of an 8B model; its norms, its sampling and what
-the engine does between steps are left out, so the shares are above those of a server. What counting takes is timed for
-itself, on the device and on the host, and so is what the host takes to launch the step: the slower of the two decides
-how long a step is, and so by how much counting lengthens it. Beside that the rows of each step are counted on the host:
-of a step of decodes nothing else is. Its length is that of reading an 8B model's weights once, at the speed that this
-card copies memory; the host is taken to be the slower one there.
+A step is a chunk's selection, attention and projections in each layer of an 8B model. Norms, sampling and the engine's
+work between steps are left out, so the shares are larger than on a server. Counting is timed separately, on the device
+and on the host, and so is the host's time to launch the step. The slower of the two determines the length of a step,
+and thus by how much counting lengthens it. In addition, the host counts the rows of each step; for a step of decodes,
+it counts nothing else. The length of such a step is the time to read an 8B model's weights once, at this card's copying
+speed, and the host is assumed to be slower there.
 """
 
 import time
@@ -26,7 +26,7 @@ from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, R
 from benchmarks.shape import SHAPE
 from tests.helpers.structured import structured_prompts
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, new_step
 from vllm_sparse_backend.evaluation.report import table_of
@@ -50,13 +50,13 @@ NUM_LAYERS = 32
 DECODES = 256
 HOST_CALLS = 100
 LAUNCH_CALLS = 5
-"""Calls of many launches: with more, the host would wait for room in the queue of these."""
+"""Number of calls with many launches. With more, the host would wait for room in the launch queue."""
 WEIGHT_BYTES = 16e9
-"""Of an 8B model in 16 bits."""
+"""Bytes of an 8B model in 16 bits."""
 
 
 def host_us(card: Card, run: Run, calls: int = HOST_CALLS) -> float:
-    """Of the host alone, per call: what is launched is waited for between samples, and not timed."""
+    """Return the host's time per call. Launched work is awaited between samples and not timed."""
     taken = []
     for _ in range(7):
         card.synchronize()
@@ -69,7 +69,7 @@ def host_us(card: Card, run: Run, calls: int = HOST_CALLS) -> float:
 
 
 def projections(heads: Heads, tokens: int, device: torch.device, hidden: int, inner: int) -> list[Run]:
-    """A layer's matrix products, of random weights."""
+    """Return a layer's matrix products with random weights."""
     wide = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     sizes = [(hidden, wide), (heads.num_heads * heads.head_dim, hidden), (hidden, 2 * inner), (inner, hidden)]
 
@@ -82,13 +82,13 @@ def projections(heads: Heads, tokens: int, device: torch.device, hidden: int, in
 
 
 def counting(recorder: Recorder, number: int, layer: TimedLayer) -> Run:
-    """All that counts a layer's call in a server."""
+    """Return a function that counts a layer's call as a server does."""
     return lambda: recorder.count_pairs(number, layer.index)
 
 
 def run_prefill(
     card: Card,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[AttentionPrompt],
     named_plan: tuple[str, Plan],
     context_len: int,
     query_len: int,
@@ -96,13 +96,13 @@ def run_prefill(
     report: Report,
     budget_s: float = 2.0,
 ) -> dict[str, Any]:
-    """A chunk after a context. ``named_plan``: what a figure calls the method, and its plan."""
+    """Measure a chunk after a context. ``named_plan`` has the method's name in figures, and its plan."""
     name, plan = named_plan
     engine, layers = layers_served(card, prompts, plan, context_len, query_len)
     for layer in layers:
         layer.select()
     recorder = Recorder(card.device)
-    recorder.add_layers(range(NUM_LAYERS))  # a call is timed as seldom as in a server
+    recorder.add_layers(range(NUM_LAYERS))  # as many layers as on a server
     counts = [counting(recorder, number, layer) for number, layer in enumerate(layers)]
     step = [partial(layer.run, engine) for layer in layers] + [run for run in products for _ in layers]
     spans = [[("layer", run) for run in step], [("count", run) for run in counts]]
@@ -119,7 +119,7 @@ def run_prefill(
 
 
 def run_decodes(card: Card, step_ms: float, report: Report) -> dict[str, Any]:
-    """A step of ``DECODES`` requests."""
+    """Measure a step of ``DECODES`` requests."""
     recorder = Recorder(card.device)
     row: dict[str, Any] = {"what": f"{DECODES} decodes", "step_ms": step_ms, "launched_ms": step_ms, "device_us": 0.0}
     row["host_us"] = host_us(card, lambda: recorder.count_rows(DECODE_ROW, DECODES))
@@ -140,7 +140,7 @@ def _report(report: Report, row: dict[str, Any], about: str) -> None:
 
 
 def copied_ms(card: Card, num_bytes: float) -> float:
-    """How long this card takes to read so much memory: half of what copying a GiB reads and writes."""
+    """Return the time in ms in which this card reads this many bytes, half of the time of a copy."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=card.device)
     target = torch.empty_like(source)
     ms = median(card.spans_ms([[("copy", lambda: target.copy_(source))]], budget_s=0.5)["copy"])

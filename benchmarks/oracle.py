@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: how much of exact attention a selection keeps, and at what price.
+"""The oracle: the share of exact attention that a selection keeps, and its density.
 
-A tile's queries keep the same keys, so all that a selection's recall depends on is each key's share of the exact mass,
-summed over the tile's queries. ``exact_masses`` finds these shares once, in float32, a slab of tiles at a time (a GPU
-does 32K queries on 32K keys in seconds and under 1 GB, a CPU 8K on 8K); any number of selections is then held against
-them by lookups. Single queries are another matter: what selections keep of each has to be summed while its own shares
-are there, so those whose queries are asked for are given to ``exact_masses``.
+A tile's queries keep the same keys, so a selection's recall depends only on each key's share of the exact mass, summed
+over the tile's queries. ``exact_masses`` computes these shares once, in float32, a slab of tiles at a time (a GPU
+handles 32K queries and keys in seconds and under 1 GB, a CPU 8K). Any number of selections is then compared with them
+by lookups. The recall of single queries has to be summed while their shares are in memory, so ``exact_masses`` takes
+the indices for which it is needed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +25,10 @@ SLAB_TILES = 32
 
 
 class Quality(NamedTuple):
-    """What each query head keeps, over all queries of all rows: [num_heads] float64."""
+    """Recall and density of each query head, over all queries of all rows: [num_heads] float64."""
 
     recall: torch.Tensor
-    """Share of a query's exact softmax mass that its kept keys carry, mean over queries."""
+    """Share of a query's exact softmax mass on its kept keys, mean over queries."""
 
     density: torch.Tensor
     """Kept (query, key) pairs over causal pairs."""
@@ -40,15 +40,15 @@ class ExactMass:
 
     rows: Rows
     tiles: range
-    """Their ids in ``rows.tile_list``."""
+    """Numbers of the tiles in ``rows.tile_list``."""
 
     keys: torch.Tensor  # [num_heads, len(tiles), num_keys] float32, mass of each key summed over a tile's queries
 
     query_recalls: tuple[torch.Tensor, ...] = ()
-    """For each index that was given, [num_heads, queries of these tiles] float32: the mass that each query keeps."""
+    """For each given index, [num_heads, queries of these tiles] float32: the mass that each query keeps."""
 
     def pairs(self) -> torch.Tensor:
-        """[len(tiles), num_keys] int64: how many of a tile's queries may see each key."""
+        """Return [len(tiles), num_keys] int64: the number of a tile's queries that see each key."""
         device = self.keys.device
         tiles = [self.rows.tile_list[i] for i in self.tiles]
         last = torch.tensor([tile.last_position for tile in tiles], device=device)[:, None]
@@ -60,11 +60,10 @@ class ExactMass:
 def exact_masses(
     q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float, indices: Sequence[SparseIndex] = ()
 ) -> Iterator[ExactMass]:
-    """All tiles of all rows, slab by slab.
+    """Yield the exact masses of all tiles of all rows, slab by slab.
 
-    q [num_tokens, num_heads, head_dim] holds the queries at the tokens that ``rows`` names, the cache their keys;
-    ``scale`` multiplies q·k. ``indices``, whose heads are all selected and whose rows are like ``rows``, are those of
-    which ``query_recalls`` are wanted.
+    q [num_tokens, num_heads, head_dim] has the queries of ``rows``, and the cache their keys; ``scale`` multiplies q·k.
+    ``query_recalls`` are computed for ``indices``, whose heads are all selected and whose rows equal ``rows``.
     """
     group = q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
@@ -91,7 +90,7 @@ def exact_masses(
 
 
 def tile_weights(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
-    """Exact weights [heads, queries, last_position + 1] of a tile; ``heads`` share the keys [head_dim, num_keys]."""
+    """Return exact weights [heads, queries, last_position + 1]; ``heads`` share the keys [head_dim, num_keys]."""
     queries = q[tile.token : tile.token + tile.length_tokens, heads].float().transpose(0, 1) * scale
     scores = queries @ keys[:, : tile.last_position + 1]
     unseen = torch.ones(tile.length_tokens, tile.length_tokens, dtype=torch.bool, device=q.device).triu_(1)
@@ -100,7 +99,7 @@ def tile_weights(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, 
 
 
 def kept_keys(index: SparseIndex, i_tile: int) -> torch.Tensor:
-    """Bool [num_heads, last_position + 1]: ``masks.tile_keys`` of all heads."""
+    """Return ``masks.tile_keys`` of all heads: bool [num_heads, last_position + 1]."""
     tile = index.rows.tile_list[i_tile]
     num_keys = tile.last_position + 1
     blocks = _block_flags(index, range(i_tile, i_tile + 1), index.num_causal_blocks(tile))[:, 0]
@@ -115,7 +114,7 @@ def kept_keys(index: SparseIndex, i_tile: int) -> torch.Tensor:
 
 
 class Tally(NamedTuple):
-    """What has been counted of an index, per query head: [num_heads]."""
+    """Counts of an index per query head: [num_heads]."""
 
     kept: torch.Tensor  # float64, kept mass
     total: torch.Tensor  # float64, all mass
@@ -129,7 +128,7 @@ class Tally(NamedTuple):
 
 
 def tally(index: SparseIndex, mass: ExactMass) -> Tally:
-    """What ``index`` keeps of these tiles. Its heads are all selected, its rows are those of ``mass``."""
+    """Return the counts of ``index`` for these tiles. All its heads are selected; its rows are those of ``mass``."""
     blocks = _pool(mass.keys, index.block_tokens)  # [num_heads, tiles, num_blocks]
     pairs = _pool(mass.pairs(), index.block_tokens)
     flags = _block_flags(index, mass.tiles, blocks.shape[2])
@@ -144,12 +143,12 @@ def tally(index: SparseIndex, mass: ExactMass) -> Tally:
 
 
 def _pool(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Sums of each ``tokens`` keys, the last axis."""
+    """Sum every ``tokens`` keys along the last axis."""
     return F.pad(x, (0, -x.shape[-1] % tokens)).unflatten(-1, (-1, tokens)).sum(-1)
 
 
 def _block_flags(index: SparseIndex, tiles: range, num_blocks: int) -> torch.Tensor:
-    """Bool [num_heads, len(tiles), num_blocks]: which blocks the lists of the tiles name."""
+    """Return flags of the listed blocks: bool [num_heads, len(tiles), num_blocks]."""
     span = slice(tiles.start, tiles.stop)
     rank = torch.arange(num_blocks, device=index.block_ids.device)
     places = (index.block_offsets[span, None] + rank).clamp(max=index.block_ids.shape[1] - 1)
@@ -160,7 +159,7 @@ def _block_flags(index: SparseIndex, tiles: range, num_blocks: int) -> torch.Ten
 
 
 def _stripe_mass(index: SparseIndex, mass: ExactMass, head: int, longest: int) -> torch.Tensor:
-    """Mass of one head's stripes, of which no tile has more than ``longest``: a float64 scalar."""
+    """Return the mass of one head's stripes, a float64 scalar. No tile has more than ``longest`` stripes."""
     span = slice(mass.tiles.start, mass.tiles.stop)
     rank = torch.arange(longest, device=index.block_ids.device)
     places = (index.stripe_offsets[head, span, None] + rank).clamp(max=len(index.stripe_positions) - 1)
@@ -170,7 +169,7 @@ def _stripe_mass(index: SparseIndex, mass: ExactMass, head: int, longest: int) -
 
 
 def measure(q: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> Quality:
-    """Recall and density of an index whose heads are all selected. Arguments are ``exact_masses``'."""
+    """Return recall and density of an index whose heads are all selected. For the arguments, see ``exact_masses``."""
     counted = None
     for mass in exact_masses(q, cache, index.rows, scale):
         part = tally(index, mass)
@@ -181,10 +180,10 @@ def measure(q: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float
 
 
 class Bound:
-    """The most that any choice of blocks of ``block_tokens`` keys could recall at a density, tiles as they are.
+    """The largest recall of any choice of blocks of ``block_tokens`` keys at a density, with these tiles.
 
-    Blocks are ranked over all heads and tiles by mass per pair, the best first; with ``block_tokens`` 64 or 128 those
-    on a tile's diagonal are kept anyway. Ranks are rounded to an eighth of an octave.
+    Blocks are ranked over all heads and tiles by mass per pair, the best first. With ``block_tokens`` 64 or 128, blocks
+    on a tile's diagonal are always kept. Ranks are rounded to an eighth of an octave.
     """
 
     BINS = 320
@@ -202,23 +201,23 @@ class Bound:
             starts = torch.tensor([mass.rows.tile_list[i].position for i in mass.tiles], device=bins.device)
             ids = torch.arange(bins.shape[2], device=bins.device)
             bins.masked_fill_(ids >= starts[:, None] // self.block_tokens, 0)
-        # Blocks without pairs lie past the tile: they add nothing, to any bin.
+        # Blocks without pairs lie past the tile and add nothing to any bin.
         bins = bins.nan_to_num().int().flatten()
         for counted, weights in ((self.mass, blocks.double()), (self.pairs, pairs.expand_as(blocks))):
             counted += torch.bincount(bins, weights.flatten(), self.BINS).cpu()
 
     def curve(self) -> tuple[list[float], list[float]]:
-        """Densities and recalls of the best choices, rising."""
+        """Return densities and recalls of the best choices, ascending."""
         recall = self.mass.cumsum(0) / self.mass.sum()
         density = self.pairs.cumsum(0) / self.pairs.sum()
         return density.tolist(), recall.tolist()
 
 
 def oracle_density(data: Structured, mass: float = 0.95, num_queries: int = 64, seed: int = 0) -> torch.Tensor:
-    """The least share of its causal keys that holds ``mass`` of a query's exact softmax, mean over queries.
+    """Return the smallest share of causal keys that holds ``mass`` of a query's exact softmax, mean over queries.
 
-    [num_heads] float64 on the CPU, from ``num_queries`` queries drawn from the row, the same for all heads; exact for
-    each, a head at a time in float32.
+    The result is [num_heads] float64 on the CPU, from ``num_queries`` random queries of the row, the same for all
+    heads. It is exact for each query, computed in float32 a head at a time.
     """
     query_len, num_heads, _ = data.q.shape
     generator = torch.Generator().manual_seed(seed)

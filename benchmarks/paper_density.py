@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Density at a paper's own granularity, where our tiles of 128 queries take the union of finer rows.
+"""Density at a paper's granularity, which may be finer than our tiles of 128 queries.
 
-Known for methods whose selection is one per tile of 128 queries in their papers too, and for those whose rows of blocks
-can be counted: SALE's of 64 queries by 32 keys, MInference's block-sparse ones of 64 by 64. Its vertical-slash lines,
-and what is made of them, are merged into blocks by its kernel: they have no density of their own.
+It is known for methods that also select per tile of 128 queries in their papers, and for methods whose blocks can be
+counted: SALE's of 64 queries by 32 keys, and MInference's block-sparse blocks of 64 by 64. MInference's kernel merges
+vertical-slash lines into blocks, so they have no separate density.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 
 SAME = (AnchorAttention, Dense, SpargeAttn)
-"""A tile of theirs is one of ours."""
+"""Methods whose tiles are also ours."""
 
 
 def paper_density(
@@ -35,9 +35,9 @@ def paper_density(
     chunks: Sequence[Rows],
     scale: float,
 ) -> float | None:
-    """Of one query head: kept blocks over all that hold a causal pair, chunks weighted by their pairs.
+    """Return one query head's kept blocks over all blocks with a causal pair, with chunks weighted by their pairs.
 
-    ``real``: density of our index; ``queries[i]`` belong to ``chunks[i]``. None where there is no such density.
+    ``real`` is the density of our index, and ``queries[i]`` belong to ``chunks[i]``. None if there is no such density.
     """
     if isinstance(method, SAME):
         return real
@@ -55,7 +55,7 @@ def paper_density(
 def sale_density(
     method: Sale, q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> float:
-    """Kept blocks of 64 queries × 32 keys over all blocks that hold a causal pair."""
+    """Return kept blocks of 64 queries × 32 keys over all blocks with a causal pair."""
     kept = total = 0
     for _, i_tile, blocks in paper_blocks(method, q, cache, rows, heads, scale):
         kept += int(blocks.sum())
@@ -64,7 +64,7 @@ def sale_density(
 
 
 def _last_queries(rows: Rows) -> list[int]:
-    """Positions of the last queries of each block of 64, of all rows."""
+    """Return the position of the last query of each block of 64, of all rows."""
     return [
         context + min(first + POOL_TOKENS, length) - 1
         for context, length in zip(rows.context_lens, rows.query_lens)

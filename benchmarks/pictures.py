@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's two pictures, of figures in docs/results: TTFT by prompt length; answers and perplexity by speed-up.
+"""Draw two pictures from docs/results: TTFT by prompt length (README.md); accuracy by speed-up (docs/performance.md).
 
     python -m benchmarks.pictures [--results docs/results/real.json] [--folder docs]
 
 Reads rows named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours), ``stock, widened, TTFT, N tokens`` (s),
 ``curve, SETTING: speed-up`` (of TTFT at the longest prompt) and ``curve, SETTING, MODEL, N tokens: QUANTITY``, answers
-and perplexity (÷ stock's). A picture that lacks a row is not drawn, and the row is named; exit code 1.
+and perplexity (÷ stock's). If a picture lacks a row, it is not drawn, the program names the row, and the exit code is
+1.
 """
 
 import io
 import re
 from collections.abc import Mapping
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,15 +27,15 @@ SPEED_UP, CURVE = "curve, {}: speed-up", "curve, {}, {}, {} tokens: {}"
 QUANTITIES = ("answers", "perplexity")
 COLORS = {"stock": "#6e7781", "ours": "#0969da"}
 LINES = ("#0969da", "#cf222e", "#1a7f37", "#9a6700")
-"""Each is told from white and from black, as is the white that pictures lie on: GitHub shows them on either."""
+"""Colours that contrast with white and black, because GitHub shows pictures on either."""
 
 
 class MissingRowsError(ValueError):
-    """Rows that a picture needs and the figures lack."""
+    """The figures lack rows that a picture needs."""
 
 
 class Point(NamedTuple):
-    """What one setting gives, against stock."""
+    """Results of one setting relative to stock."""
 
     setting: str
     speed_up: float
@@ -42,15 +44,16 @@ class Point(NamedTuple):
 
 
 class Ttft(NamedTuple):
-    """By prompt length in tokens, seconds."""
+    """Seconds by prompt length in tokens."""
 
     stock: dict[int, float]
     ours: dict[int, float]
+    speed_ups: dict[int, float]
     device: str
 
 
 Curves = dict[tuple[str, int], list[Point]]
-"""By model and its longest prompts, by speed-up."""
+"""Points sorted by speed-up, by model and its longest prompt length."""
 
 
 def _values(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -71,7 +74,8 @@ def ttft_of(rows: list[dict[str, Any]]) -> Ttft:
     stock = {_number(length): values[name] for length, (name, _) in zip(lengths, pairs, strict=True)}
     ratios = {_number(length): values[name] for length, (_, name) in zip(lengths, pairs, strict=True)}
     device = next(row["device"] for row in rows if row["name"] == pairs[0][0])
-    return Ttft(stock, {tokens: stock[tokens] / ratio for tokens, ratio in ratios.items()}, device)
+    ours = {tokens: stock[tokens] / ratio for tokens, ratio in ratios.items()}
+    return Ttft(stock, ours, ratios, device)
 
 
 def curves_of(rows: list[dict[str, Any]]) -> Curves:
@@ -97,6 +101,11 @@ def curves_of(rows: list[dict[str, Any]]) -> Curves:
     return curves
 
 
+def two_decimals(value: float) -> str:
+    """Round as tables do: 1.095, which no binary float is, to 1.10."""
+    return str(Decimal(str(value)).quantize(Decimal("0.01"), ROUND_HALF_UP))
+
+
 def _number(text: str) -> int:
     return int(text.replace(",", ""))
 
@@ -120,7 +129,7 @@ def draw_ttft(ttft: Ttft, path: Path) -> None:
         label = {"stock": "stock vLLM", "ours": "sparse-prefill"}[name]
         axis.plot(list(seconds), list(seconds.values()), "o-", color=COLORS[name], label=label, linewidth=2)
     for tokens, seconds in ttft.ours.items():
-        text = f"{ttft.stock[tokens] / seconds:.2f}×"
+        text = f"{two_decimals(ttft.speed_ups[tokens])}×"
         axis.annotate(text, (tokens, seconds), (0, -15), textcoords="offset points", ha="center", color=COLORS["ours"])
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
@@ -133,37 +142,46 @@ def draw_ttft(ttft: Ttft, path: Path) -> None:
     _save(figure, path)
 
 
+def label_of(setting: str) -> str:
+    """Return a setting as the picture shows it: `p 0.9 most 0.2` has a cap of 0.2, `p 0.9 most 1` has none."""
+    return setting.removesuffix(" most 1").replace(" most ", ", cap ")
+
+
 def draw_curves(curves: Curves, path: Path) -> None:
-    """Answers and perplexity in panels of their own; the large mark is what a server takes by itself."""
+    """Draw answers and perplexity in a panel each. The large mark is the default, which the legend names."""
+    from matplotlib.lines import Line2D
+
     figure, panels = _figure(2)
     top_p = METHODS["top_p"].parameters()
     default = f"p {top_p.kept_mass:g} most {top_p.most_share:g}"  # type: ignore[attr-defined]
-    for color, below, ((model, tokens), points) in zip(LINES, (True, False) * 2, curves.items()):
+    for color, rise, ((model, tokens), points) in zip(LINES, (-10, 4) * 2, curves.items()):
         for panel, quantity in zip(panels, QUANTITIES, strict=True):
-            over, change = (
-                [point.speed_up for point in points],
-                [100 * (getattr(point, quantity) - 1) for point in points],
-            )
-            panel.plot(over, change, "o", color=color, markersize=4, label=f"{model}, {tokens:,} tokens")
-            for point, x, y in zip(points, over, change, strict=True):
-                text, at = point.setting.removesuffix(" most 1"), (-8, -12 if below else 6)
-                if quantity == "perplexity":
-                    panel.annotate(text, (x, y), at, textcoords="offset points", fontsize=7, color=color)
+            speed_ups = [point.speed_up for point in points]
+            changes = [100 * (getattr(point, quantity) - 1) for point in points]
+            panel.plot(speed_ups, changes, "o", color=color, markersize=4, label=f"{model}, {tokens:,} tokens")
+            for index, (point, x, y) in enumerate(zip(points, speed_ups, changes, strict=True)):
                 if point.setting == default:
                     panel.plot([x], [y], "o", color=color, markersize=10)
-    for panel, title in zip(panels, ("right answers against stock, %", "perplexity against stock, %"), strict=True):
+                elif quantity == "perplexity":
+                    offset, alignment = ((-3, rise), "right") if index % 2 else ((3, rise), "left")
+                    panel.annotate(
+                        label_of(point.setting), (x, y), offset,
+                        textcoords="offset points", ha=alignment, fontsize=7, color=color,
+                    )  # fmt: skip
+    for panel, title in zip(panels, ("answers against stock, %", "perplexity against stock, %"), strict=True):
         panel.axhline(0, color=COLORS["stock"], linewidth=1)
         panel.margins(x=0.25, y=0.15)
         panel.set(xlabel="TTFT speed-up, 8B shape, 131,000 tokens")
         panel.set_title(title, fontsize=10)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
-    )
+    handles, labels = panels[0].get_legend_handles_labels()
+    handles.append(Line2D([], [], marker="o", linestyle="", color=COLORS["stock"], markersize=10))
+    labels.append(f"the default: {label_of(default)}")
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     _save(figure, path)
 
 
 def _save(figure: Any, path: Path) -> None:
-    """With 64 colors, which is a quarter of the bytes."""
+    """Save a figure with 64 colours, which takes a quarter of the bytes."""
     from matplotlib import pyplot
     from PIL import Image
 
@@ -175,7 +193,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def main(
     results: Annotated[Path, typer.Option(help="List of figures.")] = RESULTS,
-    folder: Annotated[Path, typer.Option(help="Where ttft.png and curve.png go.")] = Path("docs"),
+    folder: Annotated[Path, typer.Option(help="Folder of ttft.png and curve.png.")] = Path("docs"),
 ) -> None:
     rows, failed = read_figures(results), False
     for name, read, draw in (("ttft.png", ttft_of, draw_ttft), ("curve.png", curves_of, draw_curves)):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recall, density and output error of plans on a captured prompt: selected as a server does, layer by layer, by chunks.
+"""Recall, density and output error of plans on a captured prompt, with the selection and chunks of a server.
 
-A server prefills chunk by chunk through all layers, here each layer does all chunks before the next one is read from
-disk. That is the same: a method keeps nothing from one chunk to the next, and what it keeps from layer to layer
-(``Rows.state``) each chunk has to itself.
+A server prefills chunk by chunk through all layers. Here each layer handles all chunks before the next layer is read
+from disk. The result is the same: a method keeps no state between chunks, and each chunk has its own state between
+layers (``Rows.state``).
 """
 
 import math
@@ -23,26 +23,26 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head
 
 QUANTILES = (0.01, 0.001, 0.0)
-"""Of queries: the hundredth, the thousandth and the worst have no more recall."""
+"""Shares of queries with the lowest recall: a hundredth, a thousandth and the worst."""
 
 BINS = 10_000
 
 
 @dataclass
 class PlanQuality:
-    """What one plan keeps of each layer."""
+    """Results of one plan by layer."""
 
     recall: list[list[float]] = field(default_factory=list)
-    """Per layer and query head."""
+    """Recall and density per layer and query head."""
     density: list[list[float]] = field(default_factory=list)
     output_error: list[float] = field(default_factory=list)
-    """Per layer ‖O − Õ‖₂ / ‖O‖₂ over all heads and tokens, Õ being the sparse output; empty if it was not asked for."""
+    """Per layer ‖O − Õ‖₂ / ‖O‖₂ over all heads and tokens, with sparse output Õ; empty if not requested."""
     lowest_recalls: list[list[list[float]]] = field(default_factory=list)
-    """Per layer, query head and one of ``QUANTILES``: recall of single queries; empty if it was not asked for."""
+    """Recall of single queries per layer, query head and quantile of ``QUANTILES``; empty if not requested."""
     paper_density: list[list[float | None]] = field(default_factory=list)
-    """Per layer and query head, at the paper's granularity; None where that is not known (``paper_density.py``)."""
+    """Density at the paper's granularity, per layer and query head; None if unknown (``paper_density.py``)."""
     recall_counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS + 1, dtype=torch.int64))
-    """Queries of all layers and heads by their recall, rounded down."""
+    """Number of queries of all layers and heads by recall, rounded down."""
 
     @property
     def mean_recall(self) -> float:
@@ -67,22 +67,22 @@ class PlanQuality:
         return _mean(self.output_error)
 
     def quantiles(self) -> list[float]:
-        """Recall at ``QUANTILES`` of all layers' and heads' queries together, to a ten-thousandth."""
+        """Return the recall at ``QUANTILES`` of the queries of all layers and heads, to a ten-thousandth."""
         up_to = self.recall_counts.cumsum(0)
         ranks = [max(1, math.ceil(q * int(up_to[-1]))) for q in QUANTILES]
         return [int((up_to < rank).sum()) / BINS for rank in ranks]
 
     def add_queries(self, recalls: torch.Tensor) -> None:
-        """Of one layer: [num_heads, num_tokens]."""
+        """Add the recalls of one layer: [num_heads, num_tokens]."""
         ordered = recalls.clamp(0, 1).sort(1).values
         places = [max(0, math.ceil(q * ordered.shape[1]) - 1) for q in QUANTILES]
         self.lowest_recalls.append(ordered[:, places].tolist())
-        # What rounding of sums takes from a whole is not missing.
+        # Rounding errors of sums do not count as lost recall.
         bins = (ordered * BINS + 1e-2).long().flatten()
         self.recall_counts += torch.bincount(bins, minlength=BINS + 1).cpu()
 
     def add_dense(self, num_heads: int, num_tokens: int, request: "PlanRequest") -> None:
-        """A layer that the plan runs dense."""
+        """Add a layer that the plan runs dense."""
         self.recall.append([1.0] * num_heads)
         self.density.append([1.0] * num_heads)
         self.output_error += [0.0] * request.with_output
@@ -98,18 +98,18 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """One plan to be measured. Layers that it runs dense count with a recall and a density of 1."""
+    """A plan to measure. Its dense layers count with a recall and a density of 1."""
 
     plan: Plan
     with_output: bool = False
-    """Attend too, and compare with dense attention."""
+    """Whether to attend, and to compare with dense attention."""
     with_queries: bool = False
-    """Recall of single queries too, and density at the paper's granularity."""
+    """Whether to measure the recall of single queries, and density at the paper's granularity."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """``kept[i]`` belongs to the i-th plan; ``bounds[n]`` is what the best blocks of n keys could have had."""
+    """Results: ``kept[i]`` of the i-th plan, and ``bounds[n]`` of the best possible blocks of n keys."""
 
     layers: list[int]
     kept: list[PlanQuality]
@@ -124,14 +124,14 @@ def measure_plans(
     bounds: Sequence[int] = (1, 64, 128),
     min_tokens: int = 0,
 ) -> Measured:
-    """Recall, density and what else is asked for of every plan, on one captured prompt.
+    """Measure recall, density and the other requested quantities of every plan on one captured prompt.
 
-    On a CUDA device methods select by their kernels, elsewhere by their references, as on a server. The first
-    ``min_tokens`` positions, which are dense, are not measured.
+    As on a server, methods select by kernels on a CUDA device, and by references elsewhere. The first ``min_tokens``
+    positions, which are dense, are not measured.
     """
     measured = Measured(sorted(captured.scales), [PlanQuality() for _ in requests], {n: Bound(n) for n in bounds})
     chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device), min_tokens)
-    # Each plan has rows of its own: their state goes with a pass through the layers.
+    # Each plan has its own rows, whose state belongs to a pass through the layers.
     rows_of = [[replace(rows) for rows in chunks] for _ in requests]
     for layer in measured.layers:
         tensors, scale = captured.read(layer, device), captured.scales[layer]
@@ -148,12 +148,12 @@ def measure_plans(
 
 @dataclass
 class _Sparse:
-    """One plan's part of one layer, and what has been counted of it."""
+    """One plan's part of one layer, with its counts."""
 
     request: PlanRequest
     groups: LayerPlan
     rows: list[Rows]
-    """Of each chunk."""
+    """Rows of each chunk."""
     kept: PlanQuality
     counted: Tally | None = None
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -214,7 +214,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class Selected:
-    """What one plan selects in one layer for one chunk."""
+    """Selection of one plan in one layer for one chunk."""
 
     i_plan: int
     q: torch.Tensor
@@ -223,7 +223,7 @@ class Selected:
     scale: float
     groups: LayerPlan | None
     index: SparseIndex | None
-    """None, as ``groups``, where the plan runs the layer dense."""
+    """None, as ``groups``, if the plan runs the layer dense."""
 
 
 def selections(
@@ -234,8 +234,8 @@ def selections(
     num_tokens: int | None = None,
     min_tokens: Sequence[int] | None = None,
 ) -> Iterator[Selected]:
-    """Layer by layer what each plan selects, without attention; of the first ``num_tokens``, or all, past each plan's
-    ``min_tokens``."""
+    """Yield each plan's selections layer by layer, without attention, for the first ``num_tokens`` (or all) past each
+    plan's ``min_tokens``."""
     num_tokens, starts = num_tokens or captured.num_tokens, min_tokens or [0] * len(plans)
     chunks = [chunk_rows(num_tokens, chunk_tokens, torch.device(device), start) for start in starts]
     for layer, scale in sorted(captured.scales.items()):
@@ -250,7 +250,7 @@ def selections(
 
 
 def kept_shares(captured: Capture, plans: Sequence[Plan], *how: Any) -> list[float]:
-    """Return each plan's kept pairs over causal pairs; arguments as for ``selections``. Dense layers keep all pairs."""
+    """Return each plan's kept over causal pairs. For the arguments, see ``selections``. Dense layers keep all."""
     kept, pairs = [0] * len(plans), [0] * len(plans)
     for selected in selections(captured, plans, *how):
         every = captured.shape.num_heads * causal_pairs(selected.rows)
@@ -260,7 +260,7 @@ def kept_shares(captured: Capture, plans: Sequence[Plan], *how: Any) -> list[flo
 
 
 def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> SparseIndex:
-    """What the groups of one layer select, as the attention layer in the server does it."""
+    """Return the selection of one layer's groups, as on a server."""
     layer = Layer.of(groups, cache.head_dim, q.device)
     index = layer.index(rows)
     layer.select(q, cache, index, scale)

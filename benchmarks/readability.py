@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check what makes this code base readable: names, signatures, docstrings, layers of imports, and the command line.
+"""Checks the readability of the code base: names, signatures, docstrings, imports, the command line and README.md.
 
     python -m benchmarks.readability [--list] [--json docs/results/readable.json]
 
@@ -30,18 +30,23 @@ DOCUMENTED = (
 """Packages whose public functions have complete docstrings."""
 
 PRONOUNS = frozenset({"one", "found", "given", "own", "of", "each", "both", "rest", "asked", "told"})
-"""Names that say a word's role in a sentence and not what a value is."""
+"""Names that describe a grammatical role instead of a value."""
 
 MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 8, 15
 MAX_COMMANDS, MAX_OPTIONS = 12, 80
-MAX_README_WORDS = 800
+MAX_README_WORDS, MAX_README_NUMBERS = 800, 40
+
+FIGURE_TABLES = ("Speed", "Accuracy")
+"""Sections of README.md whose tables hold measurements; every other number in the file counts."""
+NUMBER = re.compile(r"(?<![\w.,])(?<!\w-)\d+(?:[.,]\d+)*")
+"""A number, with its separators. A digit in a name, as in H200, fp8 or FlashAttention-3, is none."""
 
 JARGON = re.compile(
     r"\b(?:sooner|company|alone|worst\w*|delegat\w*)\b"
     r"|\| asked \||(?:most|least|percent) was asked|\basked of (?:it|them|us|ourselves)\b|\(asked:",
     re.IGNORECASE,
 )
-"""Words that are not the field's, which has speed-up, tile union, per head, p99 or maximum, dense backend, target."""
+"""Words that are not terms of the field. The field's are speed-up, tile union, per head, p99, maximum, target."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -237,7 +242,7 @@ def help_texts(command: Any) -> Iterator[str]:
 
 
 def user_texts(command: Any) -> dict[str, str]:
-    """Return everything that users read, by place: documents, help, metrics and settings."""
+    """Return all texts for users by place: documents, help, metrics and settings."""
     from vllm_sparse_backend.config.metrics import METRICS
     from vllm_sparse_backend.config.profile_schema import profile_schema
     from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -251,12 +256,47 @@ def user_texts(command: Any) -> dict[str, str]:
 
 
 def jargon(texts: Mapping[str, str]) -> list[Violation]:
-    """Return each word that is not the field's, with its place."""
+    """Return each word that is not a term of the field, with its place."""
     return [Violation(where, match[0]) for where, text in texts.items() for match in JARGON.finditer(text)]
 
 
+def count_words(text: str) -> int:
+    """Return the number of words in a document, counted as ``wc -w`` does: table rules and links included."""
+    return len(text.split())
+
+
+def numbers_outside_figure_tables(text: str) -> list[str]:
+    """Return the numbers in a README that a reader meets outside the tables of ``FIGURE_TABLES``.
+
+    Args:
+        text: The document. Targets of links and comments do not count, as readers do not see them.
+
+    Returns:
+        The numbers, in order.
+    """
+    visible = re.sub(r"<!--.*?-->|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    numbers, section = [], ""
+    for line in visible.splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        if not (section in FIGURE_TABLES and line.startswith("|")):
+            numbers += NUMBER.findall(line)
+    return numbers
+
+
+def cells_with_several_numbers(text: str) -> list[str]:
+    """Return the cells of a document's tables that hold more than one number, outside code and links."""
+    cells = [
+        cell.strip()
+        for line in text.splitlines()
+        if line.startswith("|")
+        for cell in re.sub(r"`[^`]*`|\]\([^)]*\)", "", line).strip("|").split("|")
+    ]
+    return [cell for cell in cells if len(NUMBER.findall(cell)) > 1]
+
+
 def figure(name: str, value: float, unit: str, bar: float) -> dict[str, Any]:
-    """Return a row for docs/results, for which lower is better."""
+    """Return a row for docs/results. Lower is better."""
     return {
         "name": name, "value": value, "unit": unit, "bar": bar, "better": "lower", "device": "none: counted",
         "command": "python -m benchmarks.readability",
@@ -276,6 +316,10 @@ def measure() -> tuple[list[dict[str, Any]], list[Violation]]:
     option_counts, odd_words = list(count_options(command)), jargon(user_texts(command))
     violations += odd_words
     figures.append(figure("words that are not the field's", len(odd_words), "words", 0))
+    readme = (ROOT / "README.md").read_text()
+    numbers = numbers_outside_figure_tables(readme)
+    figures.append(figure("words in README.md", count_words(readme), "words", MAX_README_WORDS))
+    figures.append(figure("numbers in README.md outside its figures", len(numbers), "numbers", MAX_README_NUMBERS))
     figures.append(figure("commands", len(option_counts), "commands", MAX_COMMANDS))
     figures.append(figure("options and arguments of all commands", sum(option_counts), "options", MAX_OPTIONS))
     return figures, violations
@@ -285,7 +329,7 @@ def main(
     show_places: Annotated[bool, typer.Option("--list", help="Print every place that breaks a rule.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="File whose figures of these names are set.")] = None,
 ) -> None:
-    """Print each figure beside its bar; exit code 1 if any misses it."""
+    """Print each figure with its bar; exit code 1 if any figure misses its bar."""
     figures, violations = measure()
     if show_places:
         for where, what in violations:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods keep of a model's own attention: recall down to single queries, density, error of the output.
+"""Recall (down to single queries), density and output error of methods on a model's own attention.
 
     python -m benchmarks.capture MODEL CAPTURE --tokens 32768
     python -m benchmarks.recall CAPTURE [--method sale] [--chunks 2048,8192,0]
 
-Methods select on captured queries and keys as the server does, chunk by chunk, and are held against exact attention,
-layer by layer: errors of earlier layers do not add up here. SharePrefill's clusters come from ``--clusters``, a capture
+Methods select on captured queries and keys as on a server, chunk by chunk, and are compared with exact attention layer
+by layer. Errors of earlier layers do not accumulate here. SharePrefill's clusters come from ``--clusters``, a capture
 of another prompt.
 """
 
@@ -25,7 +25,7 @@ from vllm_sparse_backend.cli.common import device_of, failures, token_counts, wi
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
 
 Figures = dict[str, Any]
-"""Of one prompt in chunks of one size."""
+"""Figures of one prompt with one chunk size."""
 
 EXPLAINED = (
     "Lowest layer: mean recall of its heads. Best 64s, best keys: density at which blocks of 64 keys, or single keys, "
@@ -36,13 +36,13 @@ QUERIES_EXPLAINED = (
     "the granularity of the method's paper, where that is finer than what is computed and known."
 )
 LOWEST = ("hundredth", "thousandth", "worst")
-"""Names of ``quality.QUANTILES``."""
+"""Names of ``plan_quality.QUANTILES``."""
 
 
 def measure(
     captured: Capture, methods: Sequence[MethodSpec], clusters: Clusters | None, chunk_tokens: int, device: str
 ) -> Figures:
-    """One prompt's figures."""
+    """Return one prompt's figures."""
     requests, ran, left_out = [], [], {}
     for method in methods:
         try:
@@ -87,7 +87,7 @@ def _rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def add_figures(figures: Figures, report: Report) -> None:
-    """Rows of a results file."""
+    """Add rows of a results file."""
     for row in figures["settings"]:
         at = "" if row["params"] else " at the paper's defaults"
         what = f"{row['name']}, {length_name(figures)}, {figures['model']}"
@@ -98,7 +98,7 @@ def add_figures(figures: Figures, report: Report) -> None:
 
 
 def length_name(figures: dict[str, Any]) -> str:
-    """32K for a prompt of 32,768 tokens, with the chunk's size where it is not vLLM's default."""
+    """Return a name such as 32K for 32,768 tokens, with the chunk size if it is not vLLM's default."""
     tokens, chunk = figures["num_tokens"], figures["chunk_tokens"]
     name = f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
     alike = min(chunk, tokens) == min(8192, tokens)
@@ -106,7 +106,7 @@ def length_name(figures: dict[str, Any]) -> str:
 
 
 def table_rows(figures: Figures) -> list[dict[str, str]]:
-    """A row of texts, by the columns' headings, for each setting."""
+    """Return a row of texts for each setting, by heading."""
     rows = []
     for row in figures["settings"]:
         by_layer = [sum(heads) / len(heads) for heads in row["recall_of_heads"]]
@@ -133,7 +133,7 @@ def table_rows(figures: Figures) -> list[dict[str, str]]:
 
 
 def needed(figures: dict[str, Any], block_tokens: str, recall: float) -> float:
-    """Density at which the best choice of blocks reaches ``recall``."""
+    """Return the density at which the best choice of blocks reaches ``recall``."""
     density, reached = figures["bounds"][block_tokens]["density"], figures["bounds"][block_tokens]["recall"]
     after = next((i for i, x in enumerate(reached) if x >= recall - 1e-9), len(reached) - 1)
     if after == 0 or reached[after] == reached[after - 1]:
@@ -155,7 +155,7 @@ def show(figures: Figures) -> None:
 def main(
     captured: Annotated[list[Path], typer.Argument(help="Folders of `benchmarks.capture`.")],
     method: Methods = None,
-    chunks: Annotated[str, typer.Option(help="Tokens of a step, by comma; 0 for the whole prompt.")] = "8192",
+    chunks: Annotated[str, typer.Option(help="Tokens of a step, comma-separated; 0 for the whole prompt.")] = "8192",
     clusters: ClustersOption = None,
     device: Device = None,
     json_path: Json = None,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every path that a server takes POST on, asked with no level, exact, a bad one and such as are misspelt.
+"""Sends POST requests to every path of a server, without a level and with exact, invalid and misspelt ones.
 
     python -m benchmarks.request_paths [--results docs/results/operators.json]
 
-Of a server that generates, with all of vLLM's development paths, and of one that pools, which goes sparse. A level is
-honoured where rows are counted as exact for it, refused where the answer is a status 400 that names it, and ignored
-where the request is answered otherwise. What a model cannot do, such as hear, its server has no path for.
+One server generates, with all of vLLM's development paths. The other runs a pooling model that goes sparse. A level is
+honoured if its rows count as exact, refused if the answer has status 400 and names the level, and ignored if the
+request is answered otherwise. A server has no paths for modalities that its model lacks, such as audio.
 """
 
 import json
@@ -23,7 +23,7 @@ from benchmarks.options import Json, Results
 from tests.helpers.tiny_models import make_model
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import parse
+from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, device_name, sparse_args
 
@@ -38,7 +38,7 @@ KEPT = {HONOURED, REFUSED, NOT_SERVED}
 
 
 def text(seed: int) -> str:
-    """No two begin alike, so that nothing is found in a cache."""
+    """Return a text with a unique beginning, so that no cache contains it."""
     generator = random.Random(seed)
     return " ".join(generator.choice(("level", "prompt", "sparse", "exact", "tokens")) for _ in range(WORDS))
 
@@ -48,7 +48,7 @@ def chat(seed: int) -> list[dict[str, str]]:
 
 
 def bodies(seed: int) -> dict[str, dict[str, Any]]:
-    """By path, and what is said of it, a body that has a prompt prefilled."""
+    """Return bodies that prefill a prompt, by path and variant."""
     prompt, messages, few = {"prompt": text(seed)}, {"messages": chat(seed)}, {"max_tokens": 2}
     beams = {"use_beam_search": True, "n": 2, **few}
     score = {"text_1": text(seed), "text_2": [text(seed + 1)]}
@@ -96,7 +96,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Asker:
-    """Asks one server, and tells what became of a level."""
+    """Sends requests to one server, and reports how it treats levels."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -108,13 +108,13 @@ class Asker:
         return [path for path, methods in described.items() if "post" in methods]
 
     def rows(self) -> tuple[int, int]:
-        """So many that ran exact because they were asked to, and sparse."""
-        report = parse(self.server.get(FRESH_METRICS_PATH))
+        """Return the number of rows that ran exact on request, and of sparse rows."""
+        report = parse_metrics(self.server.get(FRESH_METRICS_PATH))
         return report.rows["dense", Fallback.REQUESTED], report.rows_of("sparse")
 
     def is_exact(self) -> bool:
-        """Whether no layer of the server goes sparse for anybody: it counts no rows then."""
-        return set(parse(self.server.get(FRESH_METRICS_PATH)).attention) == {"dense"}
+        """Return whether no layer of the server goes sparse. It then counts no rows."""
+        return set(parse_metrics(self.server.get(FRESH_METRICS_PATH)).attention) == {"dense"}
 
     def cell(self, way: str, variant: str) -> str:
         path = way.partition(",")[0]
@@ -129,7 +129,7 @@ class Asker:
             return NOT_SERVED if "answered 404" in said or "answered 501" in said else f"failed: {said[:300]}"
         if "sparse_prefill: given" in said:
             return f"broken off: {said[:200]}"
-        if path.endswith("/render"):  # what it makes of the body is for another path
+        if path.endswith("/render"):  # its result is a body for another path
             return "passed on" if variant == "none" else HONOURED if '"sparse_prefill":0' in said else IGNORED
         before, self.counted = self.counted, self.rows()
         exact, sparse = (now - then for now, then in zip(self.counted, before))
@@ -142,13 +142,13 @@ class Asker:
         for path in self.paths():
             ways = [way for way in known if way.partition(",")[0] == path] or [path]
             for way in ways:
-                # What is no way in for prompts may be one out: to sleep, to pause.
+                # Paths without prompts may stop the server: sleep, pause.
                 variants = [variant for variant in VARIANTS if variant != "none" or way in known]
                 yield {"way": way, **{variant: self.cell(way, variant) for variant in variants}}
 
 
 def main(json_path: Json = None, results: Results = None) -> None:
-    """Ask both servers by every way in, and print the table."""
+    """Send requests to all paths of both servers, and print the table."""
     report = Report("ways in", device_name(), json_path, results, "python -m benchmarks.request_paths")
     with TemporaryDirectory() as folder:
         model, env = make_model(Path(folder) / "model"), {"VLLM_SERVER_DEV_MODE": "1"}

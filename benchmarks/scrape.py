@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long GET /metrics takes on a stock server and on ours, while it is read many times a second.
+"""Times GET /metrics on a stock server and on ours, with many reads per second.
 
     python -m benchmarks.scrape [--load idle] [--reads 200] [--results docs/results/edges.json]
 
-Routers read vLLM's queue lengths there, and drop servers that are late. Both servers run the same small model, one
-after the other, and get the same load: nothing, one long prompt after another, or long and short prompts that decode.
+Routers read vLLM's queue lengths there, and drop slow servers. Both servers run the same small model, one after the
+other, with the same load: none, one long prompt after another, or long and short prompts that decode.
 """
 
 import json
@@ -33,14 +33,14 @@ MAX_LEN = 8192
 SERVER_ARGS = ("--max-model-len", str(MAX_LEN), "--max-num-batched-tokens", "2048")
 SETTINGS = {"min_tokens": 512, "min_query_tokens": 1, "guard": {}}
 ALLOWED_S = 0.05
-"""What our page may take longer than stock's, at the 99th percentile."""
+"""Maximum additional seconds of our page over stock's, at p99."""
 
 LOADS = {
     "idle": (),
     "long prefills": ((8000, 1), (8000, 1)),
     "mixed load": ((8000, 16), (3000, 64), (200, 128), (100, 128), (50, 128), (20, 128)),
 }
-"""By name, the clients of a load: each sends prompts of so many tokens, for so many new ones, one after another."""
+"""Clients of each load by name: (prompt tokens, output tokens) of a client that sends requests one after another."""
 
 COLUMNS = {
     "load": "load", "server": "server", "p50_ms": "p50, ms", "p99_ms": "p99, ms", "most_ms": "longest, ms",
@@ -51,7 +51,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def read_page(url: str) -> tuple[float, bool]:
-    """Seconds that GET /metrics takes, and whether our counters are on it."""
+    """Return the seconds of a GET /metrics, and whether our counters are on it."""
     began = time.perf_counter()
     with _DIRECT.open(f"{url}/metrics", timeout=60) as response:
         page = response.read()
@@ -59,7 +59,7 @@ def read_page(url: str) -> tuple[float, bool]:
 
 
 class Client(threading.Thread):
-    """Sends one prompt after another, no two of which begin alike, until it is told to stop."""
+    """Sends prompts with different beginnings one after another, until it is stopped."""
 
     def __init__(self, server: Server, number: int, tokens: int, max_tokens: int, stop: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -82,7 +82,7 @@ class Client(threading.Thread):
 
 @contextmanager
 def under_load(server: Server, load: Sequence[tuple[int, int]]) -> Iterator[list[Client]]:
-    """Clients of a load, from when each of them has had an answer, or two seconds have passed, on."""
+    """Yield the clients of a load, once each has had an answer or two seconds have passed."""
     stop = threading.Event()
     clients = [Client(server, number, *size, stop) for number, size in enumerate(load)]
     for client in clients:
@@ -100,13 +100,13 @@ def under_load(server: Server, load: Sequence[tuple[int, int]]) -> Iterator[list
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
 
 
 def read_often(server: Server, reads: int) -> tuple[list[float], int]:
-    """Seconds of each of ``reads`` answers, one every ``EVERY_S``, and how many lacked our series."""
+    """Return the seconds of ``reads`` answers, one every ``EVERY_S``, and the number that lacked our series."""
     seconds, without = [], 0
     due = time.monotonic()
     for _ in range(reads):
@@ -119,7 +119,7 @@ def read_often(server: Server, reads: int) -> tuple[list[float], int]:
 
 
 def measure(server: Server, name: str, loads: Sequence[str], reads: int, report: Report) -> dict[str, dict[str, Any]]:
-    """A case for each load on one server."""
+    """Return a case for each load on one server."""
     cases = {}
     for load in loads:
         with under_load(server, LOADS[load]) as clients:
@@ -135,8 +135,8 @@ def measure(server: Server, name: str, loads: Sequence[str], reads: int, report:
 
 
 def main(
-    load: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(LOADS)}; may be repeated.")] = None,
-    reads: Annotated[int, typer.Option(min=1, help="Answers that are timed under each load.")] = 200,
+    load: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(LOADS)}; repeatable.")] = None,
+    reads: Annotated[int, typer.Option(min=1, help="Timed answers under each load.")] = 200,
     settings: Annotated[str, typer.Option(help="The sparse_prefill object of our server, as JSON.")] = "",
     json_path: Json = None,
     results: Results = None,

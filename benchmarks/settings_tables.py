@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of settings and methods in the documents, from the settings' models and the methods' descriptions.
+"""Writes the tables of settings, methods and GPUs in the documents, from the code that defines them.
 
     python -m benchmarks.settings_tables            # rewrite the tables
     python -m benchmarks.settings_tables --check    # only list documents whose tables are out of date
@@ -19,13 +19,19 @@ import typer
 from vllm_sparse_backend.config.errors import Section
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 from vllm_sparse_backend.config.settings import GuardConfig, RequestsConfig, SparsePrefillConfig
+from vllm_sparse_kernels.attention import widest_block
+from vllm_sparse_kernels.cards import CARDS
 from vllm_sparse_kernels.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/guard.md", "docs/requests.md")
+DOCUMENTS = ("README.md", "docs/compatibility.md", "docs/settings.md", "docs/guard.md", "docs/requests.md")
+MAIN_SETTINGS = ("profile", "method", "params", "min_tokens", "crossover", "requests", "guard", "switch")
+"""The settings that an operator decides on; README.md shows them, docs/settings.md shows all."""
 REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)
 PAGE = re.compile(r"(?<![\w/`(\[])((?:docs|profiles|deploy)/[\w/.-]+\.md)(#[\w-]+)?")
 """A page in a field's description, as a path from the root, with or without an anchor."""
+COMMON_HEAD_DIMS = (64, 128, 256)
+"""Head dims for which the table of GPUs says whether layers can go sparse."""
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -45,7 +51,7 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def without_count_limit(schema: Any) -> Any:
-    """Remove the maximum of counts, which no sensible setting comes near, from a JSON Schema.
+    """Remove the maximum of counts from a JSON Schema. No sensible setting comes near it.
 
     Args:
         schema: The schema, or a part of it.
@@ -126,6 +132,21 @@ def settings_table(section: type[Section]) -> str:
     return markdown_table(["Setting", "Type", "Default", "Description"], rows)
 
 
+def main_settings_table() -> str:
+    """Build the short table of ``MAIN_SETTINGS``.
+
+    Returns:
+        A Markdown table with the first sentence of each description.
+    """
+    rows = []
+    for name in MAIN_SETTINGS:
+        field = SparsePrefillConfig.model_fields[name]
+        description = " ".join((field.description or "").split())
+        first_sentence = re.split(r"(?<=\.) ", description)[0]
+        rows.append([f"`{name}`", default_text(field.get_default()), first_sentence])
+    return markdown_table(["Setting", "Default", "Description"], rows)
+
+
 def methods_table() -> str:
     """Build the table of this package's methods.
 
@@ -148,11 +169,30 @@ def methods_table() -> str:
     return markdown_table(["Method", "Paper", "Keys that a query attends to", "Main parameters"], rows)
 
 
+def cards_table() -> str:
+    """Build the table of GPUs.
+
+    Returns:
+        A Markdown table.
+    """
+    rows = []
+    for card in CARDS:
+        head_dims = [str(dim) for dim in COMMON_HEAD_DIMS if widest_block(dim, card.shared_bytes) is not None]
+        capability = ".".join(map(str, card.capability))
+        engines = ", ".join(f"`{name}`" for name in card.engines)
+        shared = f"{card.shared_bytes >> 10} KiB"
+        rows.append([capability, card.names, shared, ", ".join(head_dims), engines, card.status])
+    header = ["Compute capability", "GPUs", "Shared memory of a program", "Head dims", "Engines", "Status"]
+    return markdown_table(header, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "sparse_prefill": lambda: settings_table(SparsePrefillConfig),
     "guard": lambda: settings_table(GuardConfig),
     "requests": lambda: settings_table(RequestsConfig),
     "methods": methods_table,
+    "main_settings": main_settings_table,
+    "cards": cards_table,
 }
 
 
@@ -186,7 +226,7 @@ def fill(text: str, document: str) -> str:
 def main(
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 if out of date.")] = False,
 ) -> None:
-    """Write the tables of settings and methods in the documents."""
+    """Write the tables of settings, methods and GPUs in the documents."""
     outdated = []
     for document in DOCUMENTS:
         path = ROOT / document

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder of Llama-3.1-8B's shape without weights, for `vllm serve --load-format dummy`.
+"""Writes a model folder of Llama-3.1-8B's shape without weights, for `vllm serve --load-format dummy`.
 
     python -m benchmarks.shape FOLDER [--layers 32] [--positions 135168] [--sinks]
 
-Random weights make attention nearly uniform: methods that look at it keep nearly everything, and show what they cost
-where there is nothing to leave out. A-shape's density depends on no weights.
+Random weights make attention nearly uniform. Methods that depend on attention then keep nearly everything, and show
+their cost if nothing can be left out. A-shape's density does not depend on weights.
 """
 
 import json
@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = CONFIG | {
 
 SINKS = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_sinks": True}
 SINKS |= {"attention_multiplier": SHAPE["head_dim"] ** -0.5}
-"""The same with a learnt sink for each head: vLLM's Granite is a Llama that may have them."""
+"""The same with a learnt sink for each head: vLLM's Granite is a Llama with optional sinks."""
 
 
 def make_shape(folder: Path, layers: int, positions: int, sinks: bool = False) -> Path:
@@ -43,26 +43,26 @@ def make_shape(folder: Path, layers: int, positions: int, sinks: bool = False) -
 
 
 def _name_all_tokens(file: Path, vocab_size: int) -> None:
-    """Give each token a text, as random weights answer with any of them.
+    """Give each token a text, because random weights answer with any of them.
 
-    After one without, vLLM decodes the whole prompt again with every token, until one shows: 15 to 25 ms each after
-    131,072 tokens, which is more than the model takes.
+    After a token without text, vLLM decodes the whole prompt again with every token until one has text. This takes 15
+    to 25 ms per token after 131,072 tokens, more than the model.
     """
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     words = tokenizer["model"]["vocab"]
-    words |= {f"Ġ{number}": number for number in range(len(words), vocab_size)}  # no merge makes them of a text
+    words |= {f"Ġ{number}": number for number in range(len(words), vocab_size)}  # no merge produces them
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def kv_bytes(model: Path, tokens: int) -> int:
-    """Of 16-bit keys and values of all layers."""
+    """Return the bytes of 16-bit keys and values of all layers."""
     shape = ModelShape.from_folder(model)
     return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * tokens
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where the model folder is made.")],
-    layers: Annotated[int, typer.Option(help="Layers; with 8, a million tokens fit a card.")] = 32,
+    folder: Annotated[Path, typer.Argument(help="Model folder to create.")],
+    layers: Annotated[int, typer.Option(help="Layers; with 8, a million tokens fit on a card.")] = 32,
     positions: Annotated[int, typer.Option(help="Longest sequence.")] = 135168,
     sinks: Annotated[bool, typer.Option(help="With a learnt sink for each head.")] = False,
 ) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many clients for a long time: requests of all lengths and levels, over shared prefixes, some of them broken off.
+"""A soak test: many clients send requests of all lengths and levels, with shared prefixes and aborts, for a long time.
 
     python -m benchmarks.soak MODEL [--seconds 600] [--settings JSON]      (or --url of a running server)
 
-Nothing is timed. Is every request answered as asked, with a number for each token's log-probability? Does the memory of
-the server and of its devices stay what it is? Do its counters tell of what must never happen, and fit what was sent
-(``benchmarks.counters``): within bounds under load, and to the last unit in an audit after it?
+Nothing is timed. The test checks that every request is answered with finite log-probabilities; that the memory of the
+server and of its devices does not grow; that its counters show no event that must not happen; and that they agree with
+the requests (``benchmarks.counters``), within bounds under load and exactly in an audit after it.
 """
 
 import math
@@ -42,75 +42,75 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.evaluation.metrics_scrape import Report as Counters, parse
-from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.vllm_server import Server, Settings, device_name, sparse_args, split_args
 
 SAMPLE_S = 1.0
-"""Between two looks at the server's memory."""
+"""Seconds between two readings of the server's memory."""
 
 SCRAPE_S = 5.0
-"""Between two at its /metrics, which have what its devices hold. Workers answer these between two steps."""
+"""Seconds between two readings of device memory on /metrics. Workers answer between two steps."""
 
 MOST_GROWTH = 0.03
 LEAST_S_TO_GROW = 300.0
-"""Growth is told of shorter soaks, and not held against them: it is mostly what a server takes in its first minutes."""
+"""Shorter tests report growth but do not fail for it, because memory grows in a server's first minutes."""
 
 MOST_SHOWN = 10
 
 SERVER_ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
-"""For servers that are started for it: on a CPU torch keeps a compiled product for each of the last 1,024 shapes, which
-as memory looks like a leak for minutes."""
+"""Environment of servers that this test starts: on a CPU, torch caches a compiled product for each of the last 1,024
+shapes, which looks like a memory leak for minutes."""
 
 WARM_SHARE = 0.25
-"""Of the time, after which memory is expected to stay: caches, buffers and threads are there by then."""
+"""Share of the time after which memory must not grow: by then, caches, buffers and threads exist."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """What clients send; equal seeds send alike, but for what the clock decides."""
+    """Requests of the clients. Equal seeds send equal requests, apart from timing."""
 
     seconds: float
     clients: int
     shortest: int
     longest: int
     levels: tuple[object, ...] = (None, 0, 1)
-    """What requests ask for, each as often; None asks for nothing."""
+    """Levels of the requests, equally often; None for no level."""
     shared_prefixes: int = 8
     prefix_share: float = 0.5
-    """Of requests begin like others: with up to as many tokens as one of the shared prefixes has."""
+    """Share of requests that begin with a part of a shared prefix."""
     abort_share: float = 0.1
-    """Of requests are broken off by their client after a token or two."""
+    """Share of requests that the client aborts after one or two tokens."""
     most_output_tokens: int = 16
     seed: int = 0
 
 
 Samples = list[tuple[float, int]]
-"""(seconds since the beginning, bytes)."""
+"""List of (seconds since the beginning, bytes)."""
 
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """Results of the load."""
 
     requests_by_level: Counter[str] = field(default_factory=Counter)
-    """By level, as requests have it."""
+    """Requests by level."""
     broken_off: int = 0
     tokens: int = 0
-    """Of prompts and answers."""
+    """Tokens of prompts and answers."""
     output_asked: int = 0
     output_received: int = 0
-    """Tokens of answers. Between the two is what the server made of those that were broken off."""
+    """Bounds of the tokens of answers. Aborted requests lie between the two."""
     exact_alone: int = 0
-    """Exact requests that begin like no other, so that no cache has any of them, of 64 tokens or more."""
+    """Exact requests of at least 64 tokens with unique beginnings, which no cache contains."""
     by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """Prompts by length and level."""
+    """Number of prompts by length and level."""
     errors: list[str] = field(default_factory=list)
     resident_bytes: Samples = field(default_factory=list)
-    """Of the server's processes, each ``SAMPLE_S``."""
+    """Memory of the server's processes, every ``SAMPLE_S``."""
     device_bytes: Samples = field(default_factory=list)
-    """What its workers hold of their devices, each ``SCRAPE_S``; none where they run on CPUs."""
+    """Device memory of the workers, every ``SCRAPE_S``; empty on CPUs."""
 
     @property
     def num_requests(self) -> int:
@@ -130,7 +130,10 @@ class Outcome:
 
 
 def growth(samples: Samples, seconds: float) -> float | None:
-    """By how much memory grew, once warm, from the first half of the looks to the second: medians; None of too few."""
+    """Return the relative growth of memory after warm-up: median of the second half over that of the first half.
+
+    None if there are too few samples.
+    """
     warm = [taken for at, taken in samples if at >= WARM_SHARE * seconds]
     half = len(warm) // 2
     return median(warm[half:]) / median(warm[:half]) - 1 if half else None
@@ -143,11 +146,11 @@ class Request:
     level: object
     stop_after: int | None
     shared_tokens: int = 0
-    """So many of the prompt's first are those of a shared prefix."""
+    """Number of the prompt's first tokens that come from a shared prefix."""
 
 
 class Client:
-    """Draws requests, one after the other."""
+    """Draws random requests."""
 
     def __init__(self, asking: Asking, prefixes: Sequence[list[int]], prompts: Prompts, number: int) -> None:
         self.asking, self.prefixes, self.prompts = asking, prefixes, prompts
@@ -155,7 +158,7 @@ class Client:
 
     def next(self) -> Request:
         asking, drawn = self.asking, self.random
-        # As many short ones as long ones, by powers of two.
+        # Short and long lengths are equally frequent, by powers of two.
         length = round(math.exp(drawn.uniform(math.log(asking.shortest), math.log(asking.longest))))
         prefix: list[int] = []
         if drawn.random() < asking.prefix_share:
@@ -172,7 +175,7 @@ def soak(
     prompts: Prompts,
     resident_bytes: Callable[[], int] | None = None,
 ) -> Outcome:
-    """Let all clients send until the time is up, and wait for the last answers."""
+    """Let all clients send requests until the time is over, and wait for the last answers."""
     outcome, lock = Outcome(), threading.Lock()
     prefixes = [prompts.take(asking.longest) for _ in range(asking.shared_prefixes)]
     began = time.monotonic()
@@ -190,10 +193,10 @@ def soak(
     for thread in threads:
         thread.start()
     over = threading.Event()
-    watches = [(outcome.device_bytes, SCRAPE_S, lambda: parse(server.metrics()).by("device_bytes").total())]
+    watches = [(outcome.device_bytes, SCRAPE_S, lambda: parse_metrics(server.metrics()).by("device_bytes").total())]
     if resident_bytes is not None:
         watches.append((outcome.resident_bytes, SAMPLE_S, resident_bytes))
-    # Each has a thread of its own: an answer that is long in coming, as /metrics may be, does not keep the other.
+    # Each has its own thread, so that a slow answer of /metrics does not delay the other.
     with ThreadPoolExecutor(len(watches)) as pool:
         looks = [pool.submit(_watch, samples, look, every_s, began, over) for samples, every_s, look in watches]
         try:
@@ -207,7 +210,7 @@ def soak(
 
 
 def _watch(samples: Samples, look: Callable[[], int], every_s: float, began: float, over: threading.Event) -> None:
-    """Looks until it is over; 0 is nothing to tell of."""
+    """Take samples until ``over`` is set. Zeros are not recorded."""
     while True:
         now = time.monotonic() - began
         if held := look():
@@ -217,7 +220,7 @@ def _watch(samples: Samples, look: Callable[[], int], every_s: float, began: flo
 
 
 def _send(server: Endpoint, request: Request) -> tuple[str | None, int]:
-    """(what went wrong, tokens of the answer)."""
+    """Send a request, and return (error or None, tokens of the answer)."""
     more: dict[str, Any] = {} if request.level is None else {"vllm_xargs": {FIELD: request.level}}
     try:
         answer = server.ask(request.prompt, request.output_tokens, request.stop_after, **more)
@@ -228,14 +231,14 @@ def _send(server: Endpoint, request: Request) -> tuple[str | None, int]:
 
 @dataclass
 class Checked:
-    """A soak, and what the server's counters say of it. ``problems``: why it did not pass, if so."""
+    """Results of a soak test with the server's counters. ``problems`` has the reasons of a failure."""
 
     outcome: Outcome
     before: Look
     after: Look
     bounds: list[Bound]
     audit: Audit | None = None
-    """None where it is not known what the server was started with, or a request failed."""
+    """None if the server's settings are unknown, or if a request failed."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -246,7 +249,7 @@ def soak_and_check(
     resident_bytes: Callable[[], int] | None = None,
     served: Served | None = None,
 ) -> Checked:
-    """Raises BenchError where the server has none of our counters, before anything is sent."""
+    """Run a soak test and check it. Raises BenchError before sending if the server has none of our counters."""
     before = Look.at(server)
     outcome = soak(server, asking, prompts, resident_bytes)
     done = Checked(outcome, before, before, [], problems=outcome.errors[:MOST_SHOWN])
@@ -258,7 +261,7 @@ def soak_and_check(
             done.problems.append(f"the {what} memory grew by {grown:.2%}, expected at most {MOST_GROWTH:.0%}")
     try:
         _look_at_counters(server, asking, prompts, served, done)
-    except (BenchError, RequestError) as error:  # what was seen until then is worth telling
+    except (BenchError, RequestError) as error:  # the results so far are still reported
         done.problems.append(str(error))
     done.problems += done.after.faults()
     return done
@@ -276,25 +279,25 @@ def _look_at_counters(server: Endpoint, asking: Asking, prompts: Prompts, served
 
 
 def served_by(server: Endpoint, settings: Mapping[str, Any], model: Path | None, chunk_tokens: int) -> Served:
-    """What a server was started with. ``model``: the folder that it serves; None for what it says itself.
+    """Return a server's settings. ``model`` is the folder that it serves; None to ask the server.
 
-    Raises BenchError where that is no folder on this machine.
+    Raises BenchError if that is not a folder on this machine.
     """
     folder = model or Path(server.root or server.model)
     if not folder.is_dir():
         raise BenchError(
-            f"{server.url} serves {folder}: expected a folder here, for the audit; or leave out --settings"
+            f"{server.url} serves {folder}, expected a folder on this machine for the audit; or remove --settings"
         )
     engines = Look.at(server).report.attention
     return Served.of(settings, folder, device_name(), engines, chunk_tokens)
 
 
 def bounds(asking: Asking, outcome: Outcome, before: Look, after: Look, served: Served | None = None) -> list[Bound]:
-    """What counters must lie between, whatever chunks prompts were cut into. Of answered requests only.
+    """Return the bounds of the counters for any chunks, from answered requests only.
 
-    Each token that a client received came from a row of its own, and all but a request's first from a decode's, unless
-    the request was preempted and computed anew. The server may have made more of what was broken off, and a prompt's
-    single last token counts as a decode.
+    Each received token comes from a separate row. All tokens except a request's first come from decodes, unless the
+    request was preempted and recomputed. For aborted requests the server may have computed more tokens. A prompt's last
+    token, if alone in a chunk, counts as a decode.
     """
     if outcome.errors:
         return []
@@ -316,7 +319,7 @@ def bounds(asking: Asking, outcome: Outcome, before: Look, after: Look, served: 
 
 
 def lines(asking: Asking, done: Checked) -> list[str]:
-    """What came of it, for people."""
+    """Format the results for people."""
     outcome = done.outcome
     by_level = ", ".join(f"{level}: {count}" for level, count in sorted(outcome.requests_by_level.items()))
     said = [
@@ -353,15 +356,15 @@ def lines(asking: Asking, done: Checked) -> list[str]:
     return said
 
 
-def _rare(report: Counters) -> tuple[Counter[str], int, int, int]:
-    """Kernels compiled by when, tensors past the arena, checks and trips of the guard."""
+def _rare(report: MetricsReport) -> tuple[Counter[str], int, int, int]:
+    """Return compiled kernels by phase, tensors outside the arena, and the guard's checks and trips."""
     return report.by("compilations", "when"), *(
         report.by(name).total() for name in ("arena_overflows", "guard_checks", "guard_trips")
     )
 
 
 def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") -> None:
-    """As figures of a results file. ``label``: what the server was."""
+    """Add figures of a results file. ``label`` describes the server."""
     outcome, counters = done.outcome, done.after.report
     what = f"soak, {label}, " if label else "soak, "
     about = f"{what}{asking.clients} clients, {asking.shortest:,} to {asking.longest:,} tokens, {asking.seconds:g} s"
@@ -389,22 +392,24 @@ def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") 
 
 
 def resident_bytes_of(pid: int) -> int:
-    """Memory of a process and those that it started; needs psutil, which comes with vLLM."""
+    """Return the memory of a process and its children. Needs psutil, which comes with vLLM."""
     import psutil
 
     parent = psutil.Process(pid)
     total = 0
     for process in (parent, *parent.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):  # some end while others are asked
+        with suppress(psutil.NoSuchProcess):  # processes may end in the meantime
             total += process.memory_info().rss
     return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Soak:
-    """Exit code 1 if a request fails or has a log-probability that is no number, memory of the server or its devices
-    grows by more than 3 %, a kernel is compiled, a tensor misses the arena, the guard trips, or counters do not fit
-    what was sent.
+    """Run a soak test.
+
+    Exit code 1 if a request fails or has an invalid log-probability, memory of the server or its devices grows by more
+    than 3 %, a kernel is compiled, a tensor does not fit into the arena, the guard trips, or counters do not agree with
+    the requests.
     """
 
     model: ServedModel = None
@@ -413,21 +418,21 @@ class Soak:
         str | None,
         typer.Option(help="The sparse_prefill object as JSON, or a profile; with --url for the audit of its counters."),
     ] = None
-    seconds: Annotated[float, typer.Option(help="For how long requests are sent.", min=1.0)] = 600.0
-    clients: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16
-    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompts.", min=1)] = 16
-    longest: Annotated[int, typer.Option(help="Tokens of the longest.", min=2)] = 131072
-    levels: Annotated[str, typer.Option(help="Levels that requests ask for, by comma; '' for none.")] = "0,1"
-    aborts: Annotated[float, typer.Option(help="Share of requests that are broken off.", min=0.0, max=1.0)] = 0.1
+    seconds: Annotated[float, typer.Option(help="Duration of the load, in seconds.", min=1.0)] = 600.0
+    clients: Annotated[int, typer.Option(help="Concurrent requests.", min=1)] = 16
+    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompt.", min=1)] = 16
+    longest: Annotated[int, typer.Option(help="Tokens of the longest prompt.", min=2)] = 131072
+    levels: Annotated[str, typer.Option(help="Levels of the requests, comma-separated; '' for none.")] = "0,1"
+    aborts: Annotated[float, typer.Option(help="Share of aborted requests.", min=0.0, max=1.0)] = 0.1
     chunk: Annotated[int, typer.Option(help="The server's --max-num-batched-tokens.", min=128)] = 8192
     text: Text = None
     more_args: ServerArgs = ""
-    seed: Annotated[int, typer.Option(help="Of lengths, levels and prefixes.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of lengths, levels and prefixes.")] = 0
     json_path: Json = None
     results: Results = None
 
     def run(self) -> None:
-        """Measure, and show what was measured."""
+        """Run the test, and show the results."""
         exit_on_sigterm()
         with failures():
             if (self.model is None) == (self.url is None) or self.shortest > self.longest:
@@ -444,7 +449,7 @@ class Soak:
             )
             report = Report("soak", device_name(), self.json_path, self.results)
             settings = Settings.parse(self.settings or "{}", model=self.model)
-            text = read_text(self.text) if self.text else None
+            text = read_prompt_text(self.text) if self.text else None
             with ExitStack() as stack:
                 url, resident_bytes = self.url or "", None
                 if self.model is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of figures, as docs/results has them, as a Markdown table, and which of them miss their targets.
+"""Prints a list of figures of docs/results as a Markdown table, with those that miss their targets.
 
     python -m benchmarks.tables docs/results/performance.json [--only 'vllm serve']
 
@@ -23,7 +23,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def met(figure: Figure) -> bool:
-    """Whether a figure reaches its target, its bar; one without a bar does."""
+    """Return whether a figure reaches its bar. A figure without a bar does."""
     bar, value = figure["bar"], figure["value"]
     return bar is None or bool(value >= bar if figure["better"] == "higher" else value <= bar)
 
@@ -33,14 +33,14 @@ def cell(figure: Figure) -> str:
 
 
 def list_of(figures: Sequence[Figure]) -> str:
-    """A row for each figure."""
+    """Return a table with a row for each figure."""
     rows = [[f["name"], cell(f), f["unit"], "" if f["bar"] is None else f"{f['bar']:g}"] for f in figures]
     return markdown_table(("figure", "value", "unit", "target"), rows)
 
 
 def main(
     results: Annotated[Path, typer.Argument(help="Of docs/results.")],
-    only: Annotated[str, typer.Option(help="Figures whose names this regular expression finds something in.")] = "",
+    only: Annotated[str, typer.Option(help="Regular expression for the names of figures.")] = "",
 ) -> None:
     figures = [figure for figure in read_figures(results) if re.search(only, figure["name"])]
     print(list_of(figures))

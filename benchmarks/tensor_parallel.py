@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism on two cards beside one: the same answers, and as much of a speed-up.
+"""Compares tensor parallelism on two cards with one card: answers and speed-up.
 
     python -m benchmarks.tensor_parallel ANSWERING SHAPE --text FOLDER [--results docs/results/production.json]
 
-ANSWERING is a model that answers questions within its prompts: served with one card and with two, both with this
-backend. Sums over heads are made in another order on two cards, so tokens may differ; how many answers are right is
-compared. SHAPE is served with dummy weights by stock vLLM and by this backend, on one card and on two: how much sooner
-the first token comes, beside stock with as many cards. All servers start at once, and are asked one after the other.
+ANSWERING is a model that answers questions within its prompts. This backend serves it on one card and on two. Sums over
+heads have another order on two cards, so tokens may differ; the comparison counts right answers. Stock vLLM and this
+backend serve SHAPE with dummy weights on one card and on two. The comparison is the TTFT speed-up over stock with the
+same number of cards. All servers start at the same time, and are measured one after the other.
 """
 
 import json
@@ -38,13 +38,13 @@ SPARE_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Wanted:
-    """A server on the first so many cards; ``settings`` None for stock."""
+    """A server on the first cards; ``settings`` is None for stock vLLM."""
 
     model: Path
     cards: int
     settings: Settings | None
     tokens: int
-    """Of its longest request, the answer included."""
+    """Tokens of its longest request, including the answer."""
     more: tuple[str, ...] = ()
 
     def server(self) -> Server:
@@ -59,14 +59,14 @@ class Wanted:
 
 
 def run(command: Sequence[str], timeout_s: float) -> None:
-    """One of our own commands, which says itself what goes wrong."""
+    """Run one of our own commands, which reports its own errors."""
     print(time.strftime("%T"), *command[len(CLI) :], flush=True)
     if (code := subprocess.run(command, timeout=timeout_s, check=False).returncode) != 0:
         print(f"exit code {code}", flush=True)
 
 
 def cases_of(path: Path) -> list[dict[str, Any]]:
-    """What a command of ours measured; nothing where it failed before it had a case."""
+    """Return the cases of a command; empty if it failed before its first case."""
     return list(json.loads(path.read_text(encoding="utf-8"))["cases"]) if path.exists() else []
 
 
@@ -113,7 +113,7 @@ def compare_speed(
 
 
 def _end(servers: Iterable[Server]) -> None:
-    """At once, whatever is under way: a server outlives what started it, and some may be starting yet."""
+    """End all servers immediately. Servers outlive their parent, and some may still be starting."""
     for server in servers:
         server.stop()
     os._exit(143)
@@ -121,23 +121,27 @@ def _end(servers: Iterable[Server]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """Tensor parallelism on two cards beside one."""
+    """Compare tensor parallelism on two cards with one card."""
 
     answering: Annotated[Path, typer.Argument(help="Model folder whose answers are compared.")]
-    shape: Annotated[Path, typer.Argument(help="Model folder that is timed, with dummy weights.")]
-    text: Annotated[Path, typer.Option(help="Text file, or folder of *.py and *.md, that questions are put into.")]
-    answers_settings: Annotated[str, typer.Option(help="For the answers: JSON, or a profile.")] = (
+    shape: Annotated[Path, typer.Argument(help="Model folder to time, with dummy weights.")]
+    text: Annotated[
+        Path, typer.Option(help="Text file, or folder of *.py and *.md, into which questions are inserted.")
+    ]
+    answers_settings: Annotated[str, typer.Option(help="Settings for the answers, as JSON or a profile.")] = (
         '{"min_tokens": 2048, "min_query_tokens": 1}'
     )
-    speed_settings: Annotated[str, typer.Option(help="For the speed.")] = '{"method": "a_shape"}'
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts with questions, by comma.")] = "32000,130000"
-    prompts: Annotated[int, typer.Option(help="Prompts of each.", min=1)] = 2
-    length: Annotated[int, typer.Option(help="Tokens of the prompts that are timed.")] = 131072
-    json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None
+    speed_settings: Annotated[str, typer.Option(help="Settings for the speed.")] = '{"method": "a_shape"}'
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts with questions, comma-separated.")] = (
+        "32000,130000"
+    )
+    prompts: Annotated[int, typer.Option(help="Prompts of each length.", min=1)] = 2
+    length: Annotated[int, typer.Option(help="Tokens of the timed prompts.")] = 131072
+    json_path: Annotated[Path | None, typer.Option("--json", help="JSON file for all results.")] = None
     results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None
 
     def run(self) -> None:
-        """Measure, and show what was measured."""
+        """Measure, and show the results."""
         longest = max(int(n) for n in self.lengths.split(","))
         speed, answers = Settings.parse(self.speed_settings), Settings.parse(self.answers_settings)
         wanted = {("answers", cards, True): Wanted(self.answering, cards, answers, longest + 1) for cards in CARDS}
@@ -158,7 +162,7 @@ class TensorParallel:
             starting = {name: pool.submit(stack.enter_context, server) for name, server in servers.items()}
 
             def urls_of(what: str) -> dict[tuple[int, bool], str]:
-                """Of these servers, once all of them are up. Raises BenchError where one is not."""
+                """Return the URLs of these servers once all are ready. Raises BenchError if one is not."""
                 for (settings, cards, ours), future in starting.items():
                     if settings == what and (error := future.exception()) is not None:
                         raise BenchError(f"{what}, TP {cards}, {'ours' if ours else 'stock'}: {error}")

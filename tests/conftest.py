@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Where tests run side by side, those with servers, which take longest, begin first.
         items.sort(key=lambda item: item.get_closest_marker("server") is None)
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    skip = pytest.mark.skip(reason="needs a CUDA device, but torch finds none")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)

@@ -30,13 +30,13 @@ def unsupported(version: str) -> str | None:
         return None
     oldest, too_new = (".".join(map(str, release)) for release in (OLDEST, TOO_NEW))
     return (
-        f"vLLM {version} is installed, expected {RELEASES}: it relies on vLLM internals that change between releases. "
+        f"vLLM {version} is installed, expected {RELEASES}: the backend uses vLLM internals that change with releases. "
         f"Install a supported release (pip install 'vllm>={oldest},<{too_new}'), or a newer vllm-sparse-backend"
     )
 
 
 def _log_if_unavailable(register: Callable[[], None]) -> Callable[[], None]:
-    """Log why the backend is not available in this vLLM, whose error says only that the flag's value is unknown."""
+    """Log why the backend is not available. vLLM's own error says only that the flag's value is unknown."""
 
     @functools.wraps(register)
     def checked() -> None:
@@ -60,8 +60,8 @@ def _log_if_unavailable(register: Callable[[], None]) -> Callable[[], None]:
 def register() -> None:
     """Register the backend with vLLM: the entry point of the group ``vllm.general_plugins``. Idempotent.
 
-    Most processes that it runs in serve with another backend, or do not know their backend yet. It therefore wraps only
-    what ``hooks.install`` names: where a backend is looked up, and where a process gets its configuration.
+    Most processes that call this run another backend, or do not know their backend yet. It therefore installs only the
+    hooks of ``hooks.install``: on the lookup of a backend, and where a process gets its configuration.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -74,7 +74,7 @@ def register() -> None:
     hooks.install()
     custom = AttentionBackendEnum.CUSTOM
     register_backend(custom, BACKEND)
-    # A member of its own would not survive being pickled to a spawned worker, which reads its configuration before it
-    # loads plugins. The flag's value is looked up among the enum's names in capitals.
+    # A separate enum member could not be unpickled in a spawned worker, which reads its configuration before it loads
+    # plugins. vLLM looks the flag's value up among the enum's names in capitals.
     for name in NAMES:
         AttentionBackendEnum._member_map_[name] = custom

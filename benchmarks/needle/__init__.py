@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of the needle model that this package brings along: `python -m benchmarks.needle.train --help`."""
+"""The recipe of the bundled needle model: `python -m benchmarks.needle.train --help`."""

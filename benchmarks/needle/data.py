@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training texts, composed on the device that trains: lines of facts and questions strewn over a text, as `eval` does.
+"""Training texts, composed on the training device: lines of facts and questions spread over a text, as in `eval`.
 
-Every fact and every alias is asked for at least once, further on, so that a text of 8,192 tokens teaches up to a
-hundred answers at once.
+Every fact and every alias is asked for at least once later in the text, so a text of 8,192 tokens teaches up to a
+hundred answers.
 """
 
 import math
@@ -27,14 +27,14 @@ from benchmarks.needle.tokens import (
 )
 from vllm_sparse_backend.evaluation.prompt_texts import project_text, prose
 
-OTHER_STYLES = 0.25  # share of lines that are not of the tool's style
-OTHER_NAMES = 0.15  # share of texts whose names are of any words
-FAR = 0.25  # share of facts near a text's begin with their questions near its end
+OTHER_STYLES = 0.25  # share of lines in other styles than the tool's
+OTHER_NAMES = 0.15  # share of texts whose names consist of any words
+FAR = 0.25  # share of facts near a text's beginning with questions near its end
 AT_END = 0.5  # share of texts that end with a question
-CODE = 0.2  # share of texts that are no prose
+CODE = 0.2  # share of texts that are code
 
 TEXT, ANSWER, ANSWER_OF_TWO, UNKNOWABLE = 0, 1, 2, 3
-"""What a token is: of the text or a line, a digit of an answer, one of an alias's answer, a digit of a new value."""
+"""Kinds of tokens: of the text or a line, digit of an answer, digit of an alias's answer, digit of a new value."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Composer:
         self.rng = random.Random(seed)
         self.generator = torch.Generator(device).manual_seed(seed)
         corpora = [prose(1_000_000, seed + 1), project_text()]
-        # By lines: the tokenizer takes long texts badly.
+        # Line by line, because the tokenizer is slow on long texts.
         ids = [[i for line in corpus.splitlines(True) for i in encode(tokenizer, line)] for corpus in corpora]
         self.corpora = [torch.tensor(corpus, device=device) for corpus in ids]
 
@@ -64,7 +64,7 @@ class Composer:
         lengths = self.lines.lengths[rows]
         room = tokens - 1 - lengths.sum(1, keepdim=True)
         cuts = (places * (room + 1)).long().minimum(room)
-        # Stable: where two are put at one place, a fact goes before its question.
+        # Stable, so that a fact precedes its question at the same place.
         cuts, order = cuts.sort(dim=1, stable=True)
         rows, lengths, facts, kinds = (tensor.gather(1, order) for tensor in (rows, lengths, facts, kinds))
 
@@ -103,9 +103,9 @@ class Composer:
         return torch.where(self._uniform(batch, 1) < CODE, code, proses)
 
     def _counts(self, tokens: int, aliases: bool) -> tuple[int, int, int]:
-        """Of facts, aliases, and facts that are restated: as many as fit, or down to an eighth of that.
+        """Return the numbers of facts, aliases and restated facts: as many as fit, or down to an eighth of that.
 
-        Short texts are full of them: they are there to teach soon, not to teach patience.
+        Short texts are full of them, so that the model learns early.
         """
         fact, alias, question = self.lines.longest
         per_fact = fact + question + (aliases * (alias + question) + fact) / 3
@@ -114,9 +114,9 @@ class Composer:
         return facts, facts // 3 if aliases else 0, max(1, facts // 3)
 
     def _values(self, batch: int, num_facts: int, num_aliases: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What fills the slots of each fact and alias [batch, facts + aliases, slots], and the fact of each alias."""
+        """Return the slots of each fact and alias [batch, facts + aliases, slots], and each alias's fact."""
         count = num_facts + num_aliases
-        # A name differs from others in one word of three at times: few words make many such.
+        # Names sometimes differ in only one word of three, because they are made of few words.
         side = self.rng.randint(min(16, math.ceil((2 * count) ** (1 / 3))), 16)
         which = self._uniform(batch, side**3).argsort(1)[:, :count]
         words = self.lines.names[:, None].expand(-1, batch, -1)
@@ -138,7 +138,7 @@ class Composer:
     def _places(
         self, batch: int, num_facts: int, num_aliases: int, num_again: int, other_of: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each line [batch, lines]: the fact or alias it is about, its kind, and its place from 0 to 1."""
+        """Return for each line [batch, lines]: its fact or alias, its kind, and its place from 0 to 1."""
         pairs = self._uniform(2, batch, num_facts)
         stated, questioned = pairs.amin(0), pairs.amax(0)
         far = self._uniform(batch, num_facts) < FAR

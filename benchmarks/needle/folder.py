@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained model as a folder that vLLM and transformers load, with what was measured beside the recipe."""
+"""Writes the trained model as a folder for vLLM and transformers, with measurements and the recipe."""
 
 import json
 from pathlib import Path

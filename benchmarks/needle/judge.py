@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trained model answers with dense attention: prompts as `sparse-prefill eval answers` has them, and needles.
+"""Answers of the trained model with dense attention, to the prompts of `sparse-prefill eval answers` and to needles.
 
-An answer is right if each of its seven digits is the model's first choice after the digits before it, as eval judges.
+As in eval, an answer is right if each of its seven digits is the model's first choice after the digits before it.
 """
 
 import random
@@ -25,11 +25,11 @@ Ranks = Callable[[list[int]], torch.Tensor]
 class Question:
     ids: list[int]
     spans: list[tuple[int, int]]
-    """First and last token of each answer, the last excluded."""
+    """First token of each answer, and the token after its last."""
 
 
 class Judge:
-    """``first_choice`` gives the likeliest next token after each token of a prompt [tokens]."""
+    """Scores answers. ``first_choice`` returns the most likely next token after each token of a prompt [tokens]."""
 
     def __init__(self, tokenizer: Any, first_choice: Ranks, seed: int) -> None:
         self.encode = lambda text: encode(tokenizer, text)
@@ -42,7 +42,7 @@ class Judge:
         return [chosen[begin - 1 : end - 1] == question.ids[begin:end] for begin, end in question.spans]
 
     def inside(self, tokens: int, prompts: int, facts: int) -> dict[str, Any]:
-        """Answers inside the prompt: all, and by the distance from fact to answer."""
+        """Score answers inside the prompt, in total and by the distance from fact to answer."""
         judged: list[tuple[int, bool]] = []
         for i in range(prompts):
             prompt = self._inside_prompt(tokens, facts, random.Random(f"{self.seed}/{tokens}/{i}"))
@@ -64,7 +64,7 @@ class Judge:
         return build_prompt(self.encode, [0], self.text[start:], tokens, facts, Templates(), rng)
 
     def at_end(self, tokens: int, prompts: int) -> dict[str, Any]:
-        """One question at the prompt's end, with its fact at each of DEPTHS."""
+        """Score a question at the prompt's end, with its fact at each of DEPTHS."""
         by_depth = {
             f"{depth:.1f}": _share([
                 self.right(self.needle(tokens, depth, False, random.Random(f"{self.seed}/{tokens}/{depth}/{i}")))[0]
@@ -75,7 +75,7 @@ class Judge:
         return {"tokens": tokens, "share": sum(by_depth.values()) / len(by_depth), "by_depth": by_depth}
 
     def two_hops(self, tokens: int, prompts: int) -> dict[str, Any]:
-        """One question at the prompt's end for an alias; the alias and the fact lie anywhere."""
+        """Score a question about an alias at the prompt's end. The alias and the fact may be anywhere."""
         seeds = [random.Random(f"{self.seed}/{tokens}/hops/{i}") for i in range(prompts)]
         return {
             "tokens": tokens,
@@ -109,6 +109,6 @@ def _share(right: Sequence[bool]) -> float:
 
 
 def bucket(distance: int) -> tuple[int, int]:
-    """Distances by doublings: below 1,024, below 2,048 and so on. Returns its bounds, the upper one excluded."""
+    """Return the bounds of a distance's bucket, without the upper one: below 1,024, below 2,048 and so on."""
     upper = max(1024, 1 << distance.bit_length())
     return (0 if upper == 1024 else upper // 2), upper

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama in as few lines as it takes; its parameters have the names that Hugging Face's files give them."""
+"""A minimal Llama, whose parameters have the names of Hugging Face's files."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ CONFIG: dict[str, Any] = {
     "head_dim": 64,
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 16384,
-    # Half of a head's channels turn by less than a radian over the longest prompt: they compare words at any distance.
+    # Half of a head's channels turn by less than a radian over the longest prompt, to compare words at any distance.
     "rope_theta": 500000.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "rms_norm_eps": 1e-5,
@@ -38,8 +38,8 @@ CONFIG: dict[str, Any] = {
 
 
 CONSTANT, CONTRAST = 5.0, 1.6
-"""Of the channel that is the same for all words, in its standard deviations, and of what is made of it: at the start a
-head of layer 0 looks at one token with nine tenths of its weight."""
+"""Size of the channel that is the same for all words, in standard deviations, and of its contribution: at the start, a
+head of layer 0 puts nine tenths of its weight on one token."""
 
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:
@@ -103,26 +103,26 @@ class Needle(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 std = 0.02 if "embed" in name else 1 / math.sqrt(parameter.shape[1])
-                # Into the residual stream less, the deeper the model.
+                # Deeper models write less into the residual stream.
                 std /= math.sqrt(2 * depth) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 nn.init.normal_(parameter, std=std)
         self._look_back()
 
     @torch.no_grad()
     def _look_back(self) -> None:
-        """Start layer 0 with heads that look 1, 2, 3 ... tokens back: what follows what is all that copying needs.
+        """Initialise layer 0 with heads that look 1, 2, 3 ... tokens back, because copying needs the order of tokens.
 
-        Such heads come by themselves, but late, and nothing is learnt before. One channel of all embeddings holds a
-        constant, which queries and keys read: a key is the same everywhere but for its rotation, and a query is that
-        key rotated back by the head's distance, so that their product is the highest there.
+        Training finds such heads as well, but late, and the model learns nothing before. One channel of all embeddings
+        holds a constant, which queries and keys read. Keys are then equal except for their rotation, and a query is
+        that key rotated back by the head's distance, where their product is therefore highest.
         """
         embed, attention = self.model["embed_tokens"].weight, self.model["layers"][0].self_attn
         embed[:, 0] = CONSTANT * embed.std()
         half = self.config["head_dim"] // 2
         turns = self.config["rope_theta"] ** (-torch.arange(half) / half)
-        size = CONTRAST * (turns > 0.1)  # slow channels tell no neighbors apart
+        size = CONTRAST * (turns > 0.1)  # slow channels do not separate neighbours
         q, k = (attention[name].weight.unflatten(0, (-1, 2 * half)) for name in ("q_proj", "k_proj"))
-        # What other channels add by chance would drown it.
+        # Random contributions of other channels would hide it.
         q *= 0.2
         k *= 0.2
         k[:, :half, 0], k[:, half:, 0] = size, 0
@@ -131,7 +131,7 @@ class Needle(nn.Module):
             q[head, :half, 0], q[head, half:, 0] = size * back.cos(), -size * back.sin()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, tokens, vocabulary] of ids [batch, tokens]."""
+        """Return logits [batch, tokens, vocabulary] for ids [batch, tokens]."""
         half, device = self.config["head_dim"] // 2, ids.device
         turns = self.config["rope_theta"] ** (-torch.arange(half, device=device) / half)
         angles = torch.arange(ids.shape[1], device=device)[:, None] * turns

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The needle model's tokenizer, and the lines that it learns (facts, aliases, questions) as rows of tokens and slots.
+"""The needle model's tokenizer, and its training lines (facts, aliases, questions) as rows of tokens and slots.
 
-A line is a row of token ids in which ids past the vocabulary are slots: the words of its name, the words of the other
-name (an alias's), the digits of its value. So lines of thousands of names are filled by one gather.
+A line is a row of token ids. Ids past the vocabulary are slots: the words of its name, the words of the other name (for
+an alias), and the digits of its value. A single gather therefore fills the lines of thousands of names.
 """
 
 import re
@@ -23,10 +23,10 @@ SLOTS = VALUE + DIGITS
 
 FACT, ALIAS, QUESTION = 0, 1, 2
 RESTATED = 3
-"""A fact once more: the easiest of answers, which a model learns before it understands questions."""
+"""A repeated fact: the easiest answer, which a model learns before it understands questions."""
 _TOOL = Templates()
 STYLES = (
-    # What `sparse-prefill eval answers` writes goes first: most lines are of this style.
+    # The style of `sparse-prefill eval answers` comes first: most lines have it.
     (_TOOL.fact, "# The magic number of {name} equals that of {other}.", _TOOL.question),
     (
         "The magic number of {name} is {value}.",
@@ -47,9 +47,9 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Any:
-    """Byte-level pairs: any text can be written, and every word of the lines and of the prose is one token.
+    """Return a byte-level BPE tokenizer, in which every word of the lines and of the prose is one token.
 
-    Digits and ends of lines are tokens of their own.
+    Digits and line ends are separate tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -80,13 +80,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Lines:
-    """Row ``style * 3 + kind`` of ``tokens`` [rows, longest] is a line, ``lengths`` [rows] its tokens."""
+    """Lines as rows: row ``style * 3 + kind`` of ``tokens`` [rows, longest], with ``lengths`` [rows] tokens."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
     digits: torch.Tensor  # [10]: token ids
     names: torch.Tensor  # [NAME_WORDS, 16]: token ids of the words that names are made of
-    words: torch.Tensor  # [n]: all tokens that are words, of which other names are made
+    words: torch.Tensor  # [n]: all tokens that are words, for other names
 
     @property
     def longest(self) -> list[int]:

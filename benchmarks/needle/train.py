@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the needle model that this package brings along: a few minutes on one H100 or H200.
+"""Trains the bundled needle model in a few minutes on one H100 or H200.
 
     python -m benchmarks.needle.train OUT [--minutes 5] [--seed 0]
 
-Needs torch, tokenizers, safetensors and rich. OUT becomes a model folder for vLLM and transformers, with what was
-measured in training.json and the recipe in README.md. Texts grow from 128 tokens to 16,384, each time the answers to
-the present ones are right; the model's weights are judged as they are written, in bfloat16.
+Needs torch, tokenizers, safetensors and rich. OUT becomes a model folder for vLLM and transformers, with measurements
+in training.json and the recipe in README.md. Texts grow from 128 to 16,384 tokens, whenever the answers at the current
+length are right. The evaluation uses the saved weights, in bfloat16.
 """
 
 import argparse
@@ -37,17 +37,17 @@ class Recipe:
     peak_rate: float = 2e-3
     warmup_steps: int = 100
     decay_from: float = 0.6
-    """Share of the time after which the rate falls, linearly, to nothing."""
+    """Share of the time after which the learning rate falls linearly to 0."""
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.98)
     text_weight: float = 0.2
-    """Of the text's loss beside the answers'."""
+    """Weight of the text's loss relative to the answers'."""
     tokens_per_step: int = 65536
     lengths: tuple[int, ...] = (128, 256, 512, 2048, 8192, 16384)
     until: tuple[float, ...] = (0.15, 0.3, 0.4, 0.55, 0.85, 1.0)
-    """Share of the time at which each length ends at the latest."""
+    """Share of the time after which each length ends at the latest."""
     enough: float = 0.98
-    """Of the answers' digits right: the next length is taken, but the last not before its time."""
+    """Share of right digits from which training moves to the next length; the last length begins at its time."""
 
 
 class Curriculum:
@@ -71,7 +71,7 @@ def rate_at(recipe: Recipe, step: int, progress: float) -> float:
 
 
 def losses(net: Needle, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean negative log-probabilities [3] of text, answers and aliases' answers, and how often each was the first."""
+    """Return the mean negative log-probabilities [3] of text, answers and aliases' answers, and their accuracies."""
     logits, targets, kinds = net(batch.ids)[:, :-1], batch.ids[:, 1:], batch.kinds[:, 1:]
     nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
     right = logits.argmax(-1) == targets
@@ -119,7 +119,7 @@ def train(
 
 @torch.no_grad()
 def judge(net: Needle, tokenizer: Any, device: str, lengths: list[int], prompts: int) -> dict[str, Any]:
-    """Of the weights as they are written: bfloat16, on a CPU computed in float32."""
+    """Evaluate the saved weights: bfloat16, computed in float32 on a CPU."""
 
     def first_choice(ids: list[int]) -> torch.Tensor:
         return net(torch.tensor([ids], device=device))[0].argmax(-1)

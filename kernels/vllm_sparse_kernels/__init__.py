@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse prefill attention over a paged key-value cache: torch and triton only, nothing of vLLM.
+"""Sparse prefill attention over a paged key-value cache. Depends on torch and triton only, not on vLLM.
 
-The way of the data, which ``layer.run`` goes: ``Rows`` (which queries, which cached keys) → ``methods`` (a folder each,
-with a reference in plain float32 torch) → ``SparseIndex`` → ``attend`` (one contract, several engines).
+The data flow of ``layer.run``: ``Rows`` (the queries and cached keys) → ``methods`` (one folder each, with a reference
+in plain float32 torch) → ``SparseIndex`` → ``attend`` (one contract, several engines).
 """
 
 from vllm_sparse_kernels.attention import shared_bytes, widest_block

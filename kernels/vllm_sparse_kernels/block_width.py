@@ -8,15 +8,16 @@ the engines for Hopper: on ``hopper``, a kept pair costs at most 7 % more in blo
 and FlashAttention-3, which ``flash`` calls, reads pages of 32 tokens as fast as pages of 128. The engine ``portable``
 handles one block per step. Blocks of 32 keys do not fill its matrix products, so that it runs them slowly.
 
-Without a CUDA device, blocks are as on Hopper: the references take less time the fewer keys are kept, whatever the
-width, and quality measured on a CPU is then the quality that such a GPU serves.
+Without a CUDA device, blocks are as on Hopper. The time of the references depends only on the number of kept keys, and
+quality measured on a CPU is then the quality on such a GPU.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from vllm_sparse_kernels.attention.portable.engine import PORTABLE, shared_bytes, widest_block
+from vllm_sparse_kernels.attention.portable.engine import PORTABLE, widest_block
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.methods.base import Method
 
 HOPPER = (9, 0)

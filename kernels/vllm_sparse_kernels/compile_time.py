@@ -11,7 +11,7 @@ Group = TypeVar("Group", bound=NamedTuple)
 
 @lru_cache(maxsize=4096, typed=True)
 def compile_time(group: Group) -> Group:
-    """Return the same NamedTuple with every field a ``tl.constexpr``.
+    """Return the same NamedTuple with every field as a ``tl.constexpr``.
 
     Triton compiles a variant of the kernel for each value of such a field, as for a parameter marked ``tl.constexpr``,
     and the kernel reads it by name: ``SHAPE.BLOCK_N``. Marking the whole tuple does not work: Triton 3.6 passes on its

@@ -62,7 +62,7 @@ def choose_engine(
     """
     passed_over: dict[str, str] = {}
     if forced is not None and forced not in engines:
-        raise ValueError(f"no engine is named {forced!r}; there are {', '.join(engines)}")
+        raise ValueError(f"no engine is named {forced!r}, expected one of {', '.join(engines)}")
     for engine in engines.values() if forced is None else (engines[forced],):
         reason = engine.refusal(spec)
         if reason is None and trial is not None:

@@ -5,8 +5,8 @@ The result of attention is compared with float64, within an error budget: the er
 times 3. Over the tests' shapes the largest error of a kernel is 0.2 to 0.5 times eager's in fp16 and about 1 times in
 fp32, but up to 2.4 times in fp32 at head_dim 256, where two libraries sum 256 products in different orders.
 
-The result of selection is compared with that of the method's portable engine. Engines round differently, so that blocks
-whose estimates lie next to a threshold may differ. The lists must agree on most of the others (``LEAST_AGREEMENT``).
+The result of selection is compared with that of the method's portable engine. Engines round differently, so blocks with
+estimates next to a threshold may differ. The lists must agree on most of their entries (``LEAST_AGREEMENT``).
 """
 
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ LEAST_AGREEMENT = 0.8
 """Minimum share of the blocks and stripes kept by either of two engines that both must keep.
 
 On ``sharpened`` random batches on an H100, head dims 64, 128 and 256, Hopper's kernels agree with the portable ones on
-0.96 and more of ``top_p``'s blocks and on all of SALE's (docs/results/mend.json). How little a kernel that keeps wrong
-blocks agrees is an estimate."""
+at least 0.96 of ``top_p``'s blocks and on all of SALE's (docs/results/mend.json). The agreement of a kernel that keeps
+wrong blocks is an estimate."""
 
 SHARPEN = 3.0
 """Factor of the queries in ``sharpened``."""
@@ -155,7 +155,7 @@ def failure(
             engine.attend(batch.q, batch.cache, index, out, batch.scale, options=options, sinks=batch.sinks)
         if out.is_cuda:
             torch.cuda.synchronize(out.device)
-    except Exception as error:  # whatever a compiler, a launch or a library raises is the reason
+    except Exception as error:  # the reason is any exception of a compiler, launch or library
         return _reason(error)
     if bool(out.isnan().any()):
         return "its result in a trial holds NaN"
@@ -203,7 +203,7 @@ def selection_failure(
         index.check(numbers)
     except AssertionError as error:
         return f"its selection in a trial breaks the index: {error}"
-    except Exception as error:  # whatever a compiler, a launch or a library raises is the reason
+    except Exception as error:  # the reason is any exception of a compiler, launch or library
         return _reason(error)
     if expected is None:
         return None

@@ -2,8 +2,8 @@
 """Gluon for the Hopper kernels, and the types that these kernels share.
 
 Gluon is Triton's language for code that controls layouts, shared memory and asynchronous copies itself. Its names
-differ between releases; this module bridges Triton 3.6 to 3.9. Importing it raises ImportError or AttributeError where
-a release lacks what the kernels need.
+differ between releases; this module bridges Triton 3.6 to 3.9. Importing it raises ImportError or AttributeError if a
+release lacks a name that the kernels need.
 """
 
 from functools import lru_cache

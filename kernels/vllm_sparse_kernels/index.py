@@ -2,9 +2,9 @@
 """``SparseIndex``: the keys that each (query head, tile) attends to.
 
 Each head and tile has a sorted list of key blocks and a sorted list of single key positions ("stripes"). The host fixes
-the layout of the buffers from upper bounds, so that nothing has to be read back from the device. A tile's block list
-has room for every block in its causal reach and cannot overflow. A method states how many stripes it may keep
-(``StripeLayout``). Tiles that share one list of stripes (groups of AnchorAttention) share its memory.
+the layout of the buffers from upper bounds, so nothing has to be read back from the device. A tile's block list has
+room for every block in its causal reach and cannot overflow. A method states how many stripes it may keep
+(``StripeLayout``). Tiles that share a list of stripes (groups of AnchorAttention) share its memory.
 
 Invariants, which ``SparseIndex.check`` verifies: lists are sorted, unique and causal; every block of a tile's diagonal
 is present; no stripe lies inside a kept block; counts are within capacity.
@@ -274,7 +274,7 @@ class SparseIndex:
             num_heads: Query heads of this rank.
             block_tokens: Keys of a block.
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
-            workspace: Memory of the index; None for a workspace of its own without a buffer.
+            workspace: Memory of the index; None for a separate workspace without a buffer.
 
         Returns:
             An index whose counts of stripes are 0. Everything else is undefined until all heads have been selected.
@@ -320,7 +320,7 @@ class SparseIndex:
         Args:
             heads: [n] int32 on the device, numbers of query heads.
         """
-        if self.has_stripes:  # otherwise the counts are zeros, which all layers share
+        if self.has_stripes:  # otherwise the counts are zeros that all layers share
             self.stripe_counts.index_fill_(0, heads.long(), 0)
 
     def num_causal_blocks(self, tile: Tile) -> int:

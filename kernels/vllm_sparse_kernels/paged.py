@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged key-value cache, and the only place where a position becomes an address.
+"""The paged key-value cache. Only this module converts positions to addresses.
 
 The key at position p of row i is on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels
 compute that with ``key_offsets``; references gather all keys of a row.
 
 A cache may be in fp8 (e4m3). Queries are then in fp8 too, and each element has to be multiplied by a scale. Methods and
-engines use q and k in products only, so that the caller multiplies the softmax's scale by the scales of queries and
-keys. Attention applies the scale of values. Products of q and k are computed in fp8; everything else in fp16, which
+engines use q and k only in products, so the caller multiplies the softmax's scale by the scales of queries and keys.
+Attention applies the scale of values. Products of q and k are computed in fp8, and everything else in fp16, which
 represents all numbers of e4m3 exactly.
 """
 
@@ -254,13 +254,13 @@ def load_block(
     keys, i_row, i_kv, start, end,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK consecutive keys of one row and kv head: those of a page by one address.
+    """Load BLOCK consecutive keys of one row and kv head. Keys of a page are loaded by one address.
 
     Args:
         keys: KeyArgs.
         i_row: Number of the row.
         i_kv: Number of the kv head.
-        start: Position of the first, a multiple of BLOCK.
+        start: Position of the first key, a multiple of BLOCK.
         end: End of the row's keys.
         PAGE: Tokens of a page.
         BLOCK: Number of keys.
@@ -270,7 +270,7 @@ def load_block(
     Returns:
         [BLOCK, BLOCK_D], 0 from ``end`` on.
     """
-    start = tl.cast(start, tl.int32)  # the interpreter's loops count in Python's integers
+    start = tl.cast(start, tl.int32)  # the interpreter's loops use Python's integers
     o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
     if PAGE % BLOCK == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counting of the pairs that a layer's index lists, on the device, for every layer of every step."""
+"""Counts, on the device, the pairs that a layer's index lists, for every layer of every step."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Rows``: the rows of a step that run sparse, and their tiles of 128 queries.
 
-The host knows everything here before the step starts, so that no size ever has to be read back from the device.
+The host knows all of this before the step starts, so no size ever has to be read back from the device.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -95,7 +95,7 @@ class Rows:
 
     All layers of a pass get the same object, and the next pass gets a new one, even if the lengths are equal
     (``dataclasses.replace(rows)`` copies them, with an empty ``state``). A pass with too many rows for its memory is
-    split into several objects, each of which runs through all layers with a state of its own.
+    split into several objects, each of which runs through all layers with its own state.
 
     Attributes:
         tokens: Per row, the index of its first query in q.
@@ -103,13 +103,16 @@ class Rows:
         context_lens: Per row, its cached tokens.
         block_table: [num_rows, max_pages] int32 on the device. Page p of row i holds the keys at positions
             [p · page_size, (p + 1) · page_size).
-        state: Values that a method keeps from layer to layer of this pass, under a key of its own.
+        prompt_lens: Per row, the tokens of its whole prompt: chunks after this one included. None if every row ends its
+            prompt.
+        state: Values that a method keeps from layer to layer of this pass, under its own key.
     """
 
     tokens: tuple[int, ...]
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_table: torch.Tensor
+    prompt_lens: tuple[int, ...] | None = None
     state: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -124,6 +127,10 @@ class Rows:
             raise ValueError(
                 f"Rows: given tokens, query_lens, context_lens and block_table of different lengths "
                 f"{sorted(lengths)}, expected one entry per row in each"
+            )
+        if self.prompt_lens is not None and len(self.prompt_lens) != self.num_rows:
+            raise ValueError(
+                f"Rows: given prompt_lens {self.prompt_lens}, expected one for each of {self.num_rows} rows, or None"
             )
         if min(self.query_lens, default=1) < 1 or min(self.context_lens, default=0) < 0:
             raise ValueError(
@@ -156,13 +163,18 @@ class Rows:
         )
 
     @property
+    def prompt_ends(self) -> tuple[int, ...]:
+        """Per row, the position after its prompt's last token; a row without ``prompt_lens`` ends its prompt."""
+        return self.seq_lens if self.prompt_lens is None else self.prompt_lens
+
+    @property
     def num_tiles(self) -> int:
         """Number of tiles of all rows."""
         return len(self.tile_list)
 
     @cached_property
     def tile_starts(self) -> tuple[int, ...]:
-        """[num_rows + 1] number of each row's first tile; the last entry is the number of all tiles."""
+        """[num_rows + 1] number of each row's first tile. The last entry is the number of all tiles."""
         starts = [0]
         for query_len in self.query_lens:
             starts.append(starts[-1] + ceil_div(query_len, TILE_TOKENS))
@@ -247,8 +259,8 @@ class Rows:
     def tile_lengths(self) -> torch.Tensor:
         """[num_tiles] int32 on the device: number of queries, copied from a column of ``tiles``.
 
-        The copy is forced because Triton would compile kernels anew for an address that is not a multiple of 16 bytes,
-        such as that of the column of a single tile, which is contiguous without a copy.
+        The copy is forced, because Triton would compile kernels again for an address that is not a multiple of 16
+        bytes. The column of a single tile has such an address and is contiguous without a copy.
         """
         return self.tiles[:, 2].clone(memory_format=torch.contiguous_format)
 

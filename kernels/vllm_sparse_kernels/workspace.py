@@ -14,8 +14,8 @@ ALIGN_BYTES = 256
 """Alignment of every tensor: bulk copies and wide loads need 16 bytes, cache lines have 128."""
 
 MAX_VIEWS = 4096
-"""Maximum number of cached tensors over a buffer. All layers of a step request the same tensors, and creating a view
-takes the host longer than looking it up."""
+"""Maximum number of cached tensors of a buffer. All layers of a step request the same tensors, and the host looks a
+tensor up faster than it creates a view."""
 
 SPARE_BYTES = 16 << 10
 """Allowance of memory bounds for the padding of a few dozen tensors to ``ALIGN_BYTES``."""

@@ -161,4 +161,4 @@ def test_without_a_card_one_line_says_so(command):
     result = run(command)
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
-    assert "needs a CUDA device, and torch sees none" in result.stderr
+    assert "needs a CUDA device, but torch finds none" in result.stderr

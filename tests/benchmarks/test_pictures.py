@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.pictures`: the README's pictures from made-up rows, and the names of missing rows."""
+"""`benchmarks.pictures`: pictures from made-up rows, and the names of missing rows."""
 
 import json
 from pathlib import Path
@@ -55,6 +55,8 @@ def test_what_is_drawn_is_what_the_rows_say() -> None:
     ttft = pictures.ttft_of(rows)
     assert list(ttft.stock) == list(LENGTHS)
     assert ttft.ours[32768] == pytest.approx(32768 / 12000 / 1.32768)
+    assert ttft.speed_ups[32768] == 1.32768
+    assert pictures.two_decimals(1.095) == "1.10", "as in README.md's table"
     curves = pictures.curves_of(rows)
     assert list(curves) == [("code-lm", 130000), ("smollm2", 65536)]
     assert [point.setting for point in curves["smollm2", 65536]] == ["p 0.95 most 1", "p 0.8 most 1", "p 0.9 most 0.2"]

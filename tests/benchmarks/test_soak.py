@@ -14,7 +14,7 @@ from benchmarks.counters import Counts, Sent, Served
 from benchmarks.figures import Report
 from benchmarks.shape import make_shape
 from benchmarks.soak import Asking, add_figures, lines, soak_and_check
-from vllm_sparse_backend.evaluation.client import Answer, Prompts
+from vllm_sparse_backend.evaluation.client import Prompts, TimedAnswer
 from vllm_sparse_backend.evaluation.report import BenchError
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
@@ -36,14 +36,14 @@ class CountingServer:
     def __init__(self, served: Served, off: str = "") -> None:
         self.served, self.off, self.counts, self.lock = served, off, Counts(), threading.Lock()
 
-    def ask(self, prompt: list[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
+    def ask(self, prompt: list[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> TimedAnswer:
         level = more.get("vllm_xargs", {}).get("sparse_prefill")
         time.sleep(0.001)
         with self.lock:
             self.counts.add(self.served.expected(Sent(len(prompt), max_tokens, level)))
             self.counts.tiles[2] += self.off == "tiles"
             self.counts.rows["decode", ""] += 1000 * (self.off == "rows")
-        return Answer(0.001, 0.002, max_tokens if stop_after is None else min(stop_after, max_tokens))
+        return TimedAnswer(0.001, 0.002, max_tokens if stop_after is None else min(stop_after, max_tokens))
 
     def metrics(self) -> str:
         with self.lock:

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.calibration_cases import HEADS, LAYERS, StructuredCapturer, make_job, random_prompts
 from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
-from vllm_sparse_backend.calibration.calibration_loop import run
+from vllm_sparse_backend.calibration.calibration_loop import calibrate
 from vllm_sparse_backend.calibration.cheapest_method import CheapestSearch
 from vllm_sparse_backend.calibration.head_errors import Bound
 from vllm_sparse_backend.calibration.layer_judge import Served
@@ -28,7 +28,7 @@ def cheapest(job: Job, bound: Bound) -> CheapestSearch:
 
 
 def profile_of(job: Job) -> str:
-    return run(job, cheapest, BOUNDS, "a test").to_yaml()
+    return calibrate(job, cheapest, BOUNDS, "a test").to_yaml()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_folder_of_another_job_is_refused(tmp_path):
         ("prompts", {"prompts": random_prompts(1, 300, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
         ("held_out", {"held_out": random_prompts(1, 301, 2)}),
     ):  # fmt: skip
-        with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}: name another"):
+        with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}; name another"):
             make_job(tmp_path / "work", **change).open_folder()
     with pytest.raises(ConfigurationError, match="given '100 tokens', expected prompts of more than 100 tokens"):
         make_job(tmp_path / "other", num_tokens=100).open_folder()
@@ -115,7 +115,7 @@ def test_a_folder_whose_files_are_none_of_ours_is_refused(tmp_path):
 
 def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
     job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)), says_min_tokens=True)
-    profile = run(job, cheapest, {"fast": BOUNDS["fast"]}, "a test")
+    profile = calibrate(job, cheapest, {"fast": BOUNDS["fast"]}, "a test")
     assert 1 in profile.dense_layers
     assert profile.provenance.figures.rows("error", profile.model)[1] is None
     assert (profile.level, profile.levels, profile.min_tokens) == ("fast", {}, 100)
@@ -125,8 +125,8 @@ def test_a_first_level_that_nothing_holds_is_an_error(tmp_path):
     """No other takes its place: requests that name none would get it."""
     bounds = {"high": Bound(1e-9), "fast": BOUNDS["fast"]}
     with pytest.raises(ConfigurationError, match="no head holds the bound 1e-09 of level high and saves time"):
-        run(make_job(tmp_path / "work"), cheapest, bounds, "a test")
-    other_way = run(make_job(tmp_path / "work"), cheapest, dict(reversed(bounds.items())), "a test")
+        calibrate(make_job(tmp_path / "work"), cheapest, bounds, "a test")
+    other_way = calibrate(make_job(tmp_path / "work"), cheapest, dict(reversed(bounds.items())), "a test")
     assert (other_way.level, other_way.levels) == ("fast", {})
 
 
@@ -145,7 +145,7 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
         "portable": PORTABLE,
     }
     assert job.correct_engines(table) == {"flash": table["flash"], "portable": PORTABLE}
-    assert messages == ["engine hopper not taken: its result in a trial holds NaN"]
+    assert messages == ["engine hopper not used: its result in a trial holds NaN"]
 
 
 @pytest.mark.parametrize(("free", "reserved", "warned"), [(60, 19, 0), (60, 5, 1), (20, 60, 0)])

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.calibration_cases import HEADS, make_job
 from tests.helpers.fake_judge import FakeJudge, figures, most_passes
 from vllm_sparse_backend.calibration import cheapest_method
-from vllm_sparse_backend.calibration.calibration_loop import cheapest_strategy, choose_jointly, run
+from vllm_sparse_backend.calibration.calibration_loop import calibrate, cheapest_strategy, choose_jointly
 from vllm_sparse_backend.calibration.cheapest_method import (
     CheapestSearch,
     cheapest_methods,
@@ -75,7 +75,9 @@ def test_no_head_loses_more_than_so_many_times_what_the_default_does():
     """The sparsest of each kind that does not, by bisection: at most 15 passes for four kinds of 34 settings."""
     bound, lost = Bound(of_default=1.5), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
     judge = judge_of(lost, lost | dict.fromkeys([m for m in lost if m.kept_mass < 0.99], (float("nan"), 0.1)))
-    search = cheapest_strategy(["top_p", "sale", "a_shape"])(SimpleNamespace(costs=SavedCosts()), bound)
+    search = cheapest_strategy(["top_p", "sale", "a_shape"])(
+        SimpleNamespace(costs=SavedCosts(), prompts=SimpleNamespace(prompts=[range(32768)])), bound
+    )
     methods, results = choose_jointly(judge, search, bound)
     assert [method.kept_mass for method in methods] == [0.95, 0.99]
     assert [bound.used_fraction(result) for result in results] == pytest.approx([1 / 1.5, 0.2 / 1.5])
@@ -139,7 +141,7 @@ def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
         return CheapestSearch(job, bound, among, EstimatedCosts(HEADS, selects=False))
 
     def made():
-        return run(make_job(tmp_path / "work"), search, bounds, "a test")
+        return calibrate(make_job(tmp_path / "work"), search, bounds, "a test")
 
     profile = made()
     for name, bound in bounds.items():

@@ -50,7 +50,7 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     assert not list((tmp_path / "out.work").glob("*/"))  # captures are deleted
     assert json.loads((tmp_path / "out.work" / "job.json").read_text())["min_tokens"] == 64
     assert command("check", out, NEEDLE)[0] == 0
-    assert "exists already" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
+    assert "already exists" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
 
 
 LEVEL = ("calibrate", "--method", "sale", "--level")
@@ -61,9 +61,16 @@ LEVEL = ("calibrate", "--method", "sale", "--level")
     [
         ([*LEVEL, "high"], "--level: given 'high', expected NAME=MEAN:P99, such as high=0.1:0.4"),
         ([*LEVEL, "exact=0.1"], "--level exact=0.1: given 'exact', expected one of fast, high"),
-        ([*LEVEL, "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
-        ([*LEVEL, "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),
-        ([*LEVEL, "high=0.9x"], "--level: given 'high=0.9x', expected one number from 1 on before the x"),
+        ([*LEVEL, "high=0"], "--level: given 'high=0', expected errors above 0, and each level only once"),
+        ([*LEVEL, "high=1", "--level", "high=2"], "expected errors above 0, and each level only once"),
+        ([*LEVEL, "high=0.9x"], "--level: given 'high=0.9x', expected one number of at least 1 before the x"),
+        ([*LEVEL, "high=0.4abs:1"], "--level: given 'high=0.4abs:1', expected NAME=MEAN:P99, such as high=0.1:0.4"),
+        (
+            [*LEVEL, "high=1:0.4abs"],
+            "--level: given 'high=1:0.4abs', expected one number before abs, such as high=0.4a",
+        ),
+        ([*LEVEL, "high=0abs"], "--level: given 'high=0abs', expected errors above 0, and each level only once"),
+        (["calibrate", "--method", "sale", "--taus", "0.1"], "--taus: given '0.1', expected MOST:LEAST with 0 < LEAST"),
         (["best", "--device", "gpu"], "--device: given 'gpu', expected one of cpu"),
         (["calibrate", "--method", "minference", "--level", "high=1:1:1:1"], "a bound of the mean of all heads"),
         (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),
@@ -80,11 +87,11 @@ def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, 
     (tmp_path / "file").touch()
     for words, problem in (
         ((NEEDLE, "--out", tmp_path / "missing" / "x.yaml"), "there is no folder"),
-        (("owner/name", "--out", tmp_path / "x.yaml"), "expected a model folder, or a name whose files lie in the"),
+        (("owner/name", "--out", tmp_path / "x.yaml"), "expected a model folder, or the name of a model in the"),
         ((NEEDLE, "--out", tmp_path / "x.yaml", "--tokens", 1_000_000), "--tokens: given 1000000, expected at most"),
-        ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file" / "a"), "expected a folder that can be"),
+        ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file" / "a"), "expected a writable folder"),
         ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file"), "--work: given"),
-        ((NEEDLE, "--out", tmp_path / "x.work"), "the run's folder has that name"),
+        ((NEEDLE, "--out", tmp_path / "x.work"), "the run's folder has this name"),
     ):
         code, said = command("best", *words, "--text", text, "--device", "cpu")
         assert (code, problem in said) == (1, True), said

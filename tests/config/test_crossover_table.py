@@ -77,7 +77,9 @@ def test_steps_too_small_for_the_number_lower_it_as_far_as_was_measured(
     fitted = resolved(table(entry(9000, 2048)), min_query_tokens=min_query_tokens).fitted(chunk, busy)
     assert fitted.min_query_tokens == expected
     before = 2048 if min_query_tokens == "auto" else min_query_tokens
-    lines = [f"min_query_tokens is {expected} here, not {before}: a step has {chunk} new tokens"] * (expected != before)
+    lines = [f"min_query_tokens is {expected} here, not {before}: a step has at most {chunk} new tokens"] * (
+        expected != before
+    )
     assert [note.partition(" of a")[0] for note in fitted.notes] == lines
     unmeasured = resolved(table(), min_query_tokens=min_query_tokens)
     assert unmeasured.fitted(chunk, busy) is unmeasured
@@ -161,7 +163,7 @@ def test_resolved_settings_have_the_thresholds_of_every_engine(tmp_path: Path) -
     path = tmp_path / "crossover.json"
     path.write_text(written(entry(9000, 700), entry(20000, 100, engine="portable"), entry(3000, 300, engine="newer")))
     config = {"method": "a_shape", "crossover": str(path)}
-    settings = Resolved.of({"sparse_prefill": config}, SHAPE, CARD)
+    settings = Resolved.from_additional_config({"sparse_prefill": config}, SHAPE, CARD)
     plan = Plan.build(SparsePrefillConfig(**config), SHAPE)
     for engines in (["flash"], ["portable"], ["newer"], ["hopper"], ["flash", "portable", "hopper"]):
         assert settings.thresholds(DEFAULT, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)

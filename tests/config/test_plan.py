@@ -134,19 +134,19 @@ def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
         "sparse_prefill": {"profile": str(path), "crossover": str(table), "dense_layers": [2]},
         "other": 1,
     }
-    first = Resolved.of(additional_config, SHAPE, "cpu")
+    first = Resolved.from_additional_config(additional_config, SHAPE, "cpu")
     travelled = json.loads(json.dumps(first.carry(additional_config)))
     assert travelled.items() >= additional_config.items()
     path.unlink()
     table.write_text("broken")
-    again = Resolved.of(travelled, SHAPE, "cpu", 1, 2)
+    again = Resolved.from_additional_config(travelled, SHAPE, "cpu", 1, 2)
     assert (again.config, again.table, again.documents) == (first.config, first.table, first.documents)
     assert again.plan.dense_layers == first.plan.dense_layers
     assert again.plan.source == first.plan.source == f"profile {path}"
-    assert Resolved.of(travelled, SHAPE, "cpu").plans == first.plans
+    assert Resolved.from_additional_config(travelled, SHAPE, "cpu").plans == first.plans
     other = {**travelled, "sparse_prefill": {"profile": str(path) + "x"}}
     with pytest.raises(ConfigurationError, match="no such file"):
-        Resolved.of(other, SHAPE, "cpu")
+        Resolved.from_additional_config(other, SHAPE, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_levels() -> None:
     ("old", "new", "expected"),
     [
         ("level: fast", "level: Quick", "level: given 'Quick', expected a name of small letters, digits, '_', '.' and"),
-        ("level: fast\n", "", "level: missing, expected a name such as high, as levels are given"),
+        ("level: fast\n", "", "level: missing, expected a name such as high, because levels are given"),
         ("level: fast", "level: high", "levels.high: given, but high is the profile's own level"),
         ("  high:", "  exact:", "such as high or fast, other than exact, default, on, p"),
         ("  high:", "  1:", "given 1, expected a name of small letters"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may ask for, and the mark that goes along with it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +88,7 @@ class TestShares:
         assert marked(stored, {"sparse_prefill": 0.97}).salt == Salt("p:print=0.97", 256)
 
     def test_without_such_heads_it_is_refused_and_said_why(self) -> None:
-        said = r"given 0\.97, but no head of this server's plan chooses by mass \(top_p\)"
+        said = r"given 0\.97, but no head of this server's plan selects by attention mass \(top_p\)"
         with pytest.raises(ValueError, match=said):
             CHOICES.level_of({"sparse_prefill": 0.97})
 
@@ -105,7 +106,7 @@ class TestPolicy:
 
     def test_by_the_name_that_a_model_is_served_by(self) -> None:
         choices = self.under(models={"a": "exact", "b": "on"}, default="fast")
-        assert choices.policy() == "fast unasked, as model a exact, as model b on; all on request"
+        assert choices.policy() == "default fast, for model a exact, for model b on; on request all levels"
         levels = [choices.unasked(model).name for model in ("a", "b", "c", None)]
         assert levels == ["exact", DEFAULT, "fast", "fast"]
         assert choices.permit(1, "a") == SERVER_LEVEL
@@ -114,7 +115,7 @@ class TestPolicy:
         choices = self.under(default="exact", allow=["on", "p"])
         for value, level in (0, "exact"), ("exact", "exact"), (1, DEFAULT), (0.97, "p=0.97"):
             assert str(choices.level_of({"sparse_prefill": value})) == level
-        said = r"given 'fast', but .*\(requests.allow\) let the request have 0 \(exact\), 1 .*, 'high', a number"
+        said = r"given 'fast', but .*\(requests.allow\) permit only 0 \(exact\), 1 .*, 'high', a number"
         with pytest.raises(ValueError, match=said):
             choices.level_of({"sparse_prefill": "fast"})
         only = self.under(allow=[])
@@ -160,7 +161,7 @@ class TestPolicy:
         for default, other in ("on", 0), ("exact", 1):
             choices = self.under(replace(CHOICES, refusal="it has a store"), default=default)
             assert choices.level_of({"sparse_prefill": default}) == choices.level_of(None)
-            with pytest.raises(ValueError, match=f"given {other}, but it has a store; leave it out"):
+            with pytest.raises(ValueError, match=f"given {other}, but it has a store; remove it"):
                 choices.level_of({"sparse_prefill": other})
 
 
@@ -169,25 +170,31 @@ class TestPolicy:
     [None, {}, {"other": 1}, {MARK: ["fast", None, None, 0]}, {"other": 1, MARK: "forged", "sparse_prefill": 0}],
 )
 def test_a_mark_goes_along_with_other_arguments(extra_args: Mapping[str, Any] | None) -> None:
-    """And takes the place of what was asked for, and of one that somebody sent. The server's own level needs none."""
+    """And takes the place of what was asked for, and of one that somebody sent."""
     others = {key: value for key, value in (extra_args or {}).items() if key == "other"}
     salted = Mark(salt=Salt("own", 256))
-    for mark in SALTED, salted, Mark("p", 0.97, Salt("p=0.97", 0)), Mark("fast"):
+    for mark in SALTED, salted, Mark("p", 0.97, Salt("p=0.97", 0)), Mark("fast"), Mark("größer"), Mark():
         written = mark.write(extra_args)
         assert Mark.read(written) == mark
-        assert written is not None
         assert written.items() >= others.items()
         assert FIELD not in written
-    assert Mark().write(extra_args) == (others or None)
-    assert Mark.read(Mark().write(extra_args)) is None
+
+
+def test_a_mark_cannot_come_from_json() -> None:
+    """Clients send JSON, and a front process that is not ours passes on what they send."""
+    for mark in SALTED, Mark("fast"), Mark():
+        (level, *others) = mark.write(None)[MARK]
+        with pytest.raises(TypeError, match="bytes is not JSON serializable"):
+            json.dumps([level, *others])
+        assert Mark.read({MARK: [level.decode(), *others]}) is None
 
 
 FORGED: list[object] = [
-    5, None, "exact", [], {}, ["exact"], ["exact", None, None], ["exact", None, None, 0, 1], [None, None, None, 0],
-    ["", None, None, 0], [b"exact", None, None, 0], [["exact"], None, None, 0], ["exact", 0.5, None, 0],
-    ["p", None, None, 0], ["p", 0, None, 0], ["p", 1.0, None, 0], ["p", True, None, 0], ["p", "0.5", None, 0],
-    ["p", float("nan"), None, 0], ["exact", None, 7, 0], ["exact", None, "salt", -1], ["exact", None, "salt", 1.5],
-    ["exact", None, "salt", True], ["exact", None, "salt", None], ["exact", None, ["salt"], 0], {"level": "exact"},
+    5, None, "exact", [], {}, [b"exact"], [b"exact", None, None], [b"exact", None, None, 0, 1], [None, None, None, 0],
+    [b"", None, None, 0], ["exact", None, None, 0], [[b"exact"], None, None, 0], [b"exact", 0.5, None, 0],
+    [b"p", None, None, 0], [b"p", 0, None, 0], [b"p", 1.0, None, 0], [b"p", True, None, 0], [b"p", "0.5", None, 0],
+    [b"p", float("nan"), None, 0], [b"exact", None, 7, 0], [b"exact", None, "salt", -1], [b"exact", None, "salt", 1.5],
+    [b"exact", None, "salt", True], [b"exact", None, "salt", None], [b"exact", None, ["salt"], 0], {"level": b"exact"},
 ]  # fmt: skip
 
 

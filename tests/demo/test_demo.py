@@ -15,7 +15,7 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND
 from vllm_sparse_backend.demo.question import ASKED, NUM_FACTS, make_questions
-from vllm_sparse_backend.demo.run import settings_of
+from vllm_sparse_backend.demo.run import demo_settings
 from vllm_sparse_kernels.methods import METHODS, sparse_names
 
 
@@ -27,10 +27,10 @@ def test_every_method_that_leaves_something_out_can_be_shown() -> None:
 @pytest.mark.parametrize("method", sparse_names())
 def test_the_bundled_model_finds_facts_densely_where_a_method_cannot(method: str) -> None:
     assert (BUNDLED / "model.safetensors").exists()
-    settings = settings_of(method, bundled=True)
+    settings = demo_settings(method, bundled=True)
     plan = Plan.build(SparsePrefillConfig(**settings), ModelShape.from_folder(BUNDLED))
     assert plan.dense_layers == ((1,) if method in CANNOT_FIND else ())
-    assert "dense_layers" not in settings_of(method, bundled=False)
+    assert "dense_layers" not in demo_settings(method, bundled=False)
 
 
 @pytest.mark.parametrize(

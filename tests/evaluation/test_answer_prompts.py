@@ -11,7 +11,7 @@ from tests.helpers.stub_server import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.evaluation import answers
 from vllm_sparse_backend.evaluation.answers import Answer, Line, Prompt, Share, build_prompt, score, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
-from vllm_sparse_backend.evaluation.prompt_texts import prose, read_text
+from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
 
 
@@ -85,8 +85,8 @@ def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (3, entry(77), "nothing came back for token 8 at place 3"),
-        (1, None, "nothing came back for token 6 at place 1"),
+        (3, entry(77), "no entry for token 8 at place 3"),
+        (1, None, "no entry for token 6 at place 1"),
         (4, entry(9, math.nan), "log-probability nan at place 4"),
         (2, entry(7, 0.5), "log-probability 0.5 at place 2"),
         (4, entry(9, rank=0), "rank 0 at place 4"),
@@ -113,7 +113,7 @@ def test_texts_are_files_or_folders(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "b.md").write_text("# b\n")
     (tmp_path / "c.txt").write_text("left out")
-    assert sorted(read_text(tmp_path, 1000).split()) == ["#", "1", "=", "b", "x"]
-    assert read_text(tmp_path / "c.txt", 4) == "left"
+    assert sorted(read_prompt_text(tmp_path, 1000).split()) == ["#", "1", "=", "b", "x"]
+    assert read_prompt_text(tmp_path / "c.txt", 4) == "left"
     with pytest.raises(BenchError, match="--text"):
-        read_text(tmp_path / "none", 10)
+        read_prompt_text(tmp_path / "none", 10)

@@ -161,7 +161,7 @@ def test_the_change_of_perplexity_is_told_with_its_standard_error_over_prompts(f
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("refuse", "answered 400"), ("missing", "nothing came back for token"), ("cut", "has no prompt_logprobs")],
+    [("refuse", "answered 400"), ("missing", "no entry for token"), ("cut", "has no prompt_logprobs")],
 )
 def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path, fault: str, said: str) -> None:
     stub = Stub(lambda distance: 1, lambda n: fault if n == 1 else None)
@@ -246,17 +246,17 @@ def test_tokenizers_that_differ_are_refused() -> None:
     with running(stub) as first, running(other) as second:
         result = run("--url", first, "--url", second, "--label", "a", "--label", "b", *LENGTHS)
     assert result.exit_code == 1
-    assert "b: its tokenizer is another than the first server's" in result.stderr
+    assert "b: its tokenizer differs from the first server's" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "expected a MODEL to serve, or --url"),
-        ((BUNDLED, "--url", "http://x"), "expected a MODEL to serve, or --url"),
+        ((), "expected a MODEL to serve, or the --url"),
+        ((BUNDLED, "--url", "http://x"), "expected a MODEL to serve, or the --url"),
         (("--url", "http://x", "--label", "a", "--label", "b"), "--label: given 2"),
         ((BUNDLED, "--lengths", "1024,8192"), "--facts: given 24, expected at most 8 in a prompt of 1,024 tokens"),
-        ((BUNDLED, "--lengths", "20000"), "has 16,384 positions, and 20,001 were asked for, answers included"),
+        ((BUNDLED, "--lengths", "20000"), "given requests of 20,001 tokens, expected at most its 16,384 positions"),
         ((BUNDLED, "--server-args", "--x 'unclosed"), '--server-args: given "--x \'unclosed"'),
         (
             ("--url", "http://x", "--settings", "{}", "--server-args", "--seed 7"),

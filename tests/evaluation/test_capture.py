@@ -61,7 +61,7 @@ def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
     model = llama(family="Qwen2", use_sliding_window=True, **windows)
     captured = capture(model, list(range(90)), tmp_path / "capture")
     assert list(captured.scales) == [1]
-    assert captured.left_out == {0: "a mask of its own (a sliding window, or chunks)"}
+    assert captured.left_out == {0: "not plain causal attention (a sliding window, or chunks)"}
     inside_window = capture(model, list(range(40)), tmp_path / "short")
     assert list(inside_window.scales) == [0, 1]
 
@@ -76,7 +76,7 @@ def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
 
 
 def test_no_capture_is_an_error(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"no capture there, as capture\.json is missing"):
+    with pytest.raises(ConfigurationError, match=r"no capture: capture\.json is missing"):
         Capture.open(tmp_path)
 
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_sparse_backend.evaluation.metrics_scrape import LayerCounts, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import LayerCounts, parse_metrics
 
 PAGE = """\
 vllm:num_requests_running{engine="0"} 1.0
@@ -23,7 +23,7 @@ sparse_prefill_layers{engine="0",attention="dense"} 2.0
 
 
 def test_parse() -> None:
-    report = parse(PAGE)
+    report = parse_metrics(PAGE)
     assert report.rows == {("sparse", ""): 5, ("dense", "too_short"): 2}
     assert report.layers == {
         0: LayerCounts(64, 1_000_000_000, 4_000_000_000),
@@ -38,7 +38,7 @@ def test_parse() -> None:
 
 def test_engines_add_up() -> None:
     """Each line with one engine's label, and once more with another's."""
-    single, double = parse(PAGE), parse(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
+    single, double = parse_metrics(PAGE), parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
     assert double.rows == single.rows + single.rows
     assert double.attention == single.attention + single.attention
     assert double.layers[0].kept_pairs == 2 * single.layers[0].kept_pairs
@@ -47,13 +47,13 @@ def test_engines_add_up() -> None:
 
 def test_dense_rows_alone_are_a_problem_with_their_reason() -> None:
     page = 'sparse_prefill_rows_total{path="dense",reason="too_short"} 3\n'
-    report = parse("# TYPE sparse_prefill_rows counter\n" + page)
+    report = parse_metrics("# TYPE sparse_prefill_rows counter\n" + page)
     assert report.problem() == "no row ran sparse (dense rows: too_short: 3)"
 
 
 @pytest.mark.parametrize(("kept", "causal"), [(0, 10), (10, 10), (11, 10), (0, 0)])
 def test_a_density_outside_0_and_1_is_a_problem(kept: int, causal: int) -> None:
-    report = parse(PAGE)
+    report = parse_metrics(PAGE)
     report.layers[3] = LayerCounts(1, kept, causal)
     problem = report.problem()
     assert problem is not None

@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import compared_servers, serve_bench
-from vllm_sparse_backend.evaluation.client import Answer, Endpoint, Prompts, RequestError
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.serve_bench import Length
 from vllm_sparse_backend.evaluation.vllm_server import Settings
@@ -167,7 +167,7 @@ def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
     figures = [name for name, value, *_ in of_serve(written["cases"]) if value is not None]
     assert not any("900" in name for name in figures)
     says = {
-        "short": "1 tokens answered, asked for 2", "nan": "log-probability nan", "error": "out of cache",
+        "short": "the answer has 1 tokens, expected 2", "nan": "log-probability nan", "error": "out of cache",
         "refuse": "answered 400",
     }  # fmt: skip
     assert any(says[fault] in said for said in bad["said"]), bad["said"]
@@ -202,7 +202,7 @@ def test_first_and_later_tokens_are_the_servers(pair):
 
 def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
     """As vLLM 0.33 sends them after a long prompt: what lies between them is the client's, not the server's."""
-    answer = Answer(0.5, 0.5 + 8e-6, 64, 8e-6)
+    answer = TimedAnswer(0.5, 0.5 + 8e-6, 64, 8e-6)
     assert answer.token_s is None
     assert serve_bench.ServerResults([answer]).token_ms is None
     assert (
@@ -214,19 +214,19 @@ def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
 
 
 def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
-    stock = serve_bench.ServerResults([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
-    ours = serve_bench.ServerResults([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
+    stock = serve_bench.ServerResults([TimedAnswer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
+    ours = serve_bench.ServerResults([TimedAnswer(0.1, 0.14, 5)] * 2 + [TimedAnswer(0.1, 1.63, 4)], ["no"])
     case = serve_bench.case_of("x", Length(40), stock, ours)
     assert (case["stock_first_s"], case["ours_first_s"]) == (0.2, 0.1)
     assert case["ttft_speed_up"] == pytest.approx(2)
     assert case["stock_token_ms"] == pytest.approx(10) == case["ours_token_ms"]
     assert (case["failures"], case["said"]) == (1, ["ours: no"])
-    assert serve_bench.ServerResults([Answer(0.1, 0.1, 1)]).token_ms is None
+    assert serve_bench.ServerResults([TimedAnswer(0.1, 0.1, 1)]).token_ms is None
 
 
 def test_a_server_that_is_gone_is_named():
     for url in ("http://127.0.0.1:9", "http://127.0.0.1:80a", "http://[::1"):
-        with pytest.raises(BenchError, match="stock: no model server answers at http"):
+        with pytest.raises(BenchError, match="stock: no model server at http"):
             Endpoint.connect("stock", url)
     with pytest.raises(RequestError, match=r"refused|ConnectionError|ConnectError"):
         Endpoint("stock", "http://127.0.0.1:9", "m").ask([1], 1)
@@ -271,5 +271,5 @@ def test_servers_get_room_for_what_is_asked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert serve_bench.fitting(tmp_path, 64) == [1024, 8192]
     assert serve_bench.fitting(None, 64) == list(serve_bench.LENGTHS)
-    with pytest.raises(BenchError, match=r"has 16,384 positions, and 20,000 were asked for"):
+    with pytest.raises(BenchError, match=r"given requests of 20,000 tokens, expected at most its 16,384 positions"):
         compared_servers.started(tmp_path, [], 20_000)

@@ -101,7 +101,7 @@ def on_device(batch: Batch, device: str) -> Batch:
     """The same batch there: numbers that are drawn on the host are the same for every device."""
     rows, cache = batch.rows, batch.cache
     keys, values = side_by_side(cache.keys.to(device), cache.values.to(device), cache)
-    moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, rows.block_table.to(device))
+    moved = replace(rows, block_table=rows.block_table.to(device))
     return replace(batch, q=batch.q.to(device), cache=replace(cache, keys=keys, values=values), rows=moved)
 
 
@@ -122,7 +122,7 @@ def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) ->
     )  # fmt: skip
     for row, seq_len in enumerate(rows.seq_lens):
         write_row(other.cache, other.rows.block_table[row], *cache.gather(rows.block_table[row], seq_len))
-    moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, other.rows.block_table)
+    moved = replace(rows, block_table=other.rows.block_table)
     return Batch(batch.q, other.cache, moved, batch.scale)
 
 

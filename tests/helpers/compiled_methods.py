@@ -2,10 +2,10 @@
 """Every kernel that a method launches, compiled for a card that is not there: its shared memory, as JSON.
 
     python -m tests.helpers.compiled_methods 90 128
-    python -m tests.helpers.compiled_methods 89 256 top_p sale
+    python -m tests.helpers.compiled_methods 89 64 top_p sale
 
-Arguments are a compute capability, a head dim, and methods; all of them without. The interpreter takes what the
-compiler refuses: a name that changes its type in a loop, say. Nothing is run here.
+Arguments are a compute capability, a head dim, and methods; all methods without. The interpreter accepts what the
+compiler refuses, such as a name that changes its type in a loop. Nothing is run here.
 """
 
 import json
@@ -37,9 +37,11 @@ def shared_bytes(capability: int, head_dim: int, names: Sequence[str]) -> dict[s
         names: methods.
 
     Returns:
-        By method and kernel, the most shared memory of any variant in bytes. Without ``attend_kernel`` where the
-        engine ``portable`` refuses the card for want of shared memory.
+        By method and kernel, the most shared memory of any variant in bytes. Empty if the card's shared memory holds no
+        block of keys: such layers stay dense (``Fallback.SHARED_MEMORY``), and no kernel runs.
     """
+    if widest_block(head_dim, SHARED_KIB[capability] << 10) is None:
+        return {}
     most: dict[str, dict[str, int]] = defaultdict(dict)
     batch = random_batch([(3000, 300), (0, 200)], 8, 2, head_dim, page_size=128, dtype=torch.bfloat16)
     launch = JITFunction.run
@@ -56,16 +58,12 @@ def shared_bytes(capability: int, head_dim: int, names: Sequence[str]) -> dict[s
             stack.enter_context(patch.object(JITFunction, "run", compile_only))
             stack.enter_context(patch.object(torch, "empty", torch.zeros))
             inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-            attends = widest_block(head_dim, SHARED_KIB[capability] << 10) is not None
             for name in names:
                 spec = METHODS[name]
                 settings = (spec.parameters(), spec.full, *(spec.parameters(**step).group_key for step in spec.ladder))
                 for method in dict.fromkeys(settings):
                     layer = replace(Layer.of(layer_plan([method] * 8), head_dim, torch.device("cpu")), by_kernels=True)
-                    if attends:
-                        run(layer, inputs, torch.zeros_like(batch.q))
-                    else:
-                        layer.select(batch.q, batch.cache, layer.index(batch.rows), batch.scale)
+                    run(layer, inputs, torch.zeros_like(batch.q))
     return most
 
 

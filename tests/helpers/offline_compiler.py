@@ -21,14 +21,14 @@ from triton.runtime.driver import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from vllm_sparse_kernels.cards import CARDS
 from vllm_sparse_kernels.methods.sale import scores as sale_scores
 from vllm_sparse_kernels.methods.top_p import hopper as top_p_hopper
 
 HOPPER_TARGET = GPUTarget("cuda", 90, 32)
 
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical
-specifications)."""
+SHARED_KIB = {entry.target: entry.shared_bytes >> 10 for entry in CARDS}
+"""Shared memory that a program may have, by compute capability."""
 
 
 class StandIn:
@@ -94,12 +94,16 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
     from vllm_sparse_kernels.attention.portable import engine as portable
     from vllm_sparse_kernels.methods.anchor_attention import method as anchors
     from vllm_sparse_kernels.methods.sale import method as sale
+    from vllm_sparse_kernels.methods.share_prefill import block_average
     from vllm_sparse_kernels.methods.top_p import method as top_p
+    from vllm_sparse_kernels.selection import last_queries
 
     limit_bytes, fp8 = SHARED_KIB[capability] << 10, torch.float8_e4m3fn
     answers = [
         (portable, "shared_bytes", limit_bytes),
         (block_width, "shared_bytes", limit_bytes),
+        (last_queries, "shared_bytes", limit_bytes),
+        (block_average, "shared_bytes", limit_bytes),
         (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card has room for
         (top_p, "stored_dtype", fp8 if capability >= 89 else torch.float16),
         (sale, "integer_dtype", fp8 if capability >= 90 else torch.int8),

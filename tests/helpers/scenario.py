@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tests.helpers.tiny_models import VOCAB_SIZE
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
 CHUNK_TOKENS = 512
@@ -26,7 +26,7 @@ class Servers(NamedTuple):
     stock: Server
     ours: Server
     """With every level of ``levels``, whose own is ``high``."""
-    untouched: Report
+    untouched: MetricsReport
     """Our server's counters before any test asked it."""
 
 
@@ -37,12 +37,12 @@ class Answer:
     cached_tokens: int
 
 
-def counted(server: Server, before: Report | None = None) -> Report:
+def counted(server: Server, before: MetricsReport | None = None) -> MetricsReport:
     """What /metrics says of rows and layers, less what it said ``before``."""
-    report = parse(server.get(FRESH_METRICS_PATH))
+    report = parse_metrics(server.get(FRESH_METRICS_PATH))
     if before is None:
         return report
-    return Report(report.samples - before.samples)
+    return MetricsReport(report.samples - before.samples)
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -174,7 +174,7 @@ def counted() -> Iterator[Counter[int]]:
 
 
 def share(llm: Any, ask: Callable[[], object]) -> float | None:
-    """Of the pairs of what is asked for, those that went sparse, as /metrics adds them up; None by stock's backend."""
+    """Of the pairs of what is asked for, those that went sparse, as /metrics adds them up; None if there are none."""
     from vllm_sparse_backend.serving.frontend.engine_counts import engine_totals
 
     def counted() -> list[float]:
@@ -210,7 +210,8 @@ def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, 
         lora_request = None if lora is None else LoRARequest("adapter", 1, str(lora))
         outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=lora_request)
         alone = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in prompts([ALONE_TOKENS], seed=1)]
-        sparse_share = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False))
+        # Stock's workers have no counts to ask for.
+        sparse_share = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False)) if run == OURS else None
         exact = {"extra_args": {"sparse_prefill": 0}} if run == OURS else {}
         # A server with LoRA gives none of a prompt's (vLLM 0.32, on a CPU).
         together = logprobs(llm, requests, **exact) if lora is None else []

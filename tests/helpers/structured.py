@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from tests.helpers.batches import shuffled_cache, write_row
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt, without_nan
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, without_nan
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.rows import Rows
 
@@ -203,12 +203,12 @@ def paged_batch(data: Structured, page_size: int, layout: str = "NHD", seed: int
     return Batch(data.q, cache, rows, data.scale)
 
 
-def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[Prompt]:
+def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[AttentionPrompt]:
     """Layers of one prompt: their seeds differ, their pages lie alike, as one block table serves all layers."""
     prompts = []
     for seed in range(count):
         data = structured(num_tokens, 0, heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, device, seed)
-        prompts.append(Prompt(without_nan(paged_batch(data, heads.page_tokens))))
+        prompts.append(AttentionPrompt(without_nan(paged_batch(data, heads.page_tokens))))
     return prompts
 
 

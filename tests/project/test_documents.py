@@ -124,6 +124,38 @@ def test_the_map_names_every_module_once() -> None:
     assert sorted(re.findall(r"^### `(\S+)/`: \S", text, re.MULTILINE)) == sorted(folders)
 
 
+def paths_in_the_picture(text: str) -> list[str]:
+    """Return the path, from the repository, of each folder and module in a page's Mermaid picture."""
+    picture = text.partition("```mermaid\n")[2].partition("```")[0]
+    paths, folder = [], ""
+    for line in picture.splitlines():
+        if group := re.match(r' *subgraph \w+\["[^:]+: (\S+/)"\]', line):
+            folder = group[1]
+            paths.append(folder)
+        elif line.strip() == "end":
+            folder = ""
+        elif box := re.match(r' *\w+\["([\w/]+(?:\.py|/))<br/>', line):
+            paths.append(folder + box[1])
+    return paths
+
+
+def test_the_picture_of_the_architecture_names_what_exists() -> None:
+    """By process: each folder under ``serving/`` is in a group, and each box is a module or folder of its group."""
+    paths = paths_in_the_picture((ROOT / "docs/how_it_works.md").read_text())
+    missing = [path for path in paths if not ((ROOT / path).is_dir() if path[-1] == "/" else (ROOT / path).is_file())]
+    assert missing == []
+    serving = ROOT / "vllm_sparse_backend/serving"
+    processes = {f"{path.relative_to(ROOT)}/" for path in serving.iterdir() if (path / "__init__.py").is_file()}
+    assert processes <= set(paths)
+    assert sum(path.endswith(".py") for path in paths) >= 10
+
+
+def test_a_picture_of_other_modules_is_seen() -> None:
+    """So that the test above can fail."""
+    text = '```mermaid\n    subgraph a["x: old/"]\n        b["gone.py<br/>c"]\n    end\n    d["e/f.py<br/>g"]\n```'
+    assert paths_in_the_picture(text) == ["old/", "old/gone.py", "e/f.py"]
+
+
 FOR_REQUESTS = {FIELD, REPORT, MARK}
 """Names of the same prefix that are no metrics: keys of requests."""
 METHODS_OF_WORKERS = {WORKER_METHOD, REPORT_METHOD, SWITCH_METHOD}

@@ -121,3 +121,53 @@ def test_the_command_line_stays_small() -> None:
     counts = list(readability.count_options(typer.main.get_command(app)))
     assert len(counts) <= readability.MAX_COMMANDS
     assert sum(counts) <= readability.MAX_OPTIONS
+
+
+README = """\
+# Title, 1
+
+Text with 2,048 tokens and 1.5 times, on an H200 with fp8 and FlashAttention-3.
+[A link](docs/page_7.md#8) <!-- 9 -->
+
+## Speed
+
+| tokens | s |
+| --- | --- |
+| 10 | 11 |
+
+One H200, vLLM 0.33.
+
+## Configuration
+
+| setting | default |
+| --- | --- |
+| `x` | 12 |
+"""
+
+
+def test_numbers_of_a_readme_are_counted_outside_its_tables_of_figures() -> None:
+    assert readability.numbers_outside_figure_tables(README) == ["1", "2,048", "1.5", "0.33", "12"]
+    assert readability.count_words("| a | b |\n\nTwo words.") == 7
+
+
+def test_the_readme_stays_short() -> None:
+    text = (readability.ROOT / "README.md").read_text()
+    assert readability.count_words(text) <= readability.MAX_README_WORDS
+    assert len(readability.numbers_outside_figure_tables(text)) <= readability.MAX_README_NUMBERS
+    titles = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
+    assert set(readability.FIGURE_TABLES) <= set(titles)
+
+
+PAGES_OF_FIGURES = ["README.md", "docs/quality.md", "docs/performance.md", "docs/choosing_a_setting.md"]
+
+
+@pytest.mark.parametrize("page", PAGES_OF_FIGURES)
+def test_a_cell_has_one_number(page: str) -> None:
+    text = (readability.ROOT / page).read_text()
+    assert text.count("\n| --- ") >= 1
+    assert readability.cells_with_several_numbers(text) == []
+
+
+def test_cells_with_several_numbers_are_seen() -> None:
+    table = "1 and 2\n| a | 1.00, 1.001 |\n| `p 1 2` | 0.99 ± 0.01 |\n| [3](4.md) | Llama-3.1-8B, 32,768 |"
+    assert readability.cells_with_several_numbers(table) == ["1.00, 1.001", "0.99 ± 0.01"]

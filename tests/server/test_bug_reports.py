@@ -20,7 +20,7 @@ import yaml
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Answer, Servers
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import parse
+from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = pytest.mark.server
@@ -170,7 +170,7 @@ class TestConfiguredByNestedYaml:
             yield server
 
     def test_the_settings_are_those_of_the_file(self, server: Server) -> None:
-        report = parse(server.get(FRESH_METRICS_PATH))
+        report = parse_metrics(server.get(FRESH_METRICS_PATH))
         assert report.attention == {"torch": 4}
 
     @pytest.mark.parametrize("level", LEVELS)
@@ -218,5 +218,5 @@ class TestConfiguredByNestedYaml:
         for earlier, later in pairwise(pages):
             assert {name for name, value in earlier.items() if later.get(name, -1.0) < value} == set()
         assert pages[-1] != pages[0]
-        (last, again) = (parse(server.get(FRESH_METRICS_PATH)) for _ in range(2))
+        (last, again) = (parse_metrics(server.get(FRESH_METRICS_PATH)) for _ in range(2))
         assert last == again

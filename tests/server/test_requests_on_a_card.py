@@ -28,7 +28,7 @@ from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.metrics_scrape import parse
+from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import prose
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_kernels import TILE_TOKENS
@@ -80,7 +80,7 @@ def check(server: Server) -> None:
     sparse = {f"sparse {i}": (scenario.prompt(SPARSE_TOKENS, seed=100 + i), 8, 1) for i in range(NUM_EACH)}
     dealt = [pair for pairs in zip(exact.items(), sparse.items(), strict=True) for pair in pairs]
     answers = scenario.ask_together(server, dict(dealt))
-    report = parse(server.get(FRESH_METRICS_PATH))
+    report = parse_metrics(server.get(FRESH_METRICS_PATH))
     assert report.rows["dense", Fallback.REQUESTED] == NUM_EACH
     assert report.rows_of("sparse") == NUM_EACH
     assert report.rows_of("dense") == NUM_EACH
@@ -116,7 +116,7 @@ def test_facts_are_found_under_every_option(option: str) -> None:
             num_right = sum(answer.token_ids == tuple(value) for answer, value in zip(answers, values))
             assert num_right >= 46, (option, level, num_right)
         page, log = server.get(FRESH_METRICS_PATH), server.log_path.read_text(errors="replace")
-    report = parse(page)
+    report = parse_metrics(page)
     assert report.problem() is None
     assert report.rows_of("sparse") > len(prompts)
     assert report.rows["dense", Fallback.REQUESTED] > len(prompts)

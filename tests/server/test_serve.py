@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import Report
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = pytest.mark.server
@@ -32,7 +32,7 @@ class Served(NamedTuple):
     """Answers to the scenario, and what was counted meanwhile."""
 
     answers: Answers
-    report: Report
+    report: MetricsReport
 
     @staticmethod
     def by(server: Server, **more: Any) -> "Served":

@@ -212,25 +212,25 @@ class TestUnreadSettings:
 
     @pytest.mark.parametrize(
         ("backend", "runs"),
-        [(None, "CPU_ATTN, vLLM's own choice, as no --attention-backend"), ("CPU_ATTN", "CPU_ATTN, as configured")],
+        [(None, "CPU_ATTN, vLLM's own choice, because --attention-backend"), ("CPU_ATTN", "CPU_ATTN, as configured")],
     )
     def test_with_another_backend(self, default_model: Any, lines: list[str], backend: Any, runs: str) -> None:
         for _ in range(3):
             make_config(default_model, {"min_tokens": 4096}, backend)
-        (line,) = [line for line in lines if "is not read" in line]
+        (line,) = [line for line in lines if "is ignored" in line]
         assert line.startswith(
-            f"sparse-prefill: sparse_prefill in --additional-config is not read: attention runs on {runs}"
+            f"sparse-prefill: sparse_prefill in --additional-config is ignored: attention runs on {runs}"
         )
         assert "add --attention-backend sparse-prefill" in line
 
     def test_with_the_variable_of_older_releases(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "SPARSE_PREFILL")
-        assert "(VLLM_ATTENTION_BACKEND=SPARSE_PREFILL is set, and this release of vLLM" in unread_settings(None)
+        assert "(VLLM_ATTENTION_BACKEND=SPARSE_PREFILL is set, but this release of vLLM" in unread_settings(None)
 
     def test_nothing_is_said_without_such_settings(self, default_model: Any, lines: list[str]) -> None:
         make_config(default_model, None, None)
         make_config(default_model, {"method": "dense"})
-        assert not [line for line in lines if "is not read" in line]
+        assert not [line for line in lines if "is ignored" in line]
 
 
 class TestPlatform:

@@ -31,7 +31,7 @@ import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.crossover_cases import entry, written
 from tests.helpers.folders import profile_file
 from tests.helpers.mixed_batches import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
-from tests.helpers.vllm_objects import make_builder, make_layers, make_step, recorder_of
+from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step, recorder_of
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.plan import DEFAULT
@@ -194,7 +194,9 @@ class TestFront:
             monkeypatch.setattr(config.model_config, "runner_type", "pooling")
             known = choices(config)
             assert known.permit(server_value) == known.unasked()
-            with pytest.raises(ValueError, match="but this server pools, and has one level for all requests"):
+            with pytest.raises(
+                ValueError, match="but this server runs a pooling model, which has one level for all requests"
+            ):
                 known.permit(other)
             made = make_layers(config, range(4))
             builder = make_builder(config, made)
@@ -205,7 +207,9 @@ class TestFront:
             exact = torch.equal(step.forward(made[0], metadata), step.by_dense_backend(made[0], builder))
             assert exact == (server_value == 0)
         monkeypatch.setitem(config.additional_config["sparse_prefill"], "requests", {"models": {"a": "on"}})
-        with pytest.raises(ConfigurationError, match=r"given default, exact for .* but this server pools"):
+        with pytest.raises(
+            ConfigurationError, match=r"given default, exact as default, but this server runs a pooling model"
+        ):
             choices(config)
 
     @pytest.mark.parametrize("policy", [{"default": "exact"}, {"default": "fast"}, {"models": {"a": "exact"}}])
@@ -357,15 +361,19 @@ class TestWaysIn:
         ("path", "body", "said"),
         [
             ("/v1/responses", {**asking("zzz"), "stream": True}, "given 'zzz', expected one of 0"),
-            ("/v1/completions", {"sparse_prefill": 0}, "given 'sparse_prefill' there, expected it in vllm_xargs"),
-            ("/v1/completions", {"extra_args": {"sparse_prefill": 0}}, "extra_args: given 'sparse_prefill' there"),
+            ("/v1/completions", {"sparse_prefill": 0}, "given 'sparse_prefill', expected it in vllm_xargs"),
+            (
+                "/v1/completions",
+                {"extra_args": {"sparse_prefill": 0}},
+                "extra_args: given 'sparse_prefill', expected it",
+            ),
             ("/v1/completions", {"extra_body": {"sparse-prefill": 0}}, "extra_body: given 'sparse-prefill'"),
             ("/v1/completions", {"vllm_xargs": {MARK: ["fast", None, 0]}}, f"vllm_xargs: given '{MARK}'"),
             ("/v1/completions", {**asking(0), "sampling_params": {"extra_args": asking(0)["vllm_xargs"]}}, "one place"),
             ("/v1/completions", {"extra_body": asking(0)}, "extra_body is an argument of openai's Python client"),
             ("/v1/completions", asking([0] * 1_000_000), "given [0, 0, "),
-            ("/tokenize", asking(0), "as POST /tokenize prefills nothing"),
-            ("/sleep", asking(0), "as POST /sleep prefills nothing"),
+            ("/tokenize", asking(0), "POST /tokenize prefills no prompt"),
+            ("/sleep", asking(0), "POST /sleep prefills no prompt"),
         ],
     )
     def test_what_is_refused(self, app: Asgi, path: str, body: Any, said: str) -> None:
@@ -543,9 +551,9 @@ class TestStores:
         if by_tokens is None:
             assert (known.refusal, known.salts, lines) == (None, {"exact": "exact", "fast": "fast"}, [])
             return
-        with pytest.raises(ValueError, match=f"given 0, but this server keeps keys and values with {by_tokens}, by"):
+        with pytest.raises(ValueError, match=f"given 0, but this server stores keys and values with {by_tokens} by"):
             known.permit(0)
-        assert re.search("by their tokens alone.* Give it a store of its own", lines[0])
+        assert re.search("by their tokens only.* Use a separate store", lines[0])
 
     @pytest.mark.parametrize(("backend", "by_token"), [("native", []), ("lmcache", ["LMCacheMPConnector"])])
     def test_offloading_is_known_before_vllm_names_its_connector(
@@ -562,7 +570,8 @@ def scheduled(new: dict[str, Mark | None], finished: Sequence[str] = ()) -> Any:
     """What a step's output of the scheduler says of requests that are new to the worker."""
     params = {req_id: SamplingParams(extra_args=mark and mark.write(None)) for req_id, mark in new.items()}
     news = [
-        SimpleNamespace(req_id=req_id, sampling_params=sampling_params) for req_id, sampling_params in params.items()
+        SimpleNamespace(req_id=req_id, sampling_params=sampling_params, prompt_token_ids=[7] * (100 + ord(req_id)))
+        for req_id, sampling_params in params.items()
     ]
     return SimpleNamespace(scheduled_new_reqs=news, finished_req_ids={*finished})
 
@@ -597,6 +606,7 @@ class TestRunners:
                 elif not dummy_run:
                     self.prepare_attn(SimpleNamespace(req_ids=[*order]))
                 levels = requests_of(self).levels_of_rows(common)
+                self.prompt_lens = requests_of(self).prompt_lens_of_rows(common)
                 return None if levels is None else [level.name for level in levels]
 
             def prepare_attn(self, input_batch: Any) -> None:
@@ -633,6 +643,23 @@ class TestRunners:
         assert runner.execute_model(scheduled({"a": None}), "a", 1) == [DEFAULT]
         salted = {"a": Mark(salt=Salt("salt", 100))}  # as next to a store by hashes: no level, and no name for its row
         assert runner.execute_model(scheduled(salted), "ab", 1) == [DEFAULT]
+
+    def test_each_row_knows_the_length_of_its_prompt(self, runner: Any) -> None:
+        """As ``scheduled`` makes prompts: of 100 tokens and the code of the request's name."""
+        lengths = {name: 100 + ord(name) for name in "abcd"}
+        runner.execute_model(scheduled(dict.fromkeys("abc")), "bca", 4)
+        assert runner.prompt_lens == [lengths["b"], lengths["c"], lengths["a"], 0]
+        runner.execute_model(scheduled({"d": EXACT}, finished="a"), "db", 2)
+        assert runner.prompt_lens == [lengths["d"], lengths["b"]]
+        assert requests_of(runner)._prompt_lens == {name: lengths[name] for name in "bcd"}
+        runner.execute_model(scheduled({}), "db", 1)
+        assert runner.prompt_lens is None  # not all rows of the step
+        assert requests_of(runner).prompt_lens_of_rows(SimpleNamespace(num_reqs=3)) == [0] * 3
+
+    def test_a_prompt_of_embeddings_has_a_length(self) -> None:
+        request = SimpleNamespace(prompt_token_ids=None, prompt_embeds=torch.zeros(7, 4))
+        assert compat.prompt_length(request) == 7
+        assert compat.prompt_length(SimpleNamespace(prompt_token_ids=[1, 2])) == 2
 
     def test_between_steps_nothing_is_known(self, runner: Any) -> None:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
@@ -671,6 +698,12 @@ class TestRunners:
         model = {"is_hybrid": False, "is_encoder_decoder": False, **({other: True} if other else {})}
         config = SimpleNamespace(model_config=SimpleNamespace(**model))
         assert hooks.numbers_rows(config) == (other is None and release >= (0, 30))
+
+
+TAIL: dict[str, Any] = {
+    "method": "anchor_attention", "params": {"theta": 0.0, "step_tiles": 1, "dense_tail": True},
+    "min_tokens": MIN_TOKENS,
+}  # fmt: skip
 
 
 class TestRows:
@@ -722,6 +755,38 @@ class TestRows:
         assert counted["dense", Fallback.UNNAMED] >= 2 * len(SPARSE_ROWS)
         assert ("sparse", "") not in counted
         assert len([line for line in lines if Fallback.UNNAMED.explain in line]) == 1
+
+    def test_the_end_of_a_prompt_is_dense_whatever_the_chunk(self, built: Callable[..., Any], at_step: Any) -> None:
+        """Two requests at the same place: the prompt of one ends there, that of the other goes on."""
+        (layer,), builder = built(0, **TAIL)
+        lengths = [(333, 300), (333, 300), (600, 40), (900, 100)]
+        ends = {"0": 633, "1": 5000, "2": 640, "3": 800}  # of whole groups; and one that prefills its output again
+        at_step([DEFAULT] * 4)
+        builder.row_classifier.requests._prompt_lens.update(ends)
+        step = make_step(layer, lengths)
+        metadata = builder.build(0, step.common)
+        (slab,) = metadata.sparse.slabs
+        assert slab.rows.prompt_lens == tuple(ends.values())
+        out, dense = step.forward(layer, metadata), step.by_dense_backend(layer, builder)
+        same = [(out[step.tokens(row)] - dense[step.tokens(row)]).abs().amax((1, 2)) < 1e-5 for row in range(4)]
+        # Tiles begin at 333 and 461: the one at 589 reaches into the tail, from 512 on, and so does the one before.
+        assert bool(same[0][128:].all())
+        assert not bool(same[0][:128].all())
+        assert not bool(same[1][128:].all())
+        assert not bool(same[2].all())
+        assert bool(same[3].all())
+
+    def test_rows_of_prompts_that_are_not_known_run_dense(
+        self, built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, builder = built(0, **TAIL)
+        unnamed = step_context.Step({}, {str(i): 1 for i in range(len(MIXED))})
+        monkeypatch.setattr(step_context.RunnerRequests, "step", unnamed)
+        rows = builder.row_classifier.classify(make_common(MIXED), 0, 1)
+        assert {rows[row].kind.reason for row in SPARSE_ROWS} == {Fallback.UNNAMED}
+        _, builder = built(0, min_tokens=MIN_TOKENS, method="anchor_attention")
+        rows = builder.row_classifier.classify(make_common(MIXED), 0, 1)
+        assert {rows[row].kind.reason for row in SPARSE_ROWS} == {None}
 
     def test_each_row_keeps_the_share_that_its_request_gives(
         self, built: Callable[..., Any], at_step: Any, tmp_path: Any

@@ -58,7 +58,7 @@ def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
 
 def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on: Callable[[str], None]) -> None:
     """Else rows would go sparse from 4,096 positions on, in blocks that all levels share up to 16,384."""
-    on_worker = Resolved.of(
+    on_worker = Resolved.from_additional_config(
         {"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), WORKER
     )
     assert on_worker.thresholds("default", ["hopper"]).min_tokens == 4096
@@ -72,12 +72,12 @@ def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on:
 
 def test_a_worker_says_that_its_device_is_another(sent: Any, lines: list[str], on: Callable[[str], None]) -> None:
     worker = Worker(sent, CPU)
-    (line,) = [line for line in lines if "auto stands for" in line]
-    assert f"rank 0 runs on {WORKER}, but auto stands for what was measured on {FRONT}" in line
+    (line,) = [line for line in lines if "auto uses the measurements of" in line]
+    assert f"rank 0 runs on {WORKER}, but auto uses the measurements of {FRONT}, " in line
     assert worker.resolved.device == FRONT
     on(FRONT)
     Worker(sent, CPU)
-    assert len([line for line in lines if "auto stands for" in line]) == 1
+    assert len([line for line in lines if "auto uses the measurements of" in line]) == 1
 
 
 def test_nothing_is_said_where_no_number_is_looked_up(
@@ -87,7 +87,7 @@ def test_nothing_is_said_where_no_number_is_looked_up(
     config = make_config(default_model, {"method": "a_shape", "min_tokens": 64, "min_query_tokens": 1})
     on(WORKER)
     Worker(config, CPU)
-    assert not [line for line in lines if "auto stands for" in line]
+    assert not [line for line in lines if "auto uses the measurements of" in line]
 
 
 def test_a_process_parses_its_settings_once(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:

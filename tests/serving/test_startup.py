@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is refused before a model loads, from a vLLM configuration made by hand and configs as transformers has them."""
 
+import importlib
 import re
+import sys
 import threading
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +73,7 @@ def test_what_does_not_fit_or_leaves_no_layer(config: Any, says: str) -> None:
 
 STORE = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
 ON = {"sparse_prefill": {"requests": {"default": "on"}}}
+BY_MODEL = {"sparse_prefill": {"requests": {"default": "exact", "models": {"canary": "on"}}}}
 ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
 
 
@@ -78,14 +81,19 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
     ("changes", "says"),
     [
         ({"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT is set"),
-        ({"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND is set"),
+        ({"VLLM_USE_RUST_FRONTEND": "1", "additional_config": BY_MODEL}, "requests.models gives levels by served"),
+        ({"VLLM_USE_RUST_FRONTEND": "0", "additional_config": BY_MODEL}, None),
+        ({"VLLM_USE_RUST_FRONTEND": "1", "additional_config": ON}, None),
         ({"VLLM_BATCH_INVARIANT": "0", "VLLM_USE_RUST_FRONTEND": "0", "VLLM_OF_NO_RELEASE": "1"}, None),
         ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
         ({"model_config.rswa_window": 128}, "reference sliding window"),
-        ({"model_config.is_mm_prefix_lm": True}, "from version 4 on, and vLLM takes version 3 here"),
+        ({"model_config.is_mm_prefix_lm": True}, "needs FlashAttention 4, but vLLM uses version 3 here"),
         ({"model_config.is_mm_prefix_lm": True, "version": 4}, None),
         ({"model_config.is_mm_prefix_lm": True, "version": None}, None),  # on a CPU
-        ({"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON}, "by which Off"),
+        (
+            {"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON},
+            "OffloadingConnector could not",
+        ),
     ],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str | None) -> None:
@@ -103,11 +111,151 @@ def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict
         startup.check(config)
 
 
+@pytest.mark.parametrize(("value", "warns"), [("1", True), ("0", False), (None, False)])
+def test_what_a_server_of_the_rust_front_end_misses(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], value: str | None, warns: bool
+) -> None:
+    """A single line that names each thing, and what to do."""
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
+    startup.check(served(llama()))
+    warnings = [line for line in lines if "front end in Rust" in line]
+    assert len(warnings) == warns
+    monkeypatch.setattr("multiprocessing.parent_process", object)  # an engine core, which checks it again
+    startup.check(served(llama()))
+    assert len([line for line in lines if "front end in Rust" in line]) == warns
+    if warns:
+        for part in (
+            "/metrics",
+            "reports in answers",
+            "switch",
+            "status 400",
+            "--headless",
+            "unset VLLM_USE_RUST_FRONTEND",
+        ):
+            assert part in warnings[0]
+
+
 def test_slow_paths() -> None:
     assert [startup.slow_path(*arguments) for arguments in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
     assert "pages of 16 tokens" in str(startup.slow_path(16, (9, 0)))
     assert "a multiple of 128" in str(startup.slow_path(544, (9, 0)))
     assert "compute capability 8.0" in str(startup.slow_path(128, (8, 0)))
+
+
+def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's module of NVIDIA's devices, which the CPU build has without the operations that it registers."""
+    name = "vllm._C_stable_libtorch"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    return importlib.import_module("vllm.platforms.cuda")
+
+
+class TestDecode:
+    """What stock vLLM would decode with, where that is not what decodes here."""
+
+    @staticmethod
+    def on(monkeypatch: pytest.MonkeyPatch, *capability: int, refused: tuple[str, ...] = ()) -> list[Any]:
+        """A device with vLLM's own order of backends; returns each question, with vLLM's current configuration."""
+        from vllm.config import get_current_vllm_config_or_none
+        from vllm.platforms.interface import DeviceCapability
+
+        cuda, questions = cuda_platform(monkeypatch), []
+
+        def get_valid_backends(capability: Any, config: Any, num_heads: int | None = None) -> Any:
+            questions.append((config, get_current_vllm_config_or_none()))
+            order = cuda._get_backend_priorities(config.use_mla, capability)
+            valid = [(name, number) for number, name in enumerate(order) if name.name not in refused]
+            # The order is by ``priority``, not by place.
+            return [SimpleNamespace(backend=name, priority=number) for name, number in reversed(valid)], {}
+
+        device = SimpleNamespace(
+            get_device_capability=lambda: DeviceCapability(*capability), get_valid_backends=get_valid_backends
+        )
+        monkeypatch.setattr(compat, "current_platform", device)
+        monkeypatch.setattr(compat, "IS_CPU", False)
+        monkeypatch.setattr(compat.DenseBackend, "get_name", staticmethod(lambda: "FLASH_ATTN"))
+        return questions
+
+    @pytest.mark.parametrize(
+        ("capability", "refused", "stock"),
+        [
+            ((10, 0), (), "FLASHINFER"),
+            ((10, 3), (), "FLASHINFER"),
+            ((10, 0), ("FLASHINFER",), "FLASH_ATTN"),  # FlashInfer is not installed, or refuses the model
+            ((12, 0), (), "FLASH_ATTN"),
+        ],
+    )
+    def test_blackwell(self, monkeypatch: pytest.MonkeyPatch, capability: Any, refused: Any, stock: str) -> None:
+        questions = self.on(monkeypatch, *capability, refused=refused)
+        assert compat.stock_backend(None, 128, torch.bfloat16, "fp8", has_sink=True) == stock
+        ((config, _),) = questions
+        assert (config.head_size, config.dtype, config.kv_cache_dtype, config.has_sink) == (
+            128, torch.bfloat16, "fp8", True,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+    def test_earlier_cards_need_no_question_as_flash_attention_is_first_there(
+        self, monkeypatch: pytest.MonkeyPatch, capability: Any
+    ) -> None:
+        from vllm.platforms.interface import DeviceCapability
+
+        cuda, questions = cuda_platform(monkeypatch), self.on(monkeypatch, *capability)
+        assert compat.stock_backend(None, 128, torch.bfloat16) == "FLASH_ATTN"
+        assert questions == []
+        assert cuda._get_backend_priorities(False, DeviceCapability(*capability))[0].name == "FLASH_ATTN"
+
+    def test_devices_of_others_and_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        dense = compat.DenseBackend.get_name()
+        assert compat.stock_backend(None, 128, torch.bfloat16) == dense
+        monkeypatch.setattr(compat, "IS_CPU", False)
+        for capability in None, SimpleNamespace(major=12):
+            monkeypatch.setattr(
+                compat, "current_platform", SimpleNamespace(get_device_capability=lambda c=capability: c)
+            )
+            assert compat.stock_backend(None, 128, torch.bfloat16) == dense
+
+    def test_the_line_says_what_decodes_why_what_it_costs_and_what_to_do(self) -> None:
+        assert startup.other_decode("FLASH_ATTN", "FLASH_ATTN") is None
+        line = str(startup.other_decode("FLASHINFER", "FLASH_ATTN"))
+        for part in (
+            "dense rows run on FLASH_ATTN",
+            "no release from 0.26",
+            "stock vLLM would decode on FLASHINFER",
+            "bench serve",
+        ):
+            assert part in line
+
+    def test_a_worker_logs_it_once(self, monkeypatch: pytest.MonkeyPatch, configured: Any, lines: list[str]) -> None:
+        """As it makes the layers of each cache group ready, on a card."""
+        from vllm_sparse_backend.serving.worker import warmup
+        from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
+        from vllm_sparse_backend.serving.worker.shared_worker import Worker
+
+        config, device = configured(method="a_shape"), torch.device("cpu")
+        worker = Worker(config, device)
+        questions = self.on(monkeypatch, 10, 0)
+        warmed: list[Any] = []
+        monkeypatch.setattr(warmup, "warm_up", lambda *arguments: warmed.append(arguments))
+        monkeypatch.setattr(compat, "device_capability", lambda: (10, 0))
+        monkeypatch.setattr(compat, "page_order", lambda config: ())
+        spec: Any = SimpleNamespace(block_size=128, head_size=64)
+        impls: Any = [SimpleNamespace(kv_cache_dtype="fp8", sinks=torch.zeros(4))]
+        for _ in range(2):
+            LayerAdoption(CacheGroup(config, device, [], spec), {})._make_ready(impls, worker)
+        assert len(warmed) == 2
+        assert {(c.head_size, c.kv_cache_dtype, c.has_sink) for c, _ in questions} == {(64, "fp8", True)}
+        assert all(current is config for _, current in questions)
+        assert [line for line in lines if "decodes and dense rows run on" in line] == [
+            f"sparse-prefill: {startup.other_decode('FLASHINFER', 'FLASH_ATTN')}"
+        ]
+
+    def test_the_two_names_come_from_the_one_enum(self) -> None:
+        """What the dense backend calls itself on a GPU, and vLLM's list of candidates."""
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        assert FlashAttentionBackend.get_name() == AttentionBackendEnum.FLASH_ATTN.name
 
 
 class TestSleepMode:

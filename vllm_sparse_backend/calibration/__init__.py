@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline work that a profile comes from: what differs from head to head, found on prompts."""
+"""Offline calibration of profiles: measures each head on prompts and chooses its method and parameters."""

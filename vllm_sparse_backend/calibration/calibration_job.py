@@ -3,8 +3,8 @@
 
 The folder holds ``job.json``, which identifies the run; captures (``prompts-0``, ``held-out-0`` and so on) until the
 profile is written; ``costs.json``; and one file for each layer with the outcomes of all methods judged there. Each file
-is written whole or not at all. A resumed search starts from the beginning and reads outcomes from these files, so an
-interrupted run ends with the same profile, and another search on the same prompts reuses known outcomes.
+is written atomically. A resumed search starts from the beginning and reads outcomes from these files, so an interrupted
+run ends with the same profile, and another search on the same prompts reuses known outcomes.
 
 A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each token and layer: 13 GB for a prompt of
 32,768 tokens of Llama-3.1-8B.
@@ -40,10 +40,10 @@ from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 OTHERS_BYTES = 2 << 30
-"""Device memory outside torch that this process may hold itself; more belongs to other processes."""
+"""Bytes of device memory outside torch that this process itself may hold. More belongs to other processes."""
 
 Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Capture]]
-"""Captures the prompts of a model into folders; a folder that already holds its capture is left as it is."""
+"""Captures the prompts of a model into folders. A folder that already holds its capture is not changed."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Job:
     says_min_tokens: bool = False
     """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
     capturer: Capturer | None = None
-    """None to capture with transformers on ``device``."""
+    """Captures the prompts; None to use transformers on ``device``."""
     progress: JobProgress = field(default_factory=JobProgress)
 
     @cached_property
@@ -104,7 +104,7 @@ class Job:
         return {"prompts": self.prompts, "held-out": self.held_out}
 
     def open_folder(self) -> None:
-        """Create the job's folder, or check that it holds this very job.
+        """Create the job's folder, or check that it holds this job.
 
         Raises:
             ConfigurationError: The folder holds another job (the message names what differs), or a prompt has at most
@@ -112,7 +112,7 @@ class Job:
         """
         shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
         if shortest <= self.served.min_tokens:
-            expected = f"prompts of more than {self.served.min_tokens} tokens, up to which all is dense"
+            expected = f"prompts of more than {self.served.min_tokens} tokens, because shorter prompts run dense"
             raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
         path = self.folder / "job.json"
         if not path.exists():
@@ -121,7 +121,7 @@ class Job:
         held = read_json(path, dict[str, Any], "delete the folder")
         if names := sorted(name for name in {**held, **self.identity} if held.get(name) != self.identity.get(name)):
             problem = f"{self.folder}: holds another job, which differs in {', '.join(names)}"
-            raise ConfigurationError(f"{problem}: name another folder with --work, or delete it")
+            raise ConfigurationError(f"{problem}; name another folder with --work, or delete this one")
 
     @cached_property
     def costs(self) -> Costs:
@@ -145,7 +145,7 @@ class Job:
 
     @cached_property
     def card(self) -> Card | None:
-        """The CUDA device with the engines that pass a trial, as a server has it at startup; None on a CPU."""
+        """The CUDA device with the engines that pass a trial, as on a server at start-up; None on a CPU."""
         card = Card() if self.device.startswith("cuda") else None
         if card is not None:
             card.engines = self.correct_engines(card.engines)
@@ -153,14 +153,14 @@ class Job:
         return card
 
     def warn_of_other_processes(self, device: torch.device) -> None:
-        """Report when other processes hold device memory, as their work would distort measured times.
+        """Report other processes that hold device memory, because their work would distort measured times.
 
         Args:
             device: The CUDA device.
         """
         free, total = torch.cuda.mem_get_info(device)
         if (held := total - free - torch.cuda.memory_reserved(device)) > OTHERS_BYTES:
-            why = "what they compute counts in the times by which heads get their methods"
+            why = "their work distorts the times by which methods are chosen"
             self.progress.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
 
     def correct_engines(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
@@ -180,12 +180,12 @@ class Job:
         able = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
         wrong = {name: why for name, engine in able.items() if (why := layer.wrong(engine))}
         for name, why in wrong.items():
-            self.progress.say(f"engine {name} not taken: {why}")
+            self.progress.say(f"engine {name} not used: {why}")
         return {name: engine for name, engine in engines.items() if name not in wrong}
 
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:
-        """Captures of ``prompts`` and ``held-out``; missing ones are made with one load of the model."""
+        """Captures of ``prompts`` and ``held-out``. Missing captures are made with one load of the model."""
         prompts = [ids for prompt_set in self._parts.values() for ids in prompt_set.prompts]
         folders = self._capture_folders()
         self._check_disk([ids for ids, folder in zip(prompts, folders) if not (folder / "capture.json").exists()])
@@ -209,8 +209,8 @@ class Job:
         )
         wanted, free = token_bytes * sum(map(len, prompts)), shutil.disk_usage(self.folder).free
         if wanted > free:
-            problem = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left"
-            raise ConfigurationError(f"{problem}: name a larger one with --work, or ask for fewer or shorter prompts")
+            problem = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB left"
+            raise ConfigurationError(f"{problem}; use a larger disk with --work, or fewer or shorter prompts")
 
     def load_or_make(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
         """Read a value from the job's folder, or compute it and write it there first.
@@ -230,13 +230,13 @@ class Job:
 
     @cached_property
     def layers(self) -> list[int]:
-        """Numbers of the layers that can go sparse, kept in a file as captures are deleted."""
+        """Numbers of the layers that can go sparse, stored in a file because captures are deleted later."""
         of_model = Annotated[int, Field(ge=0, lt=self.shape.num_layers)]
         form = Annotated[list[of_model], Field(min_length=1)]
         return list(self.load_or_make("layers", form, lambda: sorted(self.captures["prompts"][0].scales)))
 
     def clear(self) -> None:
-        """Delete the captures: they take most of the folder's space, and can be made again."""
+        """Delete the captures, which take most of the folder's space and can be made again."""
         for folder in self._capture_folders():
             shutil.rmtree(folder, ignore_errors=True)
         self.__dict__.pop("captures", None)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of all calibration: layers in order, each judged with the state that earlier layers leave to it.
+"""The calibration loop: goes through the layers in order, and judges each with the state that earlier layers leave.
 
 A search chooses methods for a layer, and the choice is then judged as a whole: heads share an index
-(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly. A
-head that misses it loses that method, and the search chooses again until all heads hold. The profile holds methods that
-were judged this way, and then judged on the held-out prompts.
+(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly.
+If a head misses the bound, the search excludes that method and chooses again, until all heads hold the bound. The
+profile holds methods that were judged this way, and then judged on the held-out prompts.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,15 +19,15 @@ from vllm_sparse_backend.calibration.cheapest_method import CheapestSearch
 from vllm_sparse_backend.calibration.head_clusters import require_scipy
 from vllm_sparse_backend.calibration.head_costs import EstimatedCosts
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import walk
+from vllm_sparse_backend.calibration.layer_walk import walk_layers
 from vllm_sparse_backend.calibration.minference import MInferenceSearch
 from vllm_sparse_backend.calibration.profile_builder import FiguresByLayer, LevelResult, mean_error, profile_of
 from vllm_sparse_backend.calibration.profile_crossover import measure_crossover
-from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, ladder_of
+from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, halving_settings, ladder_of
 from vllm_sparse_backend.calibration.share_prefill import SharePrefillSearch
 from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
-from vllm_sparse_backend.config.method_parameters import describe
+from vllm_sparse_backend.config.method_parameters import describe, make_method
 from vllm_sparse_backend.config.profile import Profile
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
@@ -35,14 +36,14 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 Strategy = Callable[[Job, Bound], Search]
 
 MARGIN = 0.1
-"""Share of a bound of errors that is left to what unseen prompts may have more."""
+"""Share of an error bound that is kept as a margin for unseen prompts."""
 
 MOST_ROUNDS = 8
-"""Of choices for a layer; a head that still misses the bound then is dense."""
+"""Maximum number of choices for a layer. A head that still misses the bound after that is dense."""
 
 NO_MEAN = ("minference", "share_prefill", "sparge_attn+skip")
 PAPERS = (*NO_MEAN, "sparge_attn")
-"""Those whose paper states more than to go along a ladder."""
+"""Methods whose papers describe their own calibration procedure."""
 
 
 def calibratable_methods() -> list[str]:
@@ -55,7 +56,7 @@ def calibratable_methods() -> list[str]:
 
 
 def independent_methods() -> list[str]:
-    """List the methods whose heads depend on no other layer: those ``cheapest_strategy`` chooses from.
+    """List the methods whose heads do not depend on other layers. ``cheapest_strategy`` chooses from these.
 
     Returns:
         Their names, in the registry's order.
@@ -63,28 +64,29 @@ def independent_methods() -> list[str]:
     return [name for name, spec in METHODS.items() if spec.ladder and spec.full.unshared == spec.full]
 
 
-def parse_strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = None) -> Strategy:
+def parse_strategy(
+    text: str, bounds: Mapping[str, Bound], distance: float | None = None, taus: str | None = None
+) -> Strategy:
     """Return the search that calibrates one method.
 
     Args:
         text: The method's name, which selects the part of its ladder that differs from the defaults in the searched
-            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values.
+            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values, or
+            for the method's ladder with options that are on or off, such as ``dense_tail=true``.
         bounds: The bound of each level, by the level's name.
         distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
+        taus: SALE's first threshold and the one at which halving stops, as ``MOST:LEAST``; None for the ladder of its
+            description.
 
     Returns:
         A function that makes the search for a job and a bound.
 
     Raises:
-        ConfigurationError: The method is unknown, or does not support these values, a bound of the mean, or a distance.
+        ConfigurationError: The method is unknown, or does not support these values, a bound of the mean, an absolute
+            bound, a distance, or thresholds. The search raises it for prompts that are too short for the method.
     """
     name, _, fields = text.partition(":")
-    if name not in calibratable_methods():
-        raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
-    if distance is not None and name != "share_prefill":
-        raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
-    if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
-        raise ConfigurationError(f"--level: given a bound of the mean of all heads, expected none with --method {name}")
+    _refuse_unsupported(name, bounds, distance, taus)
     if name == "minference":
         return MInferenceSearch
     settings = _settings(name.split("+")[0], fields)
@@ -94,19 +96,73 @@ def parse_strategy(text: str, bounds: Mapping[str, Bound], distance: float | Non
             raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
         return partial(SharePrefillSearch, ladder=settings, distance=distance)
     every = halved(settings if fields else ladder_of(name.split("+")[0]))
+    ladder = halved(halved(settings))
+    if taus is not None:
+        every = ladder = halving_settings(settings, *_threshold_range(taus))
 
     def search(job: Job, bound: Bound) -> Search:
+        require_long_prompts(job, settings)
         if bound.has_mean:
             return CheapestSearch(job, bound, every, EstimatedCosts(job.shape.num_heads, selects=False))
         if name in PAPERS:
             return SpargeAttnSearch(bound, skipping="+" in name)
-        return LadderSearch(bound, halved(halved(settings)))
+        return LadderSearch(bound, ladder)
 
     return search
 
 
+def _refuse_unsupported(name: str, bounds: Mapping[str, Bound], distance: float | None, taus: str | None) -> None:
+    """Raise ConfigurationError if the method is unknown, or does not support an option."""
+    if name not in calibratable_methods():
+        raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
+    if distance is not None and name != "share_prefill":
+        raise ConfigurationError(f"--distance: given with --method {name}, expected only with share_prefill")
+    if taus is not None and name != "sale":
+        raise ConfigurationError(f"--taus: given with --method {name}, expected only with sale")
+    if name in PAPERS and any(math.isfinite(bound.absolute) for bound in bounds.values()):
+        raise ConfigurationError(
+            f"--level: given an absolute bound with --method {name}, expected a bound of errors relative to the dense "
+            "output (an absolute bound is SALE's, and for methods that search along a ladder)"
+        )
+    if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
+        raise ConfigurationError(f"--level: given a bound of the mean of all heads, expected none with --method {name}")
+
+
+def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
+    """Check that prompts are long enough for a setting to leave out any key.
+
+    Args:
+        job: Model, prompts and folder.
+        settings: The settings that a search chooses from.
+
+    Raises:
+        ConfigurationError: Every setting keeps all keys of every prompt.
+    """
+    longest = max(len(ids) for ids in job.prompts.prompts)
+    most_eager = min(settings, key=lambda setting: setting.least_prompt_tokens)
+    least = most_eager.least_prompt_tokens
+    if longest <= least:
+        problem = unexpected(f"{longest} tokens", f"prompts of more than {least} tokens")
+        raise ConfigurationError(
+            f"prompts: {problem}: {describe(most_eager)} keeps every key of shorter ones; pass --tokens, or longer "
+            "--prompts"
+        )
+
+
+def _threshold_range(text: str) -> tuple[float, float]:
+    """Parse ``MOST:LEAST``. Raises ConfigurationError."""
+    expected = "MOST:LEAST with 0 < LEAST < MOST < 1, such as 0.008:0.0001"
+    try:
+        most, least = (float(number) for number in text.split(":"))
+    except ValueError:
+        raise ConfigurationError(f"--taus: {unexpected(text, expected)}") from None
+    if not 0 < least < most < 1:
+        raise ConfigurationError(f"--taus: {unexpected(text, expected)}")
+    return most, least
+
+
 def _settings(name: str, fields: str) -> list[Any]:
-    """Of one kind: those with these values, or those like the method's defaults."""
+    """Return the settings of one kind: those with these values, or those like the method's defaults."""
     ladder, default = ladder_of(name), METHODS[name].parameters()
     if not fields:
         return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
@@ -116,14 +172,25 @@ def _settings(name: str, fields: str) -> list[Any]:
         for setting in ladder
         if all(str(setting.shown_fields.get(field)).lower() == value for field, value in wanted)
     ]
+    matching = matching or _with_options(name, wanted)
     if not matching:
         known = "; ".join(dict.fromkeys(describe(setting.group_key) for setting in ladder))
-        raise ConfigurationError(f"--method {name}: {unexpected(fields, f'values of one of its ladders: {known}')}")
+        expected = f"values of one of its ladders, or options that are on or off: {known}"
+        raise ConfigurationError(f"--method {name}: {unexpected(fields, expected)}")
     return [setting for setting in matching if setting.group_key == matching[0].group_key]
 
 
+def _with_options(name: str, wanted: Sequence[tuple[str, str]]) -> list[Method]:
+    """Return the ladder of the method's defaults with options set; empty if a field is no option of the method."""
+    defaults = METHODS[name].parameters().shown_fields
+    options = {field: value == "true" for field, value in wanted}
+    if not all(isinstance(defaults.get(field), bool) and value in ("true", "false") for field, value in wanted):
+        return []
+    return [make_method(name, {**setting.shown_fields, **options}) for setting in _settings(name, "")]
+
+
 def cheapest_strategy(methods: Sequence[str]) -> Strategy:
-    """Return the search in which all settings of several methods compete in time.
+    """Return the search that chooses the fastest setting among those of several methods.
 
     Args:
         methods: Names from ``independent_methods``.
@@ -138,11 +205,16 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
         if name not in independent_methods():
             raise ConfigurationError(f"--method: {not_one_of(name, independent_methods())}")
     settings = [setting for name in methods for setting in ladder_of(name)]
-    return lambda job, bound: CheapestSearch(job, bound, settings, job.costs)
+
+    def search(job: Job, bound: Bound) -> Search:
+        require_long_prompts(job, settings)
+        return CheapestSearch(job, bound, settings, job.costs)
+
+    return search
 
 
-def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
-    """Calibrate: search methods for every level's bound and check them on the held-out prompts.
+def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
+    """Search methods for every level's bound, and check them on the held-out prompts.
 
     Args:
         job: Model, prompts and folder.
@@ -151,7 +223,10 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
         source: The command, for the profile's provenance.
 
     Returns:
-        The profile. ConfigurationError is raised where no head of any layer holds the first bound.
+        The profile.
+
+    Raises:
+                ConfigurationError: No head of any layer holds the first bound.
     """
     job.open_folder()
     findings = {}
@@ -160,7 +235,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
         search = how(job, within)
         while True:
             choose = partial(choose_jointly, search=search, bound=within)
-            methods, figures = walk(job, "prompts", search.others, choose)
+            methods, figures = walk_layers(job, "prompts", search.others, choose)
             if not search.should_repeat(methods, mean_error(figures, job.shape.num_heads)):
                 break
         held_out = _held_out(job, search, methods, bound)
@@ -191,7 +266,7 @@ def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[lis
         if not sparse:
             break
         figures = judge.judge(methods)
-        # Dense is all there is where even it misses the bound, as it does where an output is no number.
+        # Even dense attention misses the bound if an output is not a number. The head is then dense.
         failing = [head for head in sparse if not bound.holds(figures[head])]
         if not failing:
             return methods, figures
@@ -207,4 +282,4 @@ def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bou
         dense = all(isinstance(method, Dense) for method in of_layer)
         return of_layer, None if dense else judge.judge(of_layer)
 
-    return walk(job, "held-out", search.others, judged)[1]
+    return walk_layers(job, "held-out", search.others, judged)[1]

@@ -6,7 +6,7 @@ continues with torch's scaled dot product attention, so memory holds one layer. 
 
 * ``layer-000.safetensors`` and so on: ``q`` [num_tokens, num_heads, head_dim], ``k`` and ``v`` [num_tokens,
   num_kv_heads, head_dim], in the dtype that the model ran in;
-* ``capture.json``, written last: what was captured, and which layers were left out because they never go sparse.
+* ``capture.json``, written last: the captured prompt and layers, and the layers left out because they never go sparse.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Capture:
     num_tokens: int
     prompt_sha256: str
     scales: dict[int, float]
-    """For each captured layer, what multiplies q·k."""
+    """For each captured layer, the scale of q·k."""
     left_out: dict[int, str]
     """For each other layer, why it was left out."""
     weights_sha256: str = ""
@@ -79,7 +79,7 @@ class Capture:
         Args:
             layer: The layer's number.
             tensors: Its contiguous queries, keys and values.
-            scale: What multiplies q·k.
+            scale: Scale of q·k.
         """
         with whole_file(self._path(layer)) as path, writable(path):
             safetensors().save_file(tensors._asdict(), path)
@@ -103,7 +103,7 @@ class Capture:
         """
         path = folder / "capture.json"
         if not path.is_file():
-            raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
+            raise ConfigurationError(f"{folder}: no capture: capture.json is missing")
         capture: Capture = read_json(path, Capture, "capture the prompt again")
         return dataclasses.replace(capture, folder=folder)
 
@@ -115,14 +115,14 @@ def capture_prompts(
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[Capture]:
-    """Run a model on prompts and write the inputs of its attention layers to disk.
+    """Run a model on prompts, and write the inputs of its attention layers to disk.
 
-    The model is loaded once, and not at all if all captures exist.
+    The model is loaded once, and only if a capture is missing.
 
     Args:
         model: Model folder in Hugging Face's format.
         prompts: Token ids of each prompt.
-        folders: Where each prompt's capture goes; a capture of the same prompt and model there is reused.
+        folders: Folder of each prompt's capture. An existing capture of the same prompt and model is reused.
         device: Where the model runs.
         dtype: The dtype of the model, and of the captured tensors.
 
@@ -146,13 +146,14 @@ def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
     Args:
         model: The model's folder.
         tokens: The value of ``--tokens``, or None.
-        default: Tokens where ``tokens`` is None and the model has as many positions; otherwise all that it has.
+        default: Number of tokens if ``tokens`` is None, limited to the model's positions.
 
     Returns:
         The number of tokens.
 
     Raises:
-        ConfigurationError: ``model`` is no local folder (nothing is fetched), or has fewer positions than ``tokens``.
+        ConfigurationError: ``model`` is not a local folder (nothing is downloaded), or it has fewer positions than
+            ``tokens``.
     """
     config = read_config(model)
     stretched = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor")
@@ -184,7 +185,7 @@ def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
-    """Begin a capture, replacing any that the folder held.
+    """Begin a capture, and replace any capture that the folder holds.
 
     Args:
         model: Model folder.
@@ -216,7 +217,7 @@ def finish_capture(capture: Capture) -> None:
     """
     if not capture.scales:
         raise ConfigurationError(f"{capture.model}: no layer to capture: {capture.left_out or 'none called attention'}")
-    # Put there whole or not at all: a capture that was broken off is none. Its folder may be moved.
+    # Written atomically, and last: an interrupted capture has no such file. The folder may be moved.
     write_json(capture.folder / "capture.json", dataclasses.asdict(capture) | {"folder": "."})
 
 
@@ -234,7 +235,7 @@ class _Network:
             """Write query [1, num_heads, num_tokens, head_dim] and key, value [1, num_kv_heads, ...]; then attend."""
             _refuse_unlike(self.capture.model, more)
             if mask is not None:
-                self.capture.left_out[module.layer_idx] = "a mask of its own (a sliding window, or chunks)"
+                self.capture.left_out[module.layer_idx] = "not plain causal attention (a sliding window, or chunks)"
             else:
                 scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
                 parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -247,7 +248,7 @@ class _Network:
             network = transformers.AutoModelForCausalLM.from_pretrained(
                 model, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True
             )
-        self.network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
+        self.network = network.base_model.to(device).eval()  # without the output head: logits are not needed
         self.device = device
 
     def run(self, token_ids: Sequence[int], capture: Capture) -> None:
@@ -257,17 +258,17 @@ class _Network:
 
 
 def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
-    """Raise ConfigurationError where a layer's attention is not the plain one that the capture continues with."""
+    """Raise ConfigurationError if a layer's attention is not plain attention, which the capture continues with."""
     for keyword, what in (("softcap", "a soft cap on their scores"), ("s_aux", "learnt sinks")):
         if more.get(keyword) is not None:
             raise ConfigurationError(
-                f"{model}: given layers with {what}, expected plain attention, which is all that captures know; write "
-                "the profile by hand, or serve the model without one"
+                f"{model}: given layers with {what}, expected plain attention, because captures support no other; "
+                "write the profile by hand, or serve the model without a profile"
             )
 
 
 def weights_sha256(model: Path) -> str:
-    """Hash a model's config and weights; the weights by their files' names, sizes and last 64 KiB.
+    """Hash a model's config and weights. Of the weights, the files' names, sizes and last 64 KiB count.
 
     Args:
         model: Model folder.
@@ -311,7 +312,7 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens that begin every prompt, as models are trained with them.
+    """Return the tokens that begin every prompt in the model's training.
 
     Args:
         tokenizer: A tokenizer of transformers.
@@ -323,7 +324,7 @@ def begin_ids(tokenizer: Any) -> list[int]:
 
 
 def default_text() -> Path:
-    """Return the folder of the installed vLLM's sources, the default text of prompts; vLLM is not imported.
+    """Return the folder of the installed vLLM's sources, the default text of prompts. Does not import vLLM.
 
     Returns:
         The package's folder.
@@ -333,7 +334,7 @@ def default_text() -> Path:
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigurationError("text: not given, and vllm, whose sources are the default, is not installed")
+        raise ConfigurationError("text: not given, expected a text: vLLM, whose sources are the default, is missing")
     return Path(spec.submodule_search_locations[0])
 
 

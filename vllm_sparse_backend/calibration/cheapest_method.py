@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cheapest method for each head whose output error holds the bound; dense where none does.
+"""Search for each head's cheapest method that holds the error bound. A head without such a method is dense.
 
 No paper describes this search.
 
 For each kind of method, bisection finds the sparsest setting that holds. Each kind in a layer also costs a fixed time
-for its selection (``head_costs.py``), so the choice is made for the whole layer: among all sets of up to ``MOST_KINDS``
-kinds plus dense attention, the one in which the heads' cheapest settings take the least time in total.
+for its selection (``head_costs.py``), so the choice is made for the whole layer. Among all sets of up to ``MOST_KINDS``
+kinds plus dense attention, it is the set in which the heads' cheapest settings take the least time in total.
 
 A bound of the mean over all heads (``Bound.mean``) becomes a price of error: heads minimise time plus price · error. At
 one price for the whole model, no other choice of the same mean error costs less (all heads then have equal slopes:
@@ -22,7 +22,7 @@ from statistics import fmean
 from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_costs import Costs, head_ms, kind_of
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import walk
+from vllm_sparse_backend.calibration.layer_walk import walk_layers
 from vllm_sparse_backend.calibration.search import IsAllowed, Search, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -31,7 +31,7 @@ Held = list[dict[Method, HeadResult]]
 """For each head, the methods that hold the bound, with their figures."""
 
 MOST_KINDS = 3
-"""Sparse kinds of methods in a layer at most: each kind adds a selection."""
+"""Maximum number of sparse kinds of methods in a layer: each kind adds a selection."""
 
 PRICE_STEPS = 40
 """Steps of the bisection between ``LEAST_PRICE`` and a million times the cost of a dense head."""
@@ -40,7 +40,7 @@ LEAST_PRICE = 1e-3
 """Lowest price of error, as a multiple of the cost of a dense head."""
 
 DEARER = 1.25
-"""Factor by which the price rises when the heads chosen by it miss the mean once they are judged together."""
+"""Factor by which the price rises if the heads that it chose miss the bound of the mean when judged together."""
 
 
 class CheapestSearch(Search):
@@ -56,11 +56,11 @@ class CheapestSearch(Search):
         """Price of an error of 1, in ms."""
         if bound.has_mean:
             dense: list[Method] = [Dense()] * job.shape.num_heads
-            held_by_layer = walk(
+            held_by_layer = walk_layers(
                 job, "prompts", (), lambda judge: (dense, methods_within_bound(judge_uniformly(judge, among), bound))
             )[1]
             layers = [of_layer for of_layer in held_by_layer if of_layer is not None]
-            # Layers that never go sparse have no error, and are part of the mean.
+            # Layers that never go sparse have no error, but count in the mean.
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
@@ -71,7 +71,7 @@ class CheapestSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where nothing cheaper holds.
+            One method for each head, ``Dense()`` if nothing cheaper holds.
         """
         if not self.bound.has_mean:
             return cheapest_methods(sparsest_of_kinds(judge, self.bound, self.among, is_allowed), self.costs)
@@ -85,14 +85,15 @@ class CheapestSearch(Search):
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
         """Raise the price of error if the joint choice misses the bound of the mean.
 
-        A head whose method fails beside other heads gets another one, whose error may exceed what the price assumed.
+        A head whose method fails jointly with other heads gets another method, whose error may be larger than the price
+        assumed.
 
         Args:
             methods: The chosen method of each layer and head.
             mean_error: Their mean error over all heads of the model.
 
         Returns:
-            Whether the mean misses its bound, so that the model is chosen for again at the higher price.
+            Whether the mean misses its bound. Methods are then chosen again at the higher price.
         """
         if mean_error <= self.bound.mean:
             return False
@@ -102,7 +103,7 @@ class CheapestSearch(Search):
 
 
 def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed) -> Held:
-    """Find each head's sparsest setting of each kind that holds the bound: the cheapest where error has no price.
+    """Find, for each head and kind, the sparsest setting that holds the bound. It is the cheapest at price 0.
 
     Args:
         judge: Judges the layer's heads.
@@ -124,7 +125,7 @@ def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], 
 
 
 def judge_uniformly(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
-    """Judge each method with all heads of the layer on it.
+    """Judge each method applied to all heads of the layer.
 
     Args:
         judge: Judges the layer's heads.

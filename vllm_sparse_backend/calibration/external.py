@@ -17,7 +17,7 @@ def require_module(module: str, why: str) -> Any:
 
     Args:
         module: The module's full name.
-        why: What needs it and how to get it; the error message begins with this.
+        why: Beginning of the error message: what needs the module, and how to get it.
 
     Returns:
         The module.
@@ -28,7 +28,7 @@ def require_module(module: str, why: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigurationError(f"{why}, and it could not be imported: {error}") from None
+        raise ConfigurationError(f"{why}, but importing it failed: {error}") from None
 
 
 def safetensors() -> Any:
@@ -48,8 +48,8 @@ def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
 
     Args:
         path: The file or folder, which the message names.
-        what: What is read from it.
-        mend: What the operator can do, or nothing.
+        what: Name of its content.
+        mend: Remedy for the operator; empty if there is none.
 
     Yields:
         Nothing; the reading happens in the block.
@@ -68,7 +68,7 @@ def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn any failure of a library to write a file, as on a full disk, into a ConfigurationError.
+    """Turn any failure of a library to write a file (such as a full disk) into a ConfigurationError.
 
     Args:
         path: The file or folder, which the message names.
@@ -92,7 +92,7 @@ def read_json(path: Path, form: Any, mend: str = "delete it") -> Any:
     Args:
         path: The file.
         form: The type, as pydantic validates it.
-        mend: What the operator can do about a damaged file.
+        mend: Remedy for a damaged file.
 
     Returns:
         The value. A file that cannot be read as ``form`` raises ConfigurationError.

@@ -1,33 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters of heads with similar attention, for SharePrefill (arXiv:2505.19578, section 5.2, appendices A.4 and C).
 
-Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values;
-heads are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise.
-``share_prefill.py`` turns the clusters into a profile.
+Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values.
+Hierarchical clustering of these values, cut at a distance, groups the heads. Clusters of fewer than five heads are
+noise. ``share_prefill.py`` turns the clusters into a profile.
 
-What the paper leaves open, and the choice here:
+Choices that the paper leaves open:
 
-* Maps have the side of the one cluster file in the authors' repository, 1,936, or what a shorter prompt allows.
+* On a GPU, maps have the side 1,936, or the largest multiple of 16 that a shorter prompt fills. The paper does not
+  state the side; it follows from its table 3, whose encoder ends in 468,512 = 32 · 121² values after pooling twice by
+  4. On a CPU, maps have a side of at most ``CPU_SIDE``: training time is proportional to the number of pixels.
 * Maps are divided by their largest value, as the decoder ends in a sigmoid.
 * Representations are standardised, each value over all heads.
-* The linkage is Ward's: cut at 40, the distance in the name of that file, other linkages of standardised
-  representations would join all heads.
-* Training stops when the loss has not dropped by a thousandth for 50 epochs. A GPU multiplies in bfloat16.
+* The linkage is Ward's, and the default distance is the 10 of appendix A.4. The only cluster file in the authors'
+  repository has 40 in its name: at 40, other linkages of standardised representations would join all heads.
+* Training stops early ("early stopping" is all that appendix A.4 states) when the last ``PATIENCE`` epochs have lowered
+  the loss by too little: on a GPU by less than a thousandth of the best loss, on a CPU by less than a hundredth of the
+  first. The first rule hardly ever holds for small maps, whose loss keeps falling by constant factors towards 0.
+* A GPU multiplies in bfloat16.
 
-**Memory.** Maps take half precision, 7.5 MB for each head at that side: 0.5 GB for 64 heads, 7.7 GB for the 1,024 of an
-8B model (at a side of 512 0.5 GB), on the host and, for training, on the device. Making them takes a layer's queries
-and keys there, and about 1 GB more; training takes 1 GB for the autoencoder of that side and Adam's state, and some
-5 GB for a batch (``BATCH_PIXELS``).
+**Memory.** Maps take half precision, 7.5 MB for each head at a side of 1,936: 0.5 GB for 64 heads, 7.7 GB for the 1,024
+of an 8B model (at a side of 512, 0.5 GB), on the host and, for training, on the device. Making them takes a layer's
+queries and keys there, and about 1 GB more; training takes 1 GB for the autoencoder of that side and Adam's state, and
+some 5 GB for a batch (``BATCH_PIXELS``).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from vllm_sparse_backend.calibration.calibration_job import JobProgress
 from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.calibration.external import require_module
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 
 LATENT = 64
@@ -35,39 +43,61 @@ SHRINK = 16
 """A map's side is a multiple of this: the encoder pools twice by 4."""
 
 SIDE = 1936
-MAP_SIDE = 64
-"""Side of maps in benchmarks; profiles use larger ones."""
+"""Largest side of maps on a GPU, the paper's."""
+
+CPU_SIDE = 64
+"""Largest side of maps on a CPU, and the side of maps in benchmarks."""
 
 SCORE_BYTES = 1 << 28
-"""Float32 scores of a layer computed at a time; intermediate results take about three times as much."""
+"""Bytes of float32 scores that are computed at a time. Intermediate results take about three times as much."""
 
-EPOCHS, PATIENCE = 1000, 50
+EPOCHS = 1000
 LEARNING_RATE = 1e-3
+
+PATIENCE = 50
+"""Epochs that together must lower the loss by enough; otherwise training stops."""
+
+LEAST_DROP_OF_BEST = 0.001
+"""Smallest drop on a GPU, as a share of the best loss before."""
+
+LEAST_DROP_OF_FIRST = 0.01
+"""Smallest drop on a CPU, as a share of the first epoch's loss."""
 
 BATCH = 64
 BATCH_PIXELS = BATCH * 512 * 512
-"""Pixels of all maps in a batch: larger maps come in smaller batches."""
+"""Pixels of all maps in a batch, so larger maps come in smaller batches."""
+
+THREAD_PIXELS = 1 << 17
+"""Pixels of a batch that occupy one thread on a CPU: with fewer, threads mostly wait for each other."""
 
 DISTANCE = 10.0
 """Default linkage distance up to which heads are joined; the authors' file name says 40."""
 
 MIN_HEADS = 5
-"""Fewest heads in a cluster: heads of smaller ones are noise."""
+"""Minimum number of heads in a cluster. Heads of smaller clusters are noise."""
 
 Clusters = tuple[tuple[int, ...], ...]
 """For each layer, the cluster of each head; −1 for noise."""
 
 
-def map_side(num_tokens: int) -> int:
+def map_side(num_tokens: int, device: str) -> int:
     """Return the side of attention maps for a prompt.
 
     Args:
         num_tokens: Tokens of the prompt.
+        device: Where the autoencoder is trained.
 
     Returns:
-        The paper's side, or the largest multiple of 16 that the prompt fills.
+        The largest side on this device, or the largest multiple of 16 that the prompt fills.
+
+    Raises:
+        ConfigurationError: The prompt is shorter than ``SHRINK`` tokens.
     """
-    return min(SIDE, num_tokens // SHRINK * SHRINK)
+    if num_tokens < SHRINK:
+        expected = f"at least {SHRINK} tokens, by which share_prefill's autoencoder shrinks attention maps"
+        raise ConfigurationError(f"prompts: {unexpected(f'{num_tokens} tokens', expected)}")
+    largest = CPU_SIDE if torch.device(device).type == "cpu" else SIDE
+    return min(largest, num_tokens // SHRINK * SHRINK)
 
 
 def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
@@ -75,7 +105,7 @@ def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) ->
 
     Args:
         q: [num_tokens, num_heads, head_dim].
-        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Tokens at the end that fill no block are left out.
+        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Last tokens that do not fill a block are left out.
         scale: What multiplies q·k.
         side: Blocks in each direction.
 
@@ -137,36 +167,90 @@ def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
     return encoder, decoder
 
 
+class EarlyStop:
+    """Decides after each epoch whether training still lowers the loss by enough.
+
+    Attributes:
+        losses: Loss of each epoch so far.
+    """
+
+    def __init__(self, device_type: str, patience: int = PATIENCE) -> None:
+        """Initialise the rule.
+
+        Args:
+            device_type: ``cpu`` measures drops by the first loss, other devices by the best one.
+            patience: Number of epochs over which the drop of the loss is measured.
+        """
+        self.device_type, self.patience = device_type, patience
+        self.losses: list[float] = []
+
+    def has_converged(self, loss: float) -> bool:
+        """Record the loss of an epoch, and return whether training should stop.
+
+        Args:
+            loss: Loss of the epoch.
+
+        Returns:
+            True if the best loss of the last ``patience`` epochs is too close to the best one before them. False in the
+            first ``patience`` epochs.
+        """
+        self.losses.append(loss)
+        before, latest = self.losses[: -self.patience], self.losses[-self.patience :]
+        if not before:
+            return False
+        best = min(before)
+        least_drop = LEAST_DROP_OF_FIRST * self.losses[0] if self.device_type == "cpu" else LEAST_DROP_OF_BEST * best
+        return not best - min(latest) > least_drop
+
+
+@contextmanager
+def _fitting_threads(device: torch.device, batch_pixels: int) -> Iterator[None]:
+    """Limit torch's threads on a CPU to those that a batch has work for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, max(1, batch_pixels // THREAD_PIXELS)) if device.type == "cpu" else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def representations(
-    maps: Sequence[torch.Tensor] | torch.Tensor, device: str | torch.device = "cpu", epochs: int = EPOCHS
+    maps: Sequence[torch.Tensor] | torch.Tensor,
+    device: str | torch.device = "cpu",
+    epochs: int = EPOCHS,
+    progress: JobProgress | None = None,
 ) -> torch.Tensor:
-    """Train an autoencoder on maps and return their latent values; deterministic for equal maps.
+    """Train an autoencoder on maps, and return their latent values. The result is deterministic.
 
     Args:
         maps: n maps [side, side] of any scale and dtype, which are moved to ``device``.
         device: Where training runs.
-        epochs: Epochs at most.
+        epochs: Maximum number of epochs.
+        progress: Gets a step for each epoch.
 
     Returns:
         [n, 64] float32 on ``device``.
     """
-    side, device, held = maps[0].shape[-1], torch.device(device), [head_map.to(device) for head_map in maps]
+    progress = progress or JobProgress()
+    side, device, on_device = maps[0].shape[-1], torch.device(device), [head_map.to(device) for head_map in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
 
     def images(chosen: Iterable[int]) -> torch.Tensor:
-        part = torch.stack([held[i] for i in chosen]).float().unsqueeze(1)
+        part = torch.stack([on_device[i] for i in chosen]).float().unsqueeze(1)
         return part / part.amax((1, 2, 3), keepdim=True)
 
-    # So few channels leave little to compute for each byte of a map.
+    # With so few channels, there is little to compute for each byte of a map.
     narrow = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow:
+    threads = _fitting_threads(device, min(batch, len(maps)) * side**2)
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow, threads:
         torch.manual_seed(0)
         encoder, decoder = autoencoder(side)
         model = nn.Sequential(encoder, decoder).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-        best, waited = torch.tensor(torch.inf, device=device), 0
-        for _ in range(epochs):
-            total = torch.zeros_like(best)  # the device is waited for once an epoch
+        stop = EarlyStop(device.type)
+        progress.begin(f"autoencoder of {len(maps)} maps of {side} × {side}, epochs at most", epochs)
+        for epoch in range(1, epochs + 1):
+            total = torch.zeros((), device=device)
             for chosen in torch.randperm(len(maps)).split(batch):
                 part = images(chosen.tolist())
                 loss = nn.functional.mse_loss(model(part), part)
@@ -174,8 +258,9 @@ def representations(
                 loss.backward()
                 optimizer.step()
                 total += loss.detach() * len(chosen)
-            best, waited = (total, 0) if total < best * 0.999 else (best, waited + 1)
-            if waited >= PATIENCE:
+            progress.step()
+            if stop.has_converged(float(total) / len(maps)):  # the only wait for the device in an epoch
+                progress.say(f"autoencoder: converged after {epoch} epochs")
                 break
         with torch.no_grad():
             return torch.cat([encoder(images(part.tolist())).float() for part in torch.arange(len(maps)).split(batch)])
@@ -210,7 +295,11 @@ def require_scipy() -> Any:
 
 
 def cluster_heads(
-    maps: Sequence[torch.Tensor] | torch.Tensor, distance: float = DISTANCE, device: str = "cpu", epochs: int = EPOCHS
+    maps: Sequence[torch.Tensor] | torch.Tensor,
+    distance: float = DISTANCE,
+    device: str = "cpu",
+    epochs: int = EPOCHS,
+    progress: JobProgress | None = None,
 ) -> Clusters:
     """Cluster all heads of a model by their attention maps.
 
@@ -218,15 +307,16 @@ def cluster_heads(
         maps: For each layer, [num_heads, side, side].
         distance: Linkage distance up to which heads are joined.
         device: Where the autoencoder is trained.
-        epochs: Epochs of training at most.
+        epochs: Maximum number of training epochs.
+        progress: Gets a step for each epoch.
 
     Returns:
         For each layer, the cluster of each head, numbered from 0 by first member; −1 for noise.
     """
     num_heads = len(maps[0])
-    latent = representations([head_map for layer in maps for head_map in layer], device, epochs)
+    latent = representations([head_map for layer in maps for head_map in layer], device, epochs, progress)
     spread = latent.std(0)
-    # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
+    # A latent value that is the same for all heads carries no information. Scaled to unit variance, it would be noise.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
     labels = ward_labels(standard, distance)
     large = [label for label in dict.fromkeys(labels) if labels.count(label) >= MIN_HEADS]
@@ -235,7 +325,13 @@ def cluster_heads(
     return tuple(tuple(flat[i : i + num_heads]) for i in range(0, len(flat), num_heads))
 
 
-def head_clusters(captured: Capture, device: str, side: int = MAP_SIDE, distance: float = DISTANCE) -> Clusters:
+def head_clusters(
+    captured: Capture,
+    device: str,
+    side: int = CPU_SIDE,
+    distance: float = DISTANCE,
+    progress: JobProgress | None = None,
+) -> Clusters:
     """Compute SharePrefill's clusters from a captured prompt.
 
     Args:
@@ -243,15 +339,19 @@ def head_clusters(captured: Capture, device: str, side: int = MAP_SIDE, distance
         device: Where maps are made and the autoencoder is trained.
         side: Side of the attention maps.
         distance: Linkage distance up to which heads are joined.
+        progress: Gets a step for each layer's maps, then for each epoch.
 
     Returns:
         For each layer, the cluster of each head; heads of layers that were not captured are noise.
     """
+    progress = progress or JobProgress()
     layers = sorted(captured.scales)
     maps = []
+    progress.begin("attention maps of layers", len(layers))
     for layer in layers:
         q, k, _ = captured.read(layer, device)
         maps.append(attention_maps(q, k, captured.scales[layer], side))
-    by_layer = dict(zip(layers, cluster_heads(maps, distance, device), strict=True))
+        progress.step()
+    by_layer = dict(zip(layers, cluster_heads(maps, distance, device, progress=progress), strict=True))
     noise = (NOISE,) * captured.shape.num_heads
     return tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))

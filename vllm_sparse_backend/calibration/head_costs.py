@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time that one head's selection and attention take on this device, by method: what searches weigh error against.
+"""Time of one head's selection and attention on this device, by method. Searches weigh it against the error.
 
 Heads of a layer that are selected together (``Method.group_key``: a *kind* of method) share a fixed time of their
-selection. So a kind has three costs: its selection whatever the number of heads, its selection for each head, and
-attention to all pairs, of which a head pays the share that it keeps. They are measured once, on the first layer that
-can go sparse, and saved: searches that read the same file of costs make the same decisions.
+selection. A kind therefore has three costs: a fixed cost of its selection, its selection for each head, and attention
+to all pairs, of which a head pays the share that it keeps. They are measured once, on the first layer that can go
+sparse, and saved: searches that read the same file of costs make the same decisions.
 
-Without a CUDA device the references select and attend, and their times do not represent a server's: costs are then
+Without a CUDA device, the references select and attend. Their times do not represent a server, so costs are then
 estimated from kept pairs and the relative cost in each method's description (``MethodSpec.cost``).
 """
 
@@ -33,7 +33,7 @@ from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 
 PAIR_MS = 7.6e-10 / 128
-"""Time in ms of attention to one pair, for one channel of a head: FlashAttention-3 on an H200."""
+"""Time in ms of attention to one pair, per channel of a head, with FlashAttention-3 on an H200."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Cost:
     """Times of one kind of method in one layer, over all served chunks of the first prompt."""
 
     group_ms: float
-    """Selection's share that does not depend on the number of heads."""
+    """Selection time that does not depend on the number of heads, in ms."""
     head_ms: float
-    """Selection for each head."""
+    """Selection time per head, in ms."""
     full_ms: float
-    """Attention of a head to all pairs."""
+    """Attention time of a head over all pairs, in ms."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class LayerCost:
     """Times of a layer that do not depend on its heads' methods."""
 
     base_ms: float
-    """Attention that keeps almost nothing."""
+    """Attention time of a layer that keeps almost nothing, in ms."""
     dense_ms: float
-    """Dense attention of the whole layer."""
+    """Dense attention time of the whole layer, in ms."""
 
 
 class Costs(Protocol):
@@ -78,7 +78,7 @@ class Costs(Protocol):
 
 @lru_cache(maxsize=4096)
 def kind_of(method: Method) -> Method:
-    """Return the key that is equal for methods which a layer selects together.
+    """Return the key of a method's kind: methods with equal keys are selected together.
 
     Args:
         method: A method.
@@ -111,17 +111,17 @@ def head_ms(costs: Costs, method: Method, density: float) -> float:
 
 @dataclass(frozen=True)
 class EstimatedCosts:
-    """Costs from the number of pairs and each method's described share of dense attention's time."""
+    """Costs estimated from the number of pairs and each method's relative cost."""
 
     num_heads: int
     full_ms: float = 1.0
     """Time in ms of a head's attention to all pairs."""
     selects: bool = True
-    """False to count kept pairs only, for searches of the sparsest methods on no particular device."""
+    """False to count only kept pairs, for searches of the sparsest methods that are independent of a device."""
 
     def of(self, method: Method) -> Cost:
-        # A third of what a selection takes does not depend on the number of heads.
-        """Estimate the times of a method's kind; a third of its selection does not depend on the heads.
+        # A third of a selection's time does not depend on the number of heads.
+        """Estimate the times of a method's kind.
 
         Args:
             method: A method.
@@ -140,7 +140,7 @@ class EstimatedCosts:
 
 @dataclass
 class SavedCosts:
-    """Costs measured so far, as their file holds them."""
+    """Contents of a file of measured costs."""
 
     layer: LayerCost | None
     kinds: dict[str, Cost]
@@ -158,7 +158,7 @@ class MeasuredCosts:
         self.known: SavedCosts = read_json(path, SavedCosts) if path.exists() else SavedCosts(None, {})
 
     def of(self, method: Method) -> Cost:
-        """Return the times of a method's kind, measuring and saving them first if they are unknown.
+        """Return the times of a method's kind. Unknown times are measured and saved first.
 
         Args:
             method: A method.
@@ -189,7 +189,7 @@ class MeasuredCosts:
         density = kept / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
         head_ms_more = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
         full = max(0.0, taken["attend"] - self.layer.base_ms) / (density * num_heads)
-        # What is next to nothing has no rate of its own; none is faster than dense attention's.
+        # The rate of almost no pairs is meaningless. No rate is higher than that of dense attention.
         full = full if isinstance(method, Dense) else max(full, self.of(Dense()).full_ms)
         return Cost(*map(_rounded, (max(0.0, taken["select"] - num_heads * head_ms_more), head_ms_more, full)))
 
@@ -205,7 +205,7 @@ class MeasuredCosts:
         return [(name, partial(layer.attend, layer.engine(self.card.engines))) for layer in layers]
 
     def _ms(self, batches: Sequence[Batch], contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
-        """Return the median time of each name; no state is kept from one pass to the next."""
+        """Return the median time by name. Each pass starts without state."""
 
         def new_pass() -> None:
             for batch in batches:
@@ -219,7 +219,7 @@ def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[TimedLa
 
 
 def _alone(layer: TimedLayer, method: Method) -> TimedLayer:
-    """Return the layer with only the first head selecting; its index keeps room for all heads."""
+    """Return the layer with selection for the first head only. Its index still has room for all heads."""
     head = layer.served.head_ids[0][:1]
     engine = choose_select_engine(SelectSpec(method, head.device, layer.batch.cache.head_dim)).engine
     served = replace(layer.served, groups=layer_plan([method]), head_ids=(head,), select_engines=(engine,))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effect of a method on each head of a layer, on captured prompts: output error and density; and bounds of these.
+"""Output error and density of each head of a layer on captured prompts, and bounds of them.
 
-A search asks a ``LayerJudge`` for the figures of one method for each head, and knows nothing of captures or devices.
+A search gets the figures of one method for each head from a ``LayerJudge``. It does not depend on captures or devices.
 """
 
 import math
@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 from vllm_sparse_kernels.methods.base import Method
 
 BEYOND_P99 = 0.01
-"""Share of queries above ``HeadResult.p99``: few queries retrieve, and means hide them."""
+"""Share of queries above ``HeadResult.p99``: only few queries retrieve, and a mean hides them."""
 BEYOND_P999 = 0.001
-"""Share of queries above ``HeadResult.p999``: queries that look up an answer may be under a hundredth of a prompt's."""
+"""Share of queries above ``HeadResult.p999``: fewer than a hundredth of a prompt's queries may look up an answer."""
 
 LEAST_ERROR = 0.02
-"""Lower limit of the default's error in ratios: demanding less error than this would make heads dense needlessly."""
+"""Lower limit of the default's error in ratios. A smaller error would make heads dense needlessly."""
 
 ERRORS = ("error", "p99", "p999", "mean")
 """Fields of ``Bound`` that are errors themselves, not ratios."""
@@ -30,14 +30,15 @@ class Errors(NamedTuple):
     p99: float
     p999: float
     of_default: float
+    absolute: float
 
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Figures of one head under one method, over the queries of all prompts, selected and attended chunk by chunk.
+    """Figures of one head under one method, over the queries of all prompts, which run chunk by chunk.
 
-    A query's error is ‖o − õ‖₁ / ‖o‖₁, with o its output under dense attention and õ under the method. With several
-    prompts, each error is the largest over the prompts: a bound that holds, holds on each prompt.
+    A query's error is ‖o − õ‖₁ / ‖o‖₁, where o is its output under dense attention and õ its output under the method.
+    With several prompts, each error is the largest over the prompts, so a bound holds on every prompt.
     """
 
     error: float
@@ -50,14 +51,17 @@ class HeadResult:
     """Error relative to the server's default: the smallest k for which the mean error is at most k times the default's
     (or ``LEAST_ERROR``), and at most a thousandth of queries exceed their own error under the default by k − 1.
 
-    Means and tails alone do not show which queries are hit: heads that attend everywhere have a tail of 0.8 under the
-    default, from queries that lose nothing, and a method with the same tail may lose every lookup.
+    Means and tails alone do not show which queries have the errors. Heads that attend everywhere have a tail of 0.8
+    under the default, from queries that lose nothing. A method with the same tail may lose every lookup.
     """
+    absolute: float
+    """SALE's Err(τ) = ‖O − Õ‖₁ / N (section 3.3): the sum over a head's channels of |o − õ|, averaged over the N tokens
+    of a prompt, those that run dense included. Its size depends on the model's values."""
     density: float
     """Kept pairs divided by causal pairs."""
     unseen: Errors | None = None
-    """Errors to expect on an unseen prompt, by leave-one-out: the largest plus its distance to the second largest; with
-    a single prompt, its own errors."""
+    """Expected errors on an unseen prompt, by leave-one-out: the largest plus its distance to the second largest. With
+    a single prompt, its own errors. ``absolute`` is the largest of the prompts, as SALE compares it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Bound:
     """Limit of the mean of ``HeadResult.error`` over all heads of the model, dense ones included."""
     of_default: float = math.inf
     """Limit of ``HeadResult.of_default``."""
+    absolute: float = math.inf
+    """Limit of ``HeadResult.absolute``: SALE's θ."""
 
     @property
     def has_mean(self) -> bool:
@@ -83,7 +89,8 @@ class Bound:
     def with_margin(self, margin: float) -> "Bound":
         """Tighten the bound for a search, leaving a margin for unseen prompts.
 
-        ``of_default`` stays: it compares two methods on the same prompts.
+        ``of_default`` stays, because it compares two methods on the same prompts, and so does ``absolute``, which is
+        the paper's number.
 
         Args:
             margin: Share of each error limit to take off.
@@ -94,24 +101,24 @@ class Bound:
         return replace(self, **{name: getattr(self, name) * (1 - margin) for name in ERRORS})
 
     def holds(self, figures: HeadResult) -> bool:
-        """Return whether a head holds the bound, on unseen prompts too as far as ``HeadResult.unseen`` predicts.
+        """Return whether a head holds the bound, also on unseen prompts by the prediction of ``HeadResult.unseen``.
 
         Args:
             figures: The head's figures.
 
         Returns:
-            True if every limit holds; False where a figure is NaN.
+            True if every limit holds; False if a figure is NaN.
         """
         return all(share <= 1 for share in self._shares(figures.unseen or figures))
 
     def used_fraction(self, figures: HeadResult) -> float:
-        """Return how much of the bound a head uses on these prompts.
+        """Return the fraction of the bound that a head uses on these prompts.
 
         Args:
             figures: The head's figures.
 
         Returns:
-            The largest ratio of error to limit; above 1 the bound does not hold.
+            The largest ratio of error to limit. The bound does not hold above 1.
         """
         return max(self._shares(figures))
 
@@ -121,17 +128,18 @@ class Bound:
     @property
     def numbers(self) -> dict[str, float]:
         """The finite limits by name."""
-        return {name: most for name in (*ERRORS, "of_default") if math.isfinite(most := getattr(self, name))}
+        names = (*ERRORS, "of_default", "absolute")
+        return {name: most for name in names if math.isfinite(most := getattr(self, name))}
 
 
 class LayerJudge(Protocol):
-    """Judge of one layer on captured prompts."""
+    """Measures methods on one layer of captured prompts."""
 
     layer: int
     num_heads: int
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Judge one method for each head; all heads are selected and attended in one pass of each chunk.
+        """Measure one method for each head, in one pass of selection and attention over each chunk.
 
         Args:
             methods: One method for each head.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a model on captured prompts, selected and attended as a server on this device would prefill it.
+"""One layer of a model on captured prompts, with the selection and attention of a server on this device.
 
-On a CUDA device kernels select, and the engine that the server would choose attends; elsewhere the references do both.
-The device holds one layer at a time: queries, keys, values and dense outputs of every prompt in the model's dtype, that
-is (2 · heads + 2 · kv heads) · head_dim elements for each token, 20 KB for Llama-3.1-8B; for one chunk, two outputs in
-float32 and an index; and 8 bytes for each token and head (errors under the method and under the default).
+On a CUDA device, kernels select, and the engine that a server would choose attends. Elsewhere the references do both.
+The device holds one layer at a time: queries, keys, values and dense outputs of every prompt in the model's dtype,
+which are (2 · heads + 2 · kv heads) · head_dim elements per token (20 KB for Llama-3.1-8B); for one chunk, two outputs
+in float32 and an index; and 8 bytes for each token and head (errors under the method and under the default).
 """
 
 import copy
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,10 +34,21 @@ from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import Method
 
 State = dict[Hashable, Any]
-"""``Rows.state`` of a chunk: the state that methods hand from layer to layer."""
+"""``Rows.state`` of a chunk: the state that methods pass from layer to layer."""
 
-Outcome = tuple[torch.Tensor, torch.Tensor]
-"""For one prompt, on the device: errors [num_queries, num_heads] float32; kept pairs [num_heads] float64."""
+
+class Outcome(NamedTuple):
+    """Effect of methods on the heads of one prompt, on the device.
+
+    Attributes:
+        errors: [num_queries, num_heads] float32, ‖o − õ‖₁ / ‖o‖₁ of each query.
+        absolute: [num_heads] float64, the sum of ‖o − õ‖₁ over queries divided by the prompt's tokens.
+        kept_pairs: [num_heads] float64.
+    """
+
+    errors: torch.Tensor
+    absolute: torch.Tensor
+    kept_pairs: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Served:
 
     chunk_tokens: int = 8192
     min_tokens: int = 0
-    """First position that goes sparse; earlier ones are dense and not judged."""
+    """First position that goes sparse. Earlier positions are dense and not judged."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class LayerPrompt:
         whole = dense_attention(tensors, scale)
         spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
-        without_nan(batches[0])  # of the cache that all of them have
+        without_nan(batches[0])  # of the cache that all chunks share
         return LayerPrompt(batches, [whole[span] for span in spans], before)
 
     @property
@@ -103,10 +114,10 @@ class LayerPrompt:
             next layer.
         """
         for i, batch in enumerate(self.batches):
-            rows = replace(batch.rows)  # nothing is kept from pass to pass
+            rows = replace(batch.rows)  # no state remains between passes
             rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
             layer, out = Layer.of(groups, batch.cache.head_dim, batch.q.device), batch.empty_out()
-            if engines:  # the one that a server takes
+            if engines:  # the engine that a server uses
                 spec = AttendSpec.of(batch.cache, layer.index(rows), layer.options)
                 layer = replace(layer, engine=choose_engine(engines, spec).engine)
             yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
@@ -119,18 +130,21 @@ class LayerPrompt:
             engines: Attention engines of a CUDA device by name; None to use the references.
 
         Returns:
-            Errors [num_queries, num_heads] float32, and kept pairs [num_heads] float64.
+            Errors and kept pairs of each head.
         """
-        errors, pairs = [], []
+        errors, absolute, pairs = [], [], []
         for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-            errors.append((out.float() - dense.float()).abs().sum(-1) / norms)
+            distances = (out.float() - dense.float()).abs().sum(-1)
+            errors.append(distances / norms)
+            absolute.append(distances.double().sum(0))
             pairs.append(index.pairs_of_heads())
-        return torch.cat(errors), torch.stack(pairs).sum(0).double()
+        (num_tokens,) = self.batches[-1].rows.seq_lens
+        return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
 
 
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
-    """Reduce queries' errors to the four figures of ``Errors``.
+    """Reduce queries' errors to the figures of ``Errors`` but for the last, ``absolute``.
 
     Args:
         errors: [num_queries, num_heads], under the method.
@@ -161,10 +175,10 @@ def error_quantiles(of_queries: torch.Tensor, *shares: float) -> list[torch.Tens
 
 
 class CapturedLayer:
-    """Effect of methods on one layer of captured prompts.
+    """One layer of captured prompts, on which methods are measured.
 
-    ``engines`` are those of a CUDA device, None on a CPU. ``before`` holds, for each prompt's chunks, the state that
-    earlier layers left. ``others`` are methods of heads of other layers.
+    ``engines`` holds the engines of a CUDA device, None on a CPU. ``before`` holds, for each prompt's chunks, the state
+    that earlier layers left. ``others`` holds methods of heads of other layers.
     """
 
     def __init__(
@@ -200,7 +214,7 @@ class CapturedLayer:
         """Errors under the server's default method, for each prompt [num_queries, num_heads] float32."""
         default = [make_method("default", {})] * self.prompts[0].batches[0].num_heads
         groups = layer_plan(default, self.others)
-        return [prompt.outcome(groups, self.engines)[0] for prompt in self.prompts]
+        return [prompt.outcome(groups, self.engines).errors for prompt in self.prompts]
 
     def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
         """Run the layer on all prompts and measure each head.
@@ -214,11 +228,17 @@ class CapturedLayer:
         groups = layer_plan(methods, self.others)
         outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
         errors = torch.stack(
-            [summarize_errors(of_method, default) for (of_method, _), default in zip(outcomes, self._of_default)]
+            [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._of_default)]
         )
-        density = torch.stack([kept for _, kept in outcomes]).sum(0) / sum(prompt.num_pairs for prompt in self.prompts)
-        rows = torch.cat((errors.amax(0), density[None], extrapolate_unseen(errors))).T.tolist()
-        return [HeadResult(error, p99, p999, k, kept, Errors(*more)) for error, p99, p999, k, kept, *more in rows]
+        absolute = torch.stack([outcome.absolute for outcome in outcomes]).amax(0)[None]
+        kept_pairs = torch.stack([outcome.kept_pairs for outcome in outcomes]).sum(0)
+        density = kept_pairs / sum(prompt.num_pairs for prompt in self.prompts)
+        seen = torch.cat((errors.amax(0), absolute)).T.tolist()
+        unseen = torch.cat((extrapolate_unseen(errors), absolute)).T.tolist()
+        return [
+            HeadResult(**Errors(*of_seen)._asdict(), density=kept, unseen=Errors(*of_unseen))
+            for of_seen, of_unseen, kept in zip(seen, unseen, density.tolist(), strict=True)
+        ]
 
 
 def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
@@ -237,7 +257,7 @@ def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
 class RememberingJudge:
     """A ``LayerJudge`` that saves its outcomes and loads the layer only for unknown ones.
 
-    ``path`` holds this layer's figures, all for one set of prompts; an interruption loses outcomes since the last
+    The file ``path`` holds this layer's figures for one set of prompts. An interruption loses outcomes since the last
     ``save``.
     """
 
@@ -252,7 +272,7 @@ class RememberingJudge:
         return self._read()
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Return known figures, or run the layer.
+        """Return the figures, from the file if they are known.
 
         Args:
             methods: One method for each head.
@@ -265,7 +285,7 @@ class RememberingJudge:
         """
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
-        # All fields of all methods; of equal ones those of one.
+        # The key has all fields of all methods; equal methods count once.
         key = json.dumps([parameters_of(method) for method in (methods[:1] if len(set(methods)) == 1 else methods)])
         if key not in self.known:
             self.known[key] = self.captured.figures(methods)

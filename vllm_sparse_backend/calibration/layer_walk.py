@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a model in order, each judged with the state that earlier layers hand to it (``Rows.state``).
+"""Layers of a model in order, each judged with the state that earlier layers pass to it (``Rows.state``).
 
-Some methods' heads use results of heads in earlier layers. A layer's input state follows from the methods chosen for
-earlier layers, and from no later layer: layers that are judged in order, each as it will be served, are judged jointly.
+Heads of some methods use results of heads in earlier layers. A layer's input state depends only on the methods of
+earlier layers. Judging the layers in order, each as it will be served, therefore judges them jointly.
 
-**Memory.** In addition to a layer's own (``layer_judge.py``), where heads depend on others: the state of each chunk of
-each prompt, twice. For SharePrefill this is 4 bytes for each pair of a tile of queries and a block of keys, for each
-cluster; 0.3 MB a cluster for a prompt of 32,768 tokens.
+**Memory.** If heads depend on others, the state of each chunk of each prompt is stored twice, in addition to a layer's
+own memory (``layer_judge.py``). For SharePrefill, the state has 4 bytes for each cluster and pair of a tile of queries
+and a block of keys: 0.3 MB per cluster for a prompt of 32,768 tokens.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ ResultT = TypeVar("ResultT")
 class LayerWalk:
     """The model up to the current layer, on the prompts or on the held-out prompts.
 
-    ``others``: methods of heads in other layers, for methods that need some (``Method.sharing``). Outcomes are saved
-    in the job's folder under a name that depends on which heads of earlier layers share, as nothing else affects a
+    ``others``: methods of heads in other layers, for methods that need them (``Method.sharing``). Outcomes are saved in
+    the job's folder under a name that depends on which heads of earlier layers share, because nothing else affects a
     layer's input.
     """
 
@@ -72,7 +72,7 @@ class LayerWalk:
         return CapturedLayer(captures, layer, job.served, device, engines, self._states, self.others)
 
 
-def walk(
+def walk_layers(
     job: Job,
     kind: str,
     others: Sequence[Method],
@@ -83,11 +83,12 @@ def walk(
     Args:
         job: Model, prompts and folder.
         kind: ``prompts`` or ``held-out``.
-        others: Methods of heads in other layers, for methods that need some.
+        others: Methods of heads in other layers, for methods that need them.
         choose: Returns a layer's methods from its judge, and any further result.
 
     Returns:
-        For each layer, the method of each head; and for each layer the further result, None for layers never sparse.
+        For each layer, the method of each head; and for each layer the further result, None for layers that are never
+        sparse.
     """
     flow = LayerWalk(job, kind, others)
     results: list[ResultT | None] = []

@@ -5,18 +5,18 @@ The candidates of table 7 (an A-shape, four vertical-slashes and a block-sparse 
 equal cost, that of the A-shape with 1,024 and 4,096 tokens. Each head then gets the candidate with the least output
 error.
 
-What the paper leaves open, and where this departs from it:
+Choices that the paper leaves open, and differences from it:
 
 * Cost is time on this device: selection and attention of all heads of the first layer that can go sparse, with the
-  candidate, as served (``head_costs.py``). The paper counts the work of its kernels, and ignores selection.
+  candidate, as on a server (``head_costs.py``). The paper counts the work of its kernels, and ignores selection.
 * A step changes the larger of a candidate's two numbers by 50 tokens, so its character stays. A step of block-sparse is
-  one block of 64 keys, as the paper's 50 would be 50 blocks, 3,200 keys.
+  one block of 64 keys, because the paper's step of 50 would be 50 blocks, or 3,200 keys.
 * A candidate whose smallest setting costs too much, or that keeps everything at this cost, is left out; Algorithm 1
   would not terminate.
-* Among the candidates that hold ``bound`` and leave out at least a tenth of the head's pairs (scattered slashes may
-  keep them all), the one with the least error is taken. Where there is none, the head runs dense.
-* Beyond the paper: several budgets, multiples of the paper's cost. Each head takes the smallest budget at which a
-  candidate holds the bound. Budgets as expensive as dense attention are left out.
+* The search takes the candidate with the least error among those that hold ``bound`` and leave out at least a tenth of
+  the head's pairs (scattered slashes may keep all pairs). If there is none, the head runs dense.
+* Beyond the paper, there are several budgets, multiples of the paper's cost. Each head takes the smallest budget at
+  which a candidate holds the bound. Budgets as expensive as dense attention are left out.
 
 Heads of one pattern may differ in their numbers within one launch.
 """
@@ -57,14 +57,14 @@ SIZES: dict[type[Method], tuple[str, ...]] = {
 
 STEP, MOST_STEPS = 50, 4096
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
-"""Budgets as multiples of the paper's cost; the paper has 1 only."""
+"""Budgets as multiples of the paper's cost. The paper has only 1."""
 
 Space = tuple[Method, ...]
 """Candidates of equal cost."""
 
 
 class MInferenceSearch(Search):
-    """Search for the candidate of least error in the smallest budget where one holds the bound."""
+    """Search for the candidate with the least error in the smallest budget that has a candidate within the bound."""
 
     def __init__(self, job: Job, bound: Bound, budgets: Sequence[float] = BUDGETS) -> None:
         judge = first_layer_judge(job)
@@ -79,7 +79,7 @@ class MInferenceSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where no candidate holds in any budget.
+            One method for each head, ``Dense()`` if no candidate holds in any budget.
         """
         chosen: list[Method | None] = [None] * judge.num_heads
         for space in self.spaces:
@@ -95,7 +95,7 @@ class MInferenceSearch(Search):
 
 
 def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> Iterator[Space]:
-    """Resize the candidates to each budget; takes at most twelve passes for each candidate.
+    """Resize the candidates to each budget, in at most twelve passes per candidate.
 
     Args:
         judge: Judges the first layer that can go sparse.
@@ -121,7 +121,7 @@ def resized(candidate: Method, steps: int) -> Method:
 
     Args:
         candidate: An A-shape, vertical-slash or block-sparse method.
-        steps: Whole steps of its larger number; the remainder of a step is kept.
+        steps: Whole steps of its larger number, to which the remainder of a step is added.
 
     Returns:
         The resized candidate.
@@ -133,7 +133,7 @@ def resized(candidate: Method, steps: int) -> Method:
 
 
 def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> Method | None:
-    """Return the candidate in the size closest in cost to ``aim`` (ms); None if none fits or it keeps everything."""
+    """Return the candidate at the size whose cost is closest to ``aim`` ms; None if none fits or it keeps all."""
 
     def taken(steps: int) -> float:
         return _cost(judge, costs, resized(candidate, steps))[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles from search results: methods of all heads, their figures, and the prompts that these were judged on."""
+"""Builds profiles from search results: methods of all heads, their figures, and the origin of these."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class LevelResult:
 
 
 def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -> float:
-    """Return the mean error over all heads of the model; heads of layers without figures are dense.
+    """Return the mean error over all heads of the model. Heads of layers without figures count as dense.
 
     Args:
         figures: For each layer, the figures of its heads or None.
@@ -82,7 +82,7 @@ def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -
 def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Profile:
     """Build the profile from each level's result.
 
-    Levels without any sparse head are left out, as they would equal ``exact``.
+    Levels without a sparse head are left out, because they would equal ``exact``.
 
     Args:
         job: Model, prompts and folder.
@@ -101,10 +101,10 @@ def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Pr
         if any(not isinstance(method, Dense) for layer in finding.methods for method in layer)
     }
     if (first := next(iter(findings))) not in levels:
-        # Another level in its place would become the default of requests.
+        # If another level took its place, it would become the default of requests.
         numbers = ":".join(f"{x:g}" for x in findings[first].bound.numbers.values())
         why = f"{source}: no head holds the bound {numbers} of level {first} and saves time"
-        raise ConfigurationError(f"{why}: expected a larger one, or longer prompts")
+        raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")
     first_level, *others = levels
     fields_of_level = {field: getattr(levels[first_level], field) for field in Level.model_fields}
     return Profile.model_validate({

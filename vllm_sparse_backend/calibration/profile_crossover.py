@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lengths from which a profile's heads are faster than dense attention on this card.
 
-Measured as `bench crossover` measures a method, on the longest of the profile's prompts: every head with its own
-method, every layer on the engine that a server takes. The profile holds the result, where ``auto`` reads it.
+The measurement is that of `bench crossover`, on the longest of the profile's prompts: every head has its own method,
+and every layer the engine that a server uses. The profile holds the result for ``auto``.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from vllm_sparse_backend.calibration.layer_judge import LayerPrompt, Served
 from vllm_sparse_backend.config.crossover_table import ProfileCrossover
 from vllm_sparse_backend.config.method_parameters import parameters_of
 from vllm_sparse_backend.config.settings import AUTO
-from vllm_sparse_backend.evaluation.attention_prompts import Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
 from vllm_sparse_backend.evaluation.crossover_bench import SHORTEST_TOKENS, against_dense, climb_down, crossover_ladders
 from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.layer_timing import layers_of
@@ -28,7 +28,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.rows import ceil_div
 
 MOST_LAYERS = 8
-"""Sparse layers timed at most, spread over the model; the device holds them all at once."""
+"""Maximum number of timed sparse layers, spread over the model. The device holds them all at once."""
 
 Methods = Sequence[Sequence[Method]]
 """The method of each layer and head of the model."""
@@ -60,7 +60,7 @@ def measure_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
 def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> ProfileCrossover:
     captured = max(job.captures["prompts"], key=lambda capture: capture.num_tokens)
     whole, device = Served(captured.num_tokens), torch.device(job.device)
-    prompts = [Prompt(LayerPrompt.read(captured, layer, whole, device).batches[0]) for layer in layers]
+    prompts = [AttentionPrompt(LayerPrompt.read(captured, layer, whole, device).batches[0]) for layer in layers]
     plan = [layer_plan(methods[i], chain.from_iterable([*methods[:i], *methods[i + 1 :]])) for i in layers]
     engines: set[str] = set()
     least: dict[str, int | None] = {}

@@ -51,8 +51,8 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
         The profile with the file's patterns or clusters.
 
     Raises:
-        ConfigurationError: The file is malformed, of no known form, or does not fit the model. The message names file
-            and place.
+        ConfigurationError: The file is malformed, has an unknown form, or does not fit the model. The message names
+            file and place.
     """
     path = Path(path)
     shape = ModelShape.from_folder(Path(model))
@@ -76,21 +76,22 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping := dict(pairs)) != len(pairs):
-        raise ValueError("an object has a key twice")
+        raise ValueError("an object has the same key twice")
     return mapping
 
 
 def _minference(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
-    """Files of MInference's offline search: minference/configs/*.json in its authors' repository, as of August 2025.
+    """Convert a file of MInference's offline search (minference/configs/*.json in its repository in August 2025).
 
-    A list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, heads counted over the whole model:
+    The file is a list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, with heads of the whole
+    model:
 
     * ``vertical_and_slash``: keep the ``a`` heaviest columns (tokens) and the ``b`` heaviest diagonals;
     * ``stream_llm``: keep the first ``a`` tokens (sink) and a window of ``b`` tokens (local);
-    * ``block_sparse``: the authors' code keeps 100 blocks of 64 keys for each block of queries that it computes at a
-      time, whatever ``a`` and ``b`` say (in their search ``a`` was a ratio, not a count), and so does the profile;
+    * ``block_sparse``: the authors' code keeps 100 blocks of 64 keys for each block of queries and ignores ``a`` and
+      ``b`` (in their search ``a`` was a ratio, not a count). The profile does the same;
     * ``score`` is the search's own measure, which changed between its versions: recall in some files, a count of
-      differing outputs in others. It is not kept.
+      differing outputs in others. The profile does not contain it.
     """
     if len(content) != shape.num_layers:
         raise ValueError(f"given {len(content)} layers, expected a list of {shape.num_layers} for {shape}")
@@ -113,7 +114,7 @@ def _method(entry: object) -> Method:
 
 
 def _each(what: str, entries: Iterable[object], make: Callable[[Any], ItemT]) -> list[ItemT]:
-    """Apply ``make`` to each entry; a ValueError names the entry."""
+    """Apply ``make`` to each entry, and name the entry in a ValueError."""
     made = []
     for number, entry in enumerate(entries):
         try:
@@ -124,20 +125,20 @@ def _each(what: str, entries: Iterable[object], make: Callable[[Any], ItemT]) ->
 
 
 def _share_prefill(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
-    """Cluster files of SharePrefill: shareprefill/clusters/sharing_lookup/*.json in its authors' repository.
+    """Convert a cluster file of SharePrefill (shareprefill/clusters/sharing_lookup/*.json in its repository).
 
-    ``{"clusters": {"ID": [[layer, head], ...]}, "shared_clusters": ["ID", ...]}``. Their code lets heads share within
-    the clusters that ``shared_clusters`` names and within no other, and treats a head of no cluster like those: all of
-    these become noise (−1) here. Clusters keep their numbers.
+    The file is ``{"clusters": {"ID": [[layer, head], ...]}, "shared_clusters": ["ID", ...]}``. In the authors' code,
+    heads share only within the clusters of ``shared_clusters``. Heads of other clusters, or of no cluster, become noise
+    (−1) here. Clusters keep their numbers.
 
-    The thresholds stand in no file. The profile has the paper's (δ = 0.3, τ = 0.2, γ = 0.9): those of the authors' code
-    (similarity_threshold 0.5 and so on) are of another comparison, see ``methods/share_prefill/method.py``.
+    The file has no thresholds. The profile gets the paper's (δ = 0.3, τ = 0.2, γ = 0.9). The thresholds of the authors'
+    code (similarity_threshold 0.5 and so on) belong to another comparison; see ``methods/share_prefill/method.py``.
     """
     file = ClusterFile.read(content, "")
     for (layer, head), count in Counter(chain.from_iterable(file.clusters.values())).items():
         if count > 1 or layer >= shape.num_layers or head >= shape.num_heads:
             place = f"layer {layer}, head {head}, {count} times"
-            raise ValueError(f"clusters: given {place}, expected those of {shape}, once each")
+            raise ValueError(f"clusters: given {place}, expected each layer and head of {shape} at most once")
     if unknown := set(file.shared_clusters) - set(file.clusters):
         raise ValueError(f"shared_clusters: {not_one_of(min(unknown), file.clusters)}")
     methods = [[make_method("share_prefill", {})] * shape.num_heads for _ in range(shape.num_layers)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of a captured prompt as a server prefills it: rows, pages, and dense attention."""
+"""The chunks in which a server prefills a captured prompt: rows, pages and dense attention."""
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -12,13 +12,13 @@ PAGE_TOKENS = 128
 
 
 def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
-    """Return the steps in which a server prefills a prompt, from position ``min_tokens`` on.
+    """Return the steps in which a server prefills a prompt, starting at position ``min_tokens``.
 
     Args:
         num_tokens: Tokens of the prompt, in pages numbered in order.
         chunk_tokens: Tokens of a step.
         device: Where the block table goes.
-        min_tokens: Dense positions at the start, which are left out; a chunk that crosses this border is cut there.
+        min_tokens: Dense first positions, which are left out. A chunk that crosses this border is cut there.
 
     Returns:
         The rows of each step, one sequence each.
@@ -27,7 +27,7 @@ def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tok
     spans = [
         (max(start, min_tokens), min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
     ]
-    return [Rows((0,), (end - begin,), (begin,), table) for begin, end in spans if begin < end]
+    return [Rows((0,), (end - begin,), (begin,), table, (num_tokens,)) for begin, end in spans if begin < end]
 
 
 def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:

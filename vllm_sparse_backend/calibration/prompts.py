@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts to calibrate on: the operator's own, or made from a text with questions and answers inserted.
 
-Heads that retrieve are active where something is looked up, and sparse attention loses most there. So made prompts
-contain *threads* of three kinds, spread over a text: facts that are stated and later asked for and answered (as in
-`eval answers`), values that are handed from name to name before one of the names is asked for (several hops), and
-passages of another text that occur twice. Together they take about a third of a prompt and never more than half,
-whatever the tokenizer, so that the hundredth of queries with the largest errors includes lookups.
+Retrieval heads are active at lookups, where sparse attention loses most. Made prompts therefore contain *threads* of
+three kinds, spread over a text: facts that are stated, and later asked for and answered (as in `eval answers`); values
+that pass from name to name before one of the names is asked for (several hops); and passages of another text that occur
+twice. Together they take about a third of a prompt, and with any tokenizer at most half, so that the hundredth of
+queries with the largest errors includes lookups.
 """
 
 import json
@@ -20,7 +20,7 @@ from vllm_sparse_backend.calibration.capture import begin_ids, load_tokenizer, p
 from vllm_sparse_backend.calibration.external import readable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.evaluation.answers import NAMES, Templates, weave
-from vllm_sparse_backend.evaluation.prompt_texts import read_text
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 
 Encode = Callable[[str], list[int]]
 Thread = list[list[int]]
@@ -33,11 +33,11 @@ QUESTION = "# Question: what is the number of {name}? Answer: {value}."
 PASSAGE_TOKENS = (16, 256)
 
 MOST_CHARS = 16
-"""Upper estimate of a token's mean length; limits how much of a text is tokenized."""
+"""Upper estimate of a token's mean length in characters. It limits the part of a text that is tokenized."""
 
 KINDS = ("retrieval", "hops", "repeats")
 TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
-"""Tokens of a prompt for each thread of a kind, on average."""
+"""Average number of a prompt's tokens for each thread of a kind."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PromptSet:
 
 
 def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> PromptSet:
-    """Make prompts from a text; equal arguments give equal prompts.
+    """Make prompts from a text. Equal arguments give equal prompts.
 
     Args:
         model: Model folder, for its tokenizer.
@@ -61,10 +61,10 @@ def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int
         num_tokens: Tokens of each prompt.
         count: Number of prompts.
         seed: Seed of threads and their places.
-        part: 0 or 1: which half of the text to use. The halves have no text in common.
+        part: The half of the text to use, 0 or 1. The halves do not overlap.
 
     Returns:
-        The prompts. A text that is too short, or prompts too short for their threads, raise ConfigurationError.
+        The prompts. A text or prompts that are too short raise ConfigurationError.
     """
     tokenizer = load_tokenizer(model)
 
@@ -74,7 +74,7 @@ def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int
     text_ids = _text_ids(text, encode, (count + 1) * num_tokens, part)
     start = begin_ids(tokenizer)
     rng = random.Random(f"{seed}/{part}")
-    # Passages that come twice are of the text's last part, which fills no prompt.
+    # Passages that occur twice come from the text's last part, which fills no prompt.
     passages = text_ids[count * num_tokens :]
     prompts = []
     for i in range(count):
@@ -87,9 +87,9 @@ def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int
 
 
 def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
-    """Drop threads, of the longest kind first, until all take ``most_tokens``, or one of each kind is left.
+    """Drop threads, the longest kind first, until they take ``most_tokens``, or one of each kind is left.
 
-    Tokenizers differ by several times in what they make of the same line.
+    Tokenizers differ by several times in the number of tokens of the same line.
     """
     while sum(map(_tokens, threads.values())) > most_tokens:
         kinds = [kind for kind in KINDS if len(threads[kind]) > 1]
@@ -103,27 +103,27 @@ def _tokens(threads: Sequence[Thread]) -> int:
 
 
 def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, model: Path) -> None:
-    """Raise ConfigurationError where one thread of each kind takes more than half of a prompt."""
+    """Raise ConfigurationError if one thread of each kind takes more than half of a prompt."""
     needed = 2 * (num_start + sum(map(_tokens, threads.values())))
     if needed <= num_tokens:
         return
     lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} of a line of {kind}" for kind in KINDS)
     raise ConfigurationError(
-        f"prompts: given {num_tokens:,} tokens, expected at least {needed:,}, as lines to be looked up take half of a "
-        f"prompt at most: the tokenizer of {model} makes {lines}; ask for longer prompts with --tokens, or give your "
+        f"prompts: given {num_tokens:,} tokens, expected at least {needed:,}, because lookup lines may take at most "
+        f"half of a prompt: the tokenizer of {model} makes {lines}; ask for longer prompts with --tokens, or give your "
         "own with --prompts and --held-out"
     )
 
 
 def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
     """Return at least ``wanted`` tokens of one half of the text."""
-    whole = read_text(text)
+    whole = read_prompt_text(text)
     half = whole[len(whole) // 2 :] if part else whole[: len(whole) // 2]
     ids = encode(half[: wanted * MOST_CHARS])
     if len(ids) < wanted:
         raise ConfigurationError(
-            f"text: {text}: given {len(ids)} tokens, expected at least {wanted} in either half of it: name a "
-            "larger one, or ask for fewer or shorter prompts"
+            f"text: {text}: given {len(ids)} tokens, expected at least {wanted} in each half; use a larger text, "
+            "or ask for fewer or shorter prompts"
         )
     return ids
 
@@ -156,7 +156,7 @@ def _threads(
 
 
 def _lines(names: Sequence[str], value: int) -> list[str]:
-    """Return the lines that state a value, hand it from name to name, and ask for it with the answer."""
+    """Return the lines that state a value, pass it from name to name, and ask for it with the answer."""
     if len(names) == 1:
         return [line.format(name=names[0], value=value) for line in (TEMPLATES.fact, TEMPLATES.question)]
     hops = [HOP.format(name=name, other=other) for other, name in pairwise(names)]
@@ -202,7 +202,7 @@ def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
         if file.suffix != ".jsonl":
             yield str(file), text
             continue
-        for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand within a string
+        for number, line in enumerate(text.split("\n"), 1):  # other line ends may occur within a string
             if line.strip():
                 with readable(where := Path(f"{file}:{number}"), "prompt"):
                     yield str(where), _text_of(json.loads(line), tokenizer)
@@ -216,4 +216,4 @@ def _text_of(line: object, tokenizer: Any) -> str:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         case {"text": str(text)} | {"prompt": str(text)}:
             return text
-    raise ValueError(unexpected(line, "an object with messages, each with role and content, or with a text or prompt"))
+    raise ValueError(unexpected(line, "an object with messages (each with role and content), text or prompt"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of searches, and the one that most methods use: the sparsest setting on a ladder that holds the bound.
+"""The interface of searches, and the search of most methods: the sparsest setting of a ladder that holds the bound.
 
-Methods whose papers state their own procedure have their own search (``minference.py``, ``sparge_attn.py``,
-``share_prefill.py``); ``calibration_loop.py`` runs all of them.
+Methods whose papers describe a procedure have their own search (``minference.py``, ``sparge_attn.py``,
+``share_prefill.py``). ``calibration_loop.py`` runs all of them.
 """
 
 from abc import ABC, abstractmethod
@@ -16,21 +16,22 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.sale.method import Sale
 
 LEAST_SPARSITY = 0.1
-"""Share of pairs that a head must leave out to be worth its selection, as in SpargeAttn's code."""
+"""Minimum share of pairs that a head must leave out to be worth its selection, as in SpargeAttn's code."""
 
 MethodT = TypeVar("MethodT", bound=Method)
 
 IsAllowed = Callable[[int, Method], bool]
-"""Whether a head may have a method: not one that missed the bound jointly with other heads."""
+"""Returns whether a head may have a method: False for one that missed the bound jointly with other heads."""
 
 
 class Search(ABC):
-    """Search that chooses methods for one layer after the other."""
+    """A search that chooses methods layer by layer."""
 
     others: Sequence[Method] = ()
-    """Methods that heads of other layers may have, for methods that need some (``Method.sharing``)."""
+    """Methods that heads of other layers may have, for methods that need them (``Method.sharing``)."""
 
     @abstractmethod
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
@@ -41,11 +42,11 @@ class Search(ABC):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where no allowed method holds the bound.
+            One method for each head, ``Dense()`` if no allowed method holds the bound.
         """
 
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """Return whether to choose for the whole model again; a search adjusts itself before it returns True.
+        """Return whether to choose for the whole model again. A search adjusts itself before it returns True.
 
         Args:
             methods: The chosen method of each layer and head.
@@ -58,7 +59,7 @@ class Search(ABC):
 
 
 class Judged(NamedTuple):
-    """A head's method with its figures, and whether these hold the bound."""
+    """A head's method with its figures, and whether they hold the bound."""
 
     method: Method
     figures: HeadResult
@@ -89,23 +90,23 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
     """Find, by bisection, the sparsest setting of each head's ladder that holds the bound.
 
     A pass takes one method for each head, so each step of the bisection judges all heads, each at the middle of its own
-    range: at most ⌈log2(n + 1)⌉ passes for ladders of n settings. The returned setting was judged itself, so an error
-    curve that is not monotone costs sparsity but never violates the bound.
+    range, in at most ⌈log2(n + 1)⌉ passes for ladders of n settings. The returned setting itself was judged, so an
+    error curve that is not monotone costs sparsity but never violates the bound.
 
     Args:
         judge: Judges the layer's heads.
         bound: The bound to hold.
-        ladders: By head, its settings, the sparsest first; heads that are missing are not searched.
+        ladders: Settings by head, the sparsest first. Heads without a ladder are not searched.
 
     Returns:
-        By head, the setting that holds; where none does, the last one, with ``holds`` false.
+        By head, the setting that holds; if none holds, the last one, with ``holds`` false.
     """
     low = dict.fromkeys(ladders, 0)
     high = {head: len(ladder) for head, ladder in ladders.items()}
     sparsest_by_head: dict[int, Judged] = {}
     while going := [head for head in ladders if low[head] < high[head]]:
         middles = {head: (low[head] + high[head]) // 2 for head in ladders}
-        # Finished heads keep their method, and heads without a ladder take an active head's: no extra launches.
+        # Finished heads keep their method, and heads without a ladder take an active head's, to avoid extra launches.
         methods = {head: ladder[min(middles[head], len(ladder) - 1)] for head, ladder in ladders.items() if ladder}
         along = methods[going[0]]
         judged = judge_all(judge, bound, [methods.get(head, along) for head in range(judge.num_heads)])
@@ -120,7 +121,7 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
 
 
 def sparse_enough(judged: Judged | None) -> Method:
-    """Return a judged method if it is worth its selection, else dense.
+    """Return a judged method if it is worth its selection, otherwise dense.
 
     Args:
         judged: A head's outcome, or None.
@@ -145,7 +146,7 @@ class LadderSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where none holds or too little is left out.
+            One method for each head, ``Dense()`` if none holds or too little is left out.
         """
         heads = range(judge.num_heads)
         ladders = {head: [setting for setting in self.settings if is_allowed(head, setting)] for head in heads}
@@ -163,6 +164,28 @@ def ladder_of(name: str) -> list[Method]:
         Its settings, within each kind the sparsest first.
     """
     return [make_method(name, setting) for setting in METHODS[name].ladder]
+
+
+def halving_settings(settings: Sequence[Sale], most: float, least: float) -> list[Sale]:
+    """Return SALE's settings with the thresholds of its paper's calibration (section 3.3).
+
+    The paper begins with τ = 0.008 and halves it until the bound holds. The authors' code stops at 0.0001: a head that
+    misses the bound at every larger τ is dense.
+
+    Args:
+        settings: Settings of one kind, which differ in τ only.
+        most: The first τ.
+        least: Where halving stops; only larger τ are returned.
+
+    Returns:
+        The first setting with each τ, the largest τ (the sparsest setting) first.
+    """
+    taus = []
+    tau = most
+    while tau > least:
+        taus.append(tau)
+        tau /= 2
+    return [replace(settings[0], tau=tau) for tau in taus]
 
 
 def halved(ladder: Sequence[MethodT]) -> list[MethodT]:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: clusters from the first prompt's heads, and for each head the γ that holds a bound.
+"""SharePrefill: clusters the heads on the first prompt, and finds for each head the γ that holds a bound.
 
-The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is ours;
-the paper's δ and τ stay. Which pattern a head takes over depends on heads of its own and of earlier layers; but which
-heads share depends on the clusters only, never on γ (``methods/share_prefill/method.py``), and nothing depends on later
-layers.
+The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is our
+addition; the paper's δ and τ stay. The pattern that a head takes over depends on heads of its own and of earlier
+layers. Which heads share depends only on the clusters, never on γ (``methods/share_prefill/method.py``). Nothing
+depends on later layers.
 
 1. *Survey*, with all clusters as computed. For each head, find the least γ of its own vertical-slash that holds the
-   bound; then, as a member of its cluster, the least γ there. Members that are dense at any γ are pivots.
-2. *Choice.* A head leaves its cluster if it misses the bound there or keeps no less than alone. A cluster is dissolved
-   unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which they use in prompts
-   where they are not pivots. Alone, a head is dense where no γ holds or less than a tenth is left out.
+   bound, and then the least γ as a member of its cluster. Members that are dense at any γ are pivots.
+2. *Choice.* A head leaves its cluster if it misses the bound there, or if it keeps at least as much as alone. A cluster
+   is dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which they use in
+   prompts where they are not pivots. Outside a cluster, a head is dense if no γ holds or less than a tenth is left out.
 3. The whole model is then judged as chosen (``calibration_loop.py``): heads that miss the bound leave their cluster,
    and those that still miss it become dense. A cluster left with one member is dissolved and all is judged again.
 
-A server on several tensor-parallel ranks shares within each rank only; the figures here are for one rank.
+A server with several tensor-parallel ranks shares only within each rank. The figures here are for one rank.
 """
 
 from collections import Counter, defaultdict
@@ -25,7 +25,7 @@ from itertools import chain
 from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_clusters import DISTANCE, Clusters, head_clusters, map_side
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import needs_others, walk
+from vllm_sparse_backend.calibration.layer_walk import needs_others, walk_layers
 from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Search, halved, sparse_enough, sparsest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods.base import Method
@@ -40,21 +40,21 @@ class SharingOptions:
     alone: Method
     """The head's method outside any cluster."""
     shared: SharePrefill | None = None
-    """The head's method in its cluster, if it holds the bound and keeps no more than alone; always for a pivot."""
+    """The head's method in its cluster, for a pivot, or if it holds the bound and keeps at most as much as alone."""
     saved: float = 0.0
     """Share of pairs that sharing saves; negative for a pivot."""
 
 
 class SharePrefillSearch(Search):
-    """Search for what saves most for each head: its cluster's pattern, its own lines, or neither."""
+    """Search for each head's best option: its cluster's pattern, its own lines, or dense."""
 
     def __init__(self, job: Job, bound: Bound, ladder: Sequence[SharePrefill], distance: float | None = None) -> None:
         distance = DISTANCE if distance is None else distance
-        side = map_side(min(map(len, job.prompts.prompts)))
+        side = map_side(min(map(len, job.prompts.prompts)), job.device)
         clusters = job.load_or_make(
             f"clusters-{distance:g}",
             Clusters,
-            lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance),
+            lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance, job.progress),
         )
         self.others = [
             replace(ladder[0], cluster=number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})
@@ -67,13 +67,13 @@ class SharePrefillSearch(Search):
                 judge, bound, fine, of_heads
             )
 
-        choices_by_layer = walk(job, "prompts", self.others, survey)[1]
+        choices_by_layer = walk_layers(job, "prompts", self.others, survey)[1]
         self.choices = [of_layer or [SharingOptions(Dense())] * job.shape.num_heads for of_layer in choices_by_layer]
         self.left = worthwhile_clusters(self.choices)
         self._require_any()
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's method from its options, the cluster's pattern first.
+        """Choose each head's method from its options. The cluster's pattern comes first.
 
         Args:
             judge: Judges the layer's heads.
@@ -89,7 +89,7 @@ class SharePrefillSearch(Search):
         return chosen
 
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """Dissolve clusters that are left with a single head, which has no partner to share with.
+        """Dissolve clusters with a single remaining head, which has no partner to share with.
 
         Args:
             methods: The chosen method of each layer and head.
@@ -108,8 +108,8 @@ class SharePrefillSearch(Search):
 
     def _require_any(self) -> None:
         if not self.left:
-            why = "--method share_prefill: no two heads keep less by sharing within the bound, and without that"
-            raise ConfigurationError(f"{why} it is flex_vertical_slash: expected that, or larger --level or --distance")
+            why = "--method share_prefill: no two heads within the bound keep fewer pairs by sharing"
+            raise ConfigurationError(f"{why}; use --method flex_vertical_slash, or a larger --level or --distance")
 
 
 def survey_layer(

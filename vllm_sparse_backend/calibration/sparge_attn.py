@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpargeAttn's τ, θ and λ for each head (Zhang et al., arXiv:2502.18137, section 3.6).
 
-Within an error of l₁, the pair of τ and θ with the largest sparsity; then the λ that skips most within l₂ (0.08 and
-0.09 for Llama-3.1). The paper says "grid search"; the authors' code (``autotune.py``) gives the details used here: θ in
-sixteenths; at each θ, τ to a thousandth and λ to a tenth by bisection; no higher θ once the sparsity is under a tenth;
-and heads that leave out less than a tenth of the pairs run dense.
+The search first finds the pair of τ and θ with the largest sparsity whose error is below l₁, then the λ that skips most
+with an error below l₂ (0.08 and 0.09 for Llama-3.1). The paper states "grid search"; the released code
+(``autotune.py``) has the details that are used here: θ in sixteenths; at each θ, τ to a thousandth and λ to a tenth by
+bisection; no higher θ once the sparsity is below a tenth; and heads that leave out less than a tenth of the pairs run
+dense.
 
-Differences from that code:
+Differences from the paper and from that code:
 
-* ``bound`` is l₂, which the final setting must hold; l₁ is 8/9 of it, the paper's ratio. Both also limit the p99 of
-  queries.
-* The code searches each prompt separately, and joins the results by the largest τ, θ and λ of neighbouring θs. Here a
-  setting is judged on all prompts and must hold on each, so there is nothing to join.
+* The error of both is the relative L1 distance of a head's whole output, a ratio of sums: Σ|O − O′| / Σ|O|. Here it is
+  the mean over queries of each query's ratio, ‖o − o′‖₁ / ‖o‖₁ (``HeadResult.error``), so that queries with small
+  outputs count as much as others. Bounds on the two are not interchangeable.
+* ``bound`` is l₂, which the final setting must hold; l₁ is 8/9 of it, the ratio of the paper's bounds for Llama-3.1.
+  Both also limit the p99 of queries.
+* The code searches each prompt separately, and joins the results by the largest τ, θ and λ of neighbouring values of θ.
+  Here a setting is judged on all prompts and must hold on each, so there is nothing to join.
 * λ is searched once, for the best pair, as in the paper; the code searches it for every θ.
-* θ begins at 0, not at −1: no block has a lower similarity to itself (methods/sparge_attn/method.py).
+* θ begins at 0, not at −1: no block has a lower self-similarity (methods/sparge_attn/method.py).
 * λ is searched only with ``skipping``; otherwise ``bound`` is l₁. The fastest engines, Hopper's and FlashAttention, do
   not skip, and the engine that a layer with a λ needs takes longer by a quarter or more.
+* ``top_share`` is not searched: it replaces the cut by τ.
 
-Heads differ in all three within one launch. At most ten passes for each θ, and nine for λ.
+Heads differ in all three parameters within one launch. The search takes at most ten passes for each θ, and nine for λ.
 """
 
 from dataclasses import replace
@@ -33,11 +38,11 @@ FIRST_MARGIN = 1 / 9
 TAUS = tuple(step / 1000 for step in range(1, 1000))
 THETAS = tuple(step / 16 for step in range(16))
 MARGINS = tuple(-step / 10 for step in range(1, 351))
-"""λ in natural units, the one that skips most first; the same range as the code's 0 to 50 in base 2."""
+"""λ in natural units, from the most skipping to the least; the same range as the code's 0 to 50 in base 2."""
 
 
 class SpargeAttnSearch(Search):
-    """Search for the pair of τ and θ, and with ``skipping`` the λ, that leave out most."""
+    """Search for the pair of τ and θ, and with ``skipping`` the λ, that leave out the most pairs."""
 
     def __init__(self, bound: Bound, *, skipping: bool = False) -> None:
         self.bound, self.skipping = bound, skipping
@@ -50,14 +55,14 @@ class SpargeAttnSearch(Search):
             is_allowed: Whether a head may have a method.
 
         Returns:
-            One method for each head, ``Dense()`` where no pair holds or too little is left out.
+            One method for each head, ``Dense()`` if no pair holds or too little is left out.
         """
         pairs = self._pairs(judge, is_allowed)
         methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
         return self._with_margins(judge, methods, is_allowed) if self.skipping else methods
 
     def _pairs(self, judge: LayerJudge, is_allowed: IsAllowed) -> dict[int, Judged]:
-        """Return the sparsest pair of each head that has one within the bound."""
+        """Return the sparsest pair within the bound, for each head that has one."""
         bound = self.bound.with_margin(FIRST_MARGIN) if self.skipping else self.bound
         sparsest_pairs: dict[int, Judged] = {}
         heads = list(range(judge.num_heads))
@@ -68,7 +73,7 @@ class SpargeAttnSearch(Search):
                 if judged.holds and (head not in sparsest_pairs or judged.sparsity > sparsest_pairs[head].sparsity):
                     sparsest_pairs[head] = judged
                 if judged.sparsity < LEAST_SPARSITY:
-                    heads.remove(head)  # higher θs keep still more
+                    heads.remove(head)  # higher θs keep even more
         return sparsest_pairs
 
     def _with_margins(self, judge: LayerJudge, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:

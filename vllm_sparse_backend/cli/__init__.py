@@ -17,7 +17,7 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-app = group("Sparse prefill for vLLM: check an installation, try it out, measure it, make profiles.")
+app = group("Sparse prefill for vLLM: check an installation, run a demo, measure speed and accuracy, make profiles.")
 
 
 @app.callback()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's share of a model's prefill, which limits the speed-up of TTFT that any method can reach.
+"""Attention's share of a model's prefill, which limits the TTFT speed-up of any method.
 
-The estimate needs nothing but a model's config. A prompt of N tokens costs
+The estimate needs only a model's config. A prompt of N tokens costs
 
-    linear layers: 2 · (weights that a token is multiplied with) · N
+        linear layers: 2 · (weights applied to each token) · N
     attention:     4 · head_dim · query heads · (query, key) pairs, for each layer that attends
 
 floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window or chunk. Both are divided by the
@@ -33,7 +33,7 @@ LENGTHS_TOKENS = (32_768, 131_072, 1_048_576)
 
 @dataclass(frozen=True)
 class PrefillShare:
-    """Seconds on an H100 that one prompt spends in linear layers, in layers that can go sparse, and in dense ones."""
+    """Seconds on an H100 that a prompt spends in linear layers, sparse attention layers and dense attention layers."""
 
     linear_s: float
     sparse_s: float
@@ -41,7 +41,7 @@ class PrefillShare:
 
     @property
     def attention(self) -> float:
-        """Share of the time in attention that can go sparse."""
+        """Share of prefill time that is spent in attention that can go sparse."""
         return self.sparse_s / (self.linear_s + self.sparse_s + self.dense_s)
 
     @property
@@ -58,7 +58,7 @@ class PrefillShare:
 def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "config.json") -> PrefillShare:
     """Estimate the times of a prompt of ``num_tokens`` in an empty server, from a model's (text) config.
 
-    Raises ConfigurationError naming ``source`` where the config states no heads, or a width that is not one number.
+    Raises a ConfigurationError that names ``source`` if the config has no heads, or a width that is not one number.
     """
     shape = ModelShape.from_config(config, source)
     window, chunk = (config.get(name) or 0 for name in ("sliding_window", "attention_chunk_size"))
@@ -76,7 +76,7 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
 
 
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
-    """Return the widths and expert counts of a config, 0 where it states none."""
+    """Return the widths and expert counts of a config; 0 for those that are absent."""
     widths = {name: config.get(name) or 0 for name in WIDTHS}
     for name, width in widths.items():
         if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models have a list of one for each layer
@@ -86,7 +86,7 @@ def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
 
 
 def _layer_weights(widths: Mapping[str, int], matrices: int, shape: ModelShape, layer: int) -> int:
-    """Return the number of weights of a layer that each token is multiplied with: projections and active experts."""
+    """Return the number of weights of a layer that apply to each token: projections and active experts."""
     hidden = widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
     projections = hidden * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     inner = widths["intermediate_size"] or widths["n_inner"] or 4 * hidden
@@ -104,4 +104,4 @@ WIDTHS = (
 )
 
 UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"}
-"""Models whose feed-forward layers have two matrices; others have a third, the gate."""
+"""Models whose feed-forward layers have two matrices. Other models have a third, the gate."""

@@ -18,15 +18,15 @@ from vllm_sparse_backend.evaluation.report import BenchError, Report, cell, tabl
 if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.serve_bench import Length
 
-bench = common.group("Measure speed on this machine, against dense attention and stock vLLM.")
+bench = common.group("Measure speed on this machine, compared with dense attention and stock vLLM.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
     """Measure TTFT and TPOT of stock vLLM and this backend on the same prompts, one request at a time.
 
-    Exit code 1 if a request fails: it is reported, and never counted. Use `vllm bench serve` on either server for
-    throughput under load.
+    Failed requests are reported, not counted, and make the exit code 1. For throughput under load, use `vllm bench
+    serve` on either server.
     """
 
     model: common.ServedModel = None
@@ -35,10 +35,11 @@ class Serve:
     url: common.Urls = None
     label: common.Labels = None
     lengths: Annotated[
-        str | None, typer.Option(help="Tokens of prompts, by comma; NEW+CACHED after a cached prefix; 1K to 131K.")
+        str | None,
+        typer.Option(help="Prompt tokens, comma-separated; NEW+CACHED adds a cached prefix. Default: 1K to 131K."),
     ] = None
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64
-    repeats: Annotated[int, typer.Option(help="Requests for each length; long ones get fewer.", min=1)] = 21
+    repeats: Annotated[int, typer.Option(help="Requests for each length; long lengths get fewer.", min=1)] = 21
     text: common.Text = None
     server_args: common.ServerArgs = ""
     json_path: common.Json = None
@@ -49,19 +50,19 @@ class Serve:
         with common.failures(), bar("connecting") as progress:
             from vllm_sparse_backend.evaluation import serve_bench
             from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
-            from vllm_sparse_backend.evaluation.prompt_texts import read_text
+            from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
             from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             levels = common.levels_of(self.level)
             lengths = self.lengths
             if lengths is None:
                 lengths = ",".join(map(str, serve_bench.fitting(self.model, self.output_tokens)))
-            text = read_text(self.text) if self.text else None
+            text = read_prompt_text(self.text) if self.text else None
             workload = serve_bench.ServeWorkload(tuple(_lengths(lengths)), self.output_tokens, self.repeats, text)
             if len(self.url or ()) == 1 and len(levels) < 2:
                 raise BenchError(
-                    "--url: given one server, expected two or more, the first being the baseline; or two levels of it, "
-                    "each with --level"
+                    "--url: given one server, expected at least two, of which the first is the baseline, or two levels "
+                    "of one server, each with --level"
                 )
             servers = contestants_from_options(
                 self.model, self.settings or (), levels, self.url or (), self.label or (), workload.longest,
@@ -70,7 +71,7 @@ class Serve:
             report = Report("serve", ", ".join(self.url or ()) or device_name(), self.json_path)
             report.on_case = lambda case: progress.print(_line(case))
             progress.begin("requests", workload.steps * len(servers))
-            serve_bench.compare(servers, workload, report, progress.step)
+            serve_bench.compare_servers(servers, workload, report, progress.step)
         _show_serve(report.cases)
 
 
@@ -85,18 +86,18 @@ def _line(case: Mapping[str, Any]) -> str:
 
 
 def _lengths(text: str) -> "list[Length]":
-    """Parse ``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
+    """Parse a text such as ``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
     from vllm_sparse_backend.evaluation.serve_bench import Length
 
     parts = [part.split("+") for part in common.split(text)]
     if not parts or any(len(part) > 2 or not all(n.isdecimal() and int(n) for n in part) for part in parts):
-        expected = "whole numbers above 0, or NEW+CACHED, with commas between"
+        expected = "whole numbers above 0, or NEW+CACHED, separated by commas"
         raise BenchError(f"--lengths: given {text!r}, expected {expected}")
     return [Length(*map(int, part)) for part in parts]
 
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
-    """Print tables and failed requests; exit with code 1 after failures."""
+    """Print tables and failed requests; exit with code 1 if a request failed."""
     from vllm_sparse_backend.evaluation import serve_bench as part
 
     console = common.wide_console()
@@ -118,14 +119,14 @@ def crossover(
     out: Annotated[Path, typer.Option(help="Table to write, or to merge into.", callback=common.output)] = Path(
         "crossover.json"
     ),
-    longest: Annotated[int, typer.Option(help="Tokens of the longest prompt that is tried.", min=1)] = 131072,
+    longest: Annotated[int, typer.Option(help="Longest prompt to measure, in tokens.", min=1)] = 131072,
     chunk: common.Chunk = 8192,
     json_path: common.Json = None,
 ) -> None:
-    """Measure from which length each method beats dense attention here: the table that `auto` reads.
+    """Measure the prompt length from which each method is faster than dense attention: the table that `auto` uses.
 
-    All methods unless --settings name some; the heads are MODEL's, or an 8B model's. Needs a GPU with vLLM's
-    FlashAttention. Each method's result is compared with exact attention before it is timed.
+    Measures all methods, or those of --settings, with the heads of MODEL or of an 8B model. Needs a GPU with vLLM's
+    FlashAttention. Checks each method's output against exact attention before timing it.
     """
     with common.failures(f"{out} holds the measurements so far."):
         from vllm_sparse_backend.evaluation import crossover_bench as part
@@ -137,7 +138,7 @@ def crossover(
         shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)
         methods = part.methods_of_settings([Settings.parse(text, model).values for text in settings or ()], shape)
         report = Report("crossover", card.name, json_path)
-        rows = part.run(card, heads, methods, longest, chunk, out, report)
+        rows = part.measure_crossovers(card, heads, methods, longest, chunk, out, report)
         steps = len(methods) * len(card.engines)
         show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows, steps, lambda row: "entry" in row)
         entries = [case["entry"] for case in report.cases if "entry" in case]
@@ -151,7 +152,7 @@ def show(
     steps: int | None = None,
     is_step: Any = lambda row: True,
 ) -> None:
-    """Print each row as it comes, with a progress bar meanwhile, and a table at the end."""
+    """Print each row when it is measured, with a progress bar, and a table at the end."""
 
     shown = []
     with bar(title.split(",")[0], steps) as progress:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands with many options: a frozen dataclass holds the options, and its method ``run`` does the work.
 
-The dataclass's fields are annotated as typer's parameters are, its docstring is the help, and a derived class inherits
-options. So options have one declaration and one type, and no function takes more than a few parameters.
+The dataclass's fields have the annotations of typer's parameters, its docstring is the help, and a derived class
+inherits options. Each option therefore has one declaration and one type, and no function takes many parameters.
 """
 
 from typing import Any, Protocol
@@ -15,11 +15,11 @@ class Command(Protocol):
     """Options of one command, parsed and checked."""
 
     def run(self) -> None:
-        """Do what the command is for."""
+        """Run the command."""
 
 
 class OptionsCommand(TyperCommand):
-    """A command whose callback makes its options, which are then run."""
+    """A command whose callback returns an options object, which then runs."""
 
     def invoke(self, ctx: Any) -> None:
         options: Command = super().invoke(ctx)
@@ -32,15 +32,15 @@ def add_command(app: typer.Typer, options: type[Command], *, name: str | None = 
     Args:
         app: The group.
         options: Frozen dataclass of the command's options.
-        name: The command's name; without one the command is the whole program.
-        example: A command line for the end of its help.
+        name: The command's name; None if the command is the whole program.
+        example: A command line to show at the end of its help.
     """
     epilog = f"Example: {example}" if example else None
     app.command(name, cls=OptionsCommand, epilog=epilog)(options)
 
 
 def run_alone(options: type[Command]) -> None:
-    """Run a program whose only command this is, as ``typer.run`` does with a function."""
+    """Run a program that has a single command, as ``typer.run`` does with a function."""
     app = typer.Typer(add_completion=False)
     add_command(app, options)
     app()

@@ -22,7 +22,7 @@ from vllm_sparse_backend.evaluation.report import BenchError
 
 
 def group(help: str) -> typer.Typer:
-    """Return a group of commands under one name, all of which accept -h."""
+    """Return a group of commands, all of which accept -h."""
     return typer.Typer(
         help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -30,7 +30,7 @@ def group(help: str) -> typer.Typer:
 
 
 def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check an option or argument that names an output file, before anything is measured."""
+    """Check an option or argument that names an output file, before measurements begin."""
     if path is not None:
         with failures():
             require_output_file(name_of_param(param), path)
@@ -38,17 +38,17 @@ def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
 
 
 def new_output(param: typer.CallbackParam, path: Path) -> Path:
-    """Check an option or argument that names an output file which must not exist yet."""
+    """Check an option or argument that names a new output file."""
     name = name_of_param(param)
     with failures():
         if os.path.lexists(path):
-            raise ConfigurationError(f"{name}: {path} exists already: name another file, or delete it")
+            raise ConfigurationError(f"{name}: {path} already exists; name another file, or delete it")
         require_output_file(name, path)
     return path
 
 
 def output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check an option that names a folder to write to, which is made where it does not exist."""
+    """Check an option that names an output folder, which need not exist."""
     if path is not None:
         with failures():
             require_output_folder(name_of_param(param), path)
@@ -56,64 +56,65 @@ def output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:
 
 
 def name_of_param(param: typer.CallbackParam) -> str:
-    """An option as it is typed, or an argument as the help shows it."""
+    """Return an option as users type it, or an argument as the help shows it."""
     return param.opts[0] if param.opts[0].startswith("-") else str(param.name).upper()
 
 
 def local_model(model: Path | None) -> Path | None:
-    """Return a model's local folder: a name stands for its files in the local hub cache; nothing is fetched."""
+    """Return a model's local folder; for a model name, its folder in the local hub cache. Downloads nothing."""
     if model is None or model.is_dir() or model.is_file():
         return model
     problem = f"MODEL: given {str(model)!r}"
     if os.path.lexists(model):
-        raise failure(f"{problem}, which is {kind_of_file(model)}; expected a model folder")
+        raise failure(f"{problem}, which is {kind_of_file(model)}, expected a model folder")
     if not HUB_NAME.fullmatch(str(model)):
-        raise failure(f"{problem}, and there is no such folder; expected a model folder, or a name in the hub cache")
+        raise failure(f"{problem}, which does not exist, expected a model folder, or a name in the local hub cache")
     try:
         from huggingface_hub import try_to_load_from_cache
 
         cached_config = try_to_load_from_cache(str(model), "config.json")
-    except (ImportError, ValueError):  # ValueError: not a name that the hub could have
+    except (ImportError, ValueError):  # ValueError: not a valid name for the hub
         cached_config = None
     if isinstance(cached_config, str):
         return Path(cached_config).parent
     raise failure(
-        f"{problem}, expected a model folder, or a name whose files lie in the local hub cache: "
-        f"`hf download {model}` puts them there"
+        f"{problem}, expected a model folder, or the name of a model in the local hub cache; "
+        f"to download it: hf download {model}"
     )
 
 
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors of writes that only the operator can solve: full disk or quota, file limit, read-only file system."""
+"""Write errors that only the operator can solve: full disk or quota, file limit, read-only file system."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""Pattern of a model's name; anything else that does not exist is taken for a folder's path."""
+"""Pattern of a model's name. Other texts are paths of folders."""
 
 MODEL_HELP = "Model folder, or a name in the local hub cache."
 Json = Annotated[Path | None, typer.Option("--json", help="JSON file for all results.", callback=output)]
 Model = Annotated[Path, typer.Argument(help=MODEL_HELP, callback=local_model)]
 MaybeModel = Annotated[Path | None, typer.Argument(help=MODEL_HELP, callback=local_model)]
 ServedModel = Annotated[
-    Path | None, typer.Argument(help=f"{MODEL_HELP} It is served; not needed with --url.", callback=local_model)
+    Path | None, typer.Argument(help=f"{MODEL_HELP} The model to serve; not needed with --url.", callback=local_model)
 ]
 SparseSettings = Annotated[
-    list[str] | None, typer.Option(help="sparse_prefill as JSON, or a profile; may be repeated. Nothing is set.")
+    list[str] | None,
+    typer.Option(help="sparse_prefill as JSON, or a profile; repeatable. Default: no settings."),
 ]
-Level = Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")]
+Level = Annotated[list[str] | None, typer.Option(help="Level of the requests; repeatable.")]
 Urls = Annotated[
-    list[str] | None, typer.Option("--url", help="A running server; may be repeated; the first is the baseline.")
+    list[str] | None, typer.Option("--url", help="A running server; repeatable. The first is the baseline.")
 ]
-Labels = Annotated[list[str] | None, typer.Option("--label", help="Names of the --url, in their order.")]
-Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py and *.md, for prompts.")]
-ServerArgs = Annotated[str, typer.Option("--server-args", help="More arguments for all servers, as one text.")]
-Chunk = Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens.", min=1)]
+Labels = Annotated[list[str] | None, typer.Option("--label", help="Name of each --url, in order.")]
+Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py and *.md, from which prompts are made.")]
+ServerArgs = Annotated[str, typer.Option("--server-args", help="Further arguments for all servers, as one text.")]
+Chunk = Annotated[int, typer.Option(help="Maximum tokens of a step (--max-num-batched-tokens).", min=1)]
 
 
 @contextmanager
 def failures(go_on: str = "") -> Iterator[None]:
-    """Show an error that the operator can solve as one red line with exit code 1, not as a traceback.
+    """Show an error that the operator can solve as one red line, with exit code 1 and without a traceback.
 
-    Ctrl-C adds ``go_on``, how to continue.
+    After Ctrl-C, the line ends with ``go_on``, which says how to continue.
     """
     from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
@@ -130,18 +131,18 @@ def failures(go_on: str = "") -> Iterator[None]:
 
 
 def failure(error: object, code: int = 1) -> typer.Exit:
-    """Print the error in red and return the exit to raise."""
+    """Print the error in red, and return the exit to raise."""
     Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
     return typer.Exit(code)
 
 
 def exit_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so that servers, GPUs and vLLM's workers are released."""
+    """Turn SIGTERM into SystemExit, so that servers stop and release their GPUs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def wide_console() -> Console:
-    """Return a console that is wide enough for tables if there is no terminal."""
+    """Return a console that is wide enough for tables, even without a terminal."""
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
@@ -154,7 +155,7 @@ def split(text: str) -> list[str]:
 
 
 def levels_of(texts: Sequence[str] | None) -> list[float | str]:
-    """Parse levels as requests have them: numbers as numbers, 0 and 1 as whole ones."""
+    """Parse levels as requests give them: numbers as numbers, with 0 and 1 as integers."""
     return [
         int(text) if text in ("0", "1") else float(text) if re.fullmatch(r"0\.\d+", text) else text
         for text in texts or ()
@@ -162,17 +163,17 @@ def levels_of(texts: Sequence[str] | None) -> list[float | str]:
 
 
 def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:
-    """Parse whole numbers of at least ``least``; with ``or_none`` an empty text gives an empty list."""
+    """Parse comma-separated integers of at least ``least``. With ``or_none``, an empty text gives an empty list."""
 
     parts = split(text)
     if all(part.isdecimal() and int(part) >= least for part in parts) and (parts or or_none):
         return [int(part) for part in parts]
-    expected = "above 0" if least == 1 else f"from {least} on"
-    raise BenchError(f"{option}: given {text!r}, expected whole numbers {expected}, with commas between")
+    expected = "above 0" if least == 1 else f"of at least {least}"
+    raise BenchError(f"{option}: given {text!r}, expected whole numbers {expected}, separated by commas")
 
 
 def device_of(text: str | None) -> str:
-    """Return --device, or the GPU if there is one. Raises BenchError for a device that torch does not have."""
+    """Return --device; by default the GPU, if there is one. Raises BenchError for a device that torch lacks."""
     import torch
 
     if text is None:

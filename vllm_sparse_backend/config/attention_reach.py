@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which earlier tokens a layer's queries attend to, and the number of (query, key) pairs that results."""
+"""The attention reach of a layer, and the resulting number of (query, key) pairs."""
 
 from typing import NamedTuple
 

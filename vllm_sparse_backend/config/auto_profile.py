@@ -2,8 +2,8 @@
 """``profile: auto``: the choice of a bundled profile for the served model.
 
 A profile fits a model by architecture and shape, which several models may share. Of the profiles that fit, the one with
-the model's name (``ModelShape.names``) is chosen. Without the name, a profile is chosen only if all that fit were made
-for one model, of which the served model may be a fine-tune. The reason for the choice is reported in either case.
+the model's name (``ModelShape.names``) is chosen. If none has the name, a profile is chosen only if all that fit were
+made for the same model: the served model may be a fine-tune of it. The choice always comes with its reason.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The result of ``choose``.
+class ProfileChoice:
+    """The result of ``choose_profile``.
 
     Attributes:
         name: Name of the bundled profile; None if none was chosen.
@@ -31,10 +31,10 @@ class Choice:
     why: str
 
 
-def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choice:
+def choose_profile(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> ProfileChoice:
     """Choose the bundled profile for a model.
 
-    Of several profiles for the same model, those calibrated for the served rope_theta and by this tool are preferred.
+    Of several profiles for the same model, those for the served rope_theta, and those by this tool, take precedence.
 
     Args:
         shape: Shape and names of the served model.
@@ -48,7 +48,7 @@ def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choi
         name: profile for name, profile in loaded.items() if profile.model and not profile.model.differences(shape)
     }
     if not fitting:
-        return Choice(None, None, f"no bundled profile is for {shape}")
+        return ProfileChoice(None, None, f"no bundled profile is for {shape}")
     named = {
         name: profile for name, profile in fitting.items() if profile.model and _called(profile.model) & _called(shape)
     }
@@ -61,15 +61,15 @@ def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choi
     models = sorted({" or ".join(profile.model.names) for profile in candidates.values() if profile.model})
     called = ", ".join(shape.names) or "a model without a name"
     if not named and len(models) > 1:
-        return Choice(
-            None, None, f"{called} has the shape of {' and of '.join(models)}: name the profile that you want"
+        return ProfileChoice(
+            None, None, f"{called} has the shape of {' and of '.join(models)}: set profile to the one that you want"
         )
     name = min(candidates, key=lambda name: (candidates[name].provenance.tool_version is None, name))
     others = f"; others that fit: {', '.join(sorted(set(fitting) - {name}))}" if len(fitting) > 1 else ""
     if named:
-        return Choice(name, loaded[name], f"it was made for {called}{others}")
+        return ProfileChoice(name, loaded[name], f"it was made for {called}{others}")
     why = f"it was made for {models[0] or 'a model of this shape'}, and {called} has its shape: check its answers"
-    return Choice(name, loaded[name], why + others)
+    return ProfileChoice(name, loaded[name], why + others)
 
 
 def _called(shape: ModelShape) -> set[str]:

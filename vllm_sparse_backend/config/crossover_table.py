@@ -33,7 +33,7 @@ tokens, A-shape's 5,120 keys leave out 0.47 of them, and the 6,096 nearest diago
 
 UNMEASURED_MIN_QUERY_TOKENS = 1024
 """``min_query_tokens`` where nothing was measured: eight tiles of 32 heads are 256 programs, about two for each SM of
-an H100, and selection reads all keys however few the queries are.
+an H100, and selection reads all keys even for few queries.
 """
 
 COMMAND = "sparse-prefill bench crossover"
@@ -182,7 +182,7 @@ class Crossover(Section):
         Args:
             device: Name of the device, as torch reports it; case does not matter.
             engine: Name of the attention engine.
-            method: The method, of whose class the entries must be.
+            method: The method. Entries of other classes are ignored.
             shape: (num_heads, num_kv_heads, head_dim) of the layer.
 
         Returns:
@@ -205,7 +205,7 @@ class Thresholds:
     Attributes:
         min_tokens: Leading positions of a row that are always dense; None if no row ever goes sparse.
         min_query_tokens: Rows with fewer new tokens past ``min_tokens`` run dense.
-        notes: Log lines about what was not measured.
+        notes: Log lines about missing measurements and adjusted numbers.
         measured: ``min_query_tokens`` of the table; None if the table has none for some method.
     """
 
@@ -217,8 +217,8 @@ class Thresholds:
     def fitted(self, chunk: int, busy: int) -> "Thresholds":
         """Lower ``min_query_tokens`` if steps are too small for it and smaller steps were measured to be faster.
 
-        Lengths are measured by doubling, so that the true crossover lies up to half below the measured number. An
-        eighth less than that number is accepted.
+        Measurements double the length each time, so the true crossover may be as low as half the measured number. This
+        accepts a number that is up to an eighth lower.
 
         Args:
             chunk: Maximum number of new tokens of a request in a step.
@@ -233,9 +233,9 @@ class Thresholds:
         if not fewest < self.min_query_tokens or fewest > chunk:
             return self
         note = (
-            f"min_query_tokens is {fewest} here, not {self.min_query_tokens}: a step has {chunk} new tokens of a "
-            f"request at most, and {busy} next to the maximum number of decodes; sparse prefill was measured to be "
-            f"faster from {self.measured} on"
+            f"min_query_tokens is {fewest} here, not {self.min_query_tokens}: a step has at most {chunk} new tokens of "
+            f"a request, and {busy} next to the maximum number of decodes; sparse prefill was measured to be faster "
+            f"from {self.measured} tokens"
         )
         return replace(self, min_query_tokens=fewest, notes=(*self.notes, note))
 
@@ -251,7 +251,7 @@ class Thresholds:
         return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new"
 
 
-def resolve(
+def resolve_thresholds(
     min_tokens: TokenCount,
     min_query_tokens: TokenCount,
     methods: Iterable[Method],
@@ -263,9 +263,8 @@ def resolve(
 ) -> Thresholds:
     """Replace ``auto`` by measured numbers.
 
-    The profile's own measurement counts if it matches device and engine, otherwise the largest numbers that the table
-    has for any of the methods. Dense heads need no measurement if other methods are present, because no length makes
-    them faster.
+    The profile's own measurement counts if it matches device and engine. Otherwise the largest numbers of any method in
+    the table count. Dense heads need no measurement if other methods are present, because no length makes them faster.
 
     Args:
         min_tokens: The setting, in tokens.
@@ -278,7 +277,7 @@ def resolve(
         profile_crossover: The measurement in the profile, if it has one.
 
     Returns:
-        The thresholds, with notes about what was not measured or never faster.
+        The thresholds, with notes about methods that were not measured or never faster.
     """
     measurements: dict[Method, tuple[Entry | ProfileCrossover, ...]]
     if profile_crossover is not None and profile_crossover.matches(device, engine):

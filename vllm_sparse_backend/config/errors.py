@@ -35,11 +35,11 @@ class ConfigurationError(RuntimeError):
 
 
 def unexpected(value: object, expected: str) -> str:
-    """Word a complaint about a value.
+    """Format an error about a value.
 
     Args:
         value: The value that was given; its repr is cut to 80 characters.
-        expected: What would have been right.
+        expected: Description of valid values.
 
     Returns:
         ``given VALUE, expected EXPECTED``.
@@ -50,7 +50,7 @@ def unexpected(value: object, expected: str) -> str:
 
 
 def not_one_of(value: object, allowed: Iterable[str]) -> str:
-    """Word a complaint about a name that does not exist.
+    """Format an error about a name that does not exist.
 
     Args:
         value: The name that was given.
@@ -65,9 +65,9 @@ def not_one_of(value: object, allowed: Iterable[str]) -> str:
 
 
 MAX_TYPO_LENGTH = 40
-"""Characters. A longer key is no typo of this project's, and the time of a comparison grows with the key's length."""
+"""Characters. Longer keys are not compared: they are no typos of ours, and a comparison takes longer with length."""
 TYPO_PARTS = ("spars", "prefil")
-"""Every typo of ``sparse_prefill`` is expected to contain one of these; other keys are not compared."""
+"""Parts of ``sparse_prefill``. A typo of it probably contains one of them; other keys are not compared."""
 
 
 def looks_like(key: object, known_key: str) -> bool:
@@ -78,8 +78,8 @@ def looks_like(key: object, known_key: str) -> bool:
         known_key: A key of this project.
 
     Returns:
-        True if they are equal or similar once case and punctuation are ignored, or if the known key is a part of the
-        other. False for a key that is no text, is longer than ``MAX_TYPO_LENGTH`` or has none of ``TYPO_PARTS``.
+        True if they are equal or similar apart from case and punctuation, or if the known key is a part of the other.
+        False for a key that is not a text, is longer than ``MAX_TYPO_LENGTH`` or has none of ``TYPO_PARTS``.
     """
     if not isinstance(key, str) or len(key) > MAX_TYPO_LENGTH:
         return False
@@ -99,7 +99,7 @@ MAPPINGS = ("dict_type", "model_type", "dataclass_type")
 
 
 def reason_of(detail: ErrorDetails) -> str:
-    """Word what is wrong with one value, without its place.
+    """Format one error of pydantic, without its place.
 
     Args:
         detail: One error of a ``pydantic.ValidationError``.
@@ -118,7 +118,7 @@ def reason_of(detail: ErrorDetails) -> str:
     return unexpected(detail["input"], expected)
 
 
-def report(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:
+def to_configuration_error(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:
     """Convert pydantic's errors about a model's fields into one ``ConfigurationError``.
 
     Args:
@@ -144,12 +144,12 @@ def _problem(detail: ErrorDetails, model: type, root: str) -> str:
 
 
 def _part(model: type, key: str) -> type:
-    """The model or dataclass of the values under ``key``; ``model`` itself if ``key`` is the key of a mapping in it."""
+    """Return the model or dataclass of the values under ``key``; ``model`` itself for the key of a mapping in it."""
     return next(_models_in(_annotations(model).get(key)), model)
 
 
 def _annotations(model: type) -> dict[str, Any]:
-    """Types of the fields of a model or dataclass, by name."""
+    """Return the types of the fields of a model or dataclass, by name."""
     if issubclass(model, BaseModel):
         return {name: field.annotation for name, field in model.model_fields.items()}
     return get_type_hints(model)
@@ -165,7 +165,7 @@ def _models_in(annotation: Any) -> Iterator[type]:
 class Section(BaseModel):
     """Base class of everything that users write. Instances are immutable; an unknown field is an error.
 
-    The text under a field is its description: JSON schemas and the tables in the documents take it from there.
+    The text under a field is its description. JSON schemas and the tables in the documentation are made from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -188,4 +188,4 @@ class Section(BaseModel):
         try:
             return cls.model_validate_json(value) if isinstance(value, str) else cls.model_validate(value)
         except ValidationError as error:
-            raise report(error, cls, source, root) from None
+            raise to_configuration_error(error, cls, source, root) from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons why a layer or a row prefills dense, what to do about each, and the check that decides for a layer."""
+"""Reasons why a layer or a row prefills dense, with the remedy for each, and the check of a layer."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,7 +22,7 @@ class Fallback(StrEnum):
     """A reason to run dense. The value is a metric label.
 
     Attributes:
-        explain: What the reason is and, after a semicolon, what to do about it.
+        explain: The reason and, after a semicolon, the remedy.
     """
 
     explain: str
@@ -86,13 +86,13 @@ class Fallback(StrEnum):
         "the row has fewer than min_query_tokens new tokens past min_tokens; lower that number if sparse attention is "
         "still faster")
     GUARD = ("guard",
-        "the online guard measured too large an error of the layer's output; keep more keys by the method's "
-        "parameters, or list the layer in dense_layers")
+        "the online guard measured too large an error of the layer's output; set the method's parameters to keep more "
+        "keys, or list the layer in dense_layers")
     NEVER_FASTER = ("never_faster",
         "in measurements on this device the method was never faster than dense attention; see the log at start-up")
     UNNAMED = ("unnamed",
-        "vLLM does not say which request the row belongs to, and some request of its step chose another level; please "
-        "report it with the server's options and vLLM's version")
+        "vLLM does not say which request the row belongs to, and some request of its step chose another level, or a "
+        "method needs the prompt's length (dense_tail); report this with the server's options and vLLM's version")
     NO_ROOM = ("no_room",
         "not even one tile of the row fits into the arena (the log at start-up has its size); use another method")
     REQUESTED = ("requested",

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option and the keys under which settings travel between processes.
 
-They are apart from the modules that read the settings, because every process needs the names.
+They are separate from the modules that read the settings, because every process needs the names.
 """
 
 OPTION = "--additional-config"
 KEY = "sparse_prefill"
 """Key of the settings, within ``OPTION``."""
 DOCUMENTS = "sparse_prefill_documents"
-"""Key next to it that carries the texts of the named files to the server's other processes (``documents.py``)."""
+"""Key next to it that carries the texts of the named files to the server's other processes (``source_files.py``)."""
 DEVICE = "sparse_prefill_device"
-"""Key next to it that carries the device for which the first process looked ``auto`` up."""
+"""Key next to it that carries the device for which the first process resolved ``auto``."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between methods and their names and parameters in configurations and profiles.
 
-Methods and their fields come from the registry of the kernels package: a method that is added there can be configured
-at once.
+Methods and their fields come from the registry of the kernels package, so a method that is added there can be
+configured without further code.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Aliases for a method with parameters.
 
-``default`` is the cheapest method that loses no answers of dense attention on models trained by others (table in
+``default`` is the cheapest method that lost no answers of dense attention on third-party models (table in
 docs/quality.md). ``minference`` is MInference's pattern without a profile, ``streaming`` is StreamingLLM's pattern.
 """
 
@@ -66,9 +66,9 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
             problems.append(f"{field}: unknown parameter of {name}: {fields}")
             continue
         try:
-            # Validation of JSON lets a list be a tuple even for strict types.
+            # Validation of JSON accepts a list for a tuple even with strict types.
             values[field] = adapters[field].validate_json(json.dumps(value), strict=True)
-            # Methods check their own minimum; the maximum is what kernels can count to.
+            # Methods check their own minimum. The maximum is the largest count that kernels support.
             if isinstance(values[field], int) and values[field] > MOST_COUNT:
                 problems.append(f"{field}: {unexpected(value, f'at most {MOST_COUNT}')}")
         except ValidationError as error:

@@ -14,15 +14,15 @@ WORKER_METHOD = "sparse_prefill_samples"
 REPORT_METHOD = "sparse_prefill_report_of"
 """Name of the ``collective_rpc`` call that returns how the requests of one response were prefilled."""
 AGREEMENT_METHOD = "sparse_prefill_numbers"
-"""Name of the ``collective_rpc`` call that returns the lengths from which a worker's rows go sparse, on which all
-processes must agree (``serving.agreement``)."""
+"""Name of the ``collective_rpc`` call that returns the lengths from which a worker's rows go sparse. All processes must
+agree on them (``serving/frontend/worker_agreement.py``)."""
 SWITCH_METHOD = "sparse_prefill_switch"
-"""Name of the call that the engine core answers itself, without asking its workers."""
+"""Name of the call that the engine core answers itself, without its workers."""
 SWITCH_PATH = "/v1/sparse_prefill/switch"
-"""Path of the switch. It begins with /v1, so that vLLM asks for its API key, where it has one."""
+"""Path of the switch. It begins with /v1, so that vLLM requires its API key, if the server has one."""
 
 FRESH_QUERY = "sparse_prefill=fresh"
-"""Query of /metrics that waits for counts asked for after the request came, for tools that compare before and after."""
+"""Query of /metrics that waits for counts polled after the request arrived, for tools that compare two scrapes."""
 FRESH_METRICS_PATH = f"/metrics?{FRESH_QUERY}"
 
 MODEL, ENGINE, RANK = "model_name", "engine", "rank"
@@ -34,11 +34,11 @@ class Metric:
 
     Attributes:
         name: Name without the prefix and, of a counter, without ``_total``.
-        type: ``counter`` or ``gauge``, as Prometheus has them.
+        type: Prometheus type, ``counter`` or ``gauge``.
         help: Description for the page.
         labels: Labels in addition to the model, the engine and the rank.
-        per_rank: Whether each worker has a sample of its own. Otherwise samples of an engine's workers are added up.
-        seen_by_all: Whether all workers that have samples count the same events, so that one worker's samples suffice.
+        per_rank: Whether each worker has its own sample. Otherwise the samples of an engine's workers are added up.
+        seen_by_all: Whether all workers with samples count the same events, so that one worker's samples suffice.
     """
 
     name: str
@@ -79,7 +79,7 @@ _TABLE = (
     Metric("arena_bytes", "gauge", "Memory reserved for selection and attention.", per_rank=True),
     Metric("arena_peak_bytes", "gauge", "Peak use of the reserved memory.", per_rank=True),
     Metric("device_bytes", "gauge", "Device memory that the worker holds, without the driver's.", per_rank=True),
-    Metric("layers", "gauge", "Layers of the model by what computes their prefill attention.", ("attention",)),
+    Metric("layers", "gauge", "Layers of the model, by the engine of their prefill attention.", ("attention",)),
     Metric("guard_checks", "counter", "Attention calls that the guard compared with dense attention.", LAYER_LEVEL),
     Metric("guard_trips", "counter", "Times the guard forced a layer dense.", LAYER_LEVEL),
     Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER_LEVEL, per_rank=True),

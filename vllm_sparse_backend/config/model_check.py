@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers of a model can prefill sparsely, read from its config without loading the model.
 
-This is a forecast, for ``sparse-prefill doctor`` and for refusing a model at start-up if none of its layers qualifies.
-It may be too optimistic: each layer is checked again once vLLM has built it.
+This is a forecast. ``sparse-prefill doctor`` shows it, and a server refuses a model at start-up if none of its layers
+qualifies. It may be too optimistic: each layer is checked again once vLLM has built it.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, StrictFloat, StrictInt, StrictStr, ValidationError, model_validator
 
-from vllm_sparse_backend.config.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.model_shape import Count, read_config_json, text_part, usual_numbers
 
@@ -40,14 +40,14 @@ class _CheckedFields(BaseModel):
         # There may be more, for the layers of a draft model.
         if self.layer_types and len(self.layer_types) < self.num_hidden_layers:
             raise ValueError(
-                f"layer_types: given {len(self.layer_types)} of them, expected one for each of the "
+                f"layer_types: given a list of length {len(self.layer_types)}, expected one entry for each of the "
                 f"{self.num_hidden_layers} layers"
             )
         return self
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the text part of a model's config, with its architecture's defaults where transformers knows it.
+    """Read the text part of a model's config, with the architecture's defaults if transformers knows it.
 
     Args:
         folder: The model folder.
@@ -65,7 +65,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read the text part of a config.json, with its architecture's defaults where transformers knows it.
+    """Read the text part of a config.json, with the architecture's defaults if transformers knows it.
 
     Args:
         path: The config.json.
@@ -84,17 +84,17 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         _CheckedFields.model_validate(fields)
     except ValidationError as error:
-        raise report(error, _CheckedFields, f"{path}: ") from None
+        raise to_configuration_error(error, _CheckedFields, f"{path}: ") from None
     return fields
 
 
 def _with_defaults(path: Path) -> dict[str, Any] | None:
-    # A config.json may omit what its architecture fixes (Gemma's alternating windows); vLLM sees the completed one.
+    # A config.json may omit fields that its architecture fixes (Gemma's alternating windows); vLLM completes them.
     try:
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
-    except Exception:  # transformers is missing or does not know the architecture: the file alone has to do
+    except Exception:  # transformers is missing or does not know the architecture: use the file alone
         return None
 
 
@@ -119,7 +119,7 @@ def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
     is_encoder = model_type in ENCODER_MODELS or bool(config.get("is_encoder_decoder"))
     has_attention = "attention" in kind and "linear" not in kind  # other kinds are Mamba and linear attention
     head_dim = config.get("head_dim")
-    if not head_dim:  # only then do the other fields have to be numbers
+    if not head_dim:  # other fields have to be numbers only in this case
         head_dim = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
     return layer_fallback(
         LayerTraits(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from vllm_sparse_backend.config.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
 from vllm_sparse_backend.config.ranges import MAX_NUMBER
 from vllm_sparse_backend.config.strict_yaml import read_text
 
@@ -37,8 +37,8 @@ class ModelShape:
         head_dim: Elements of a head's query or key.
         rope_theta: Base of the rotary embedding, which distinguishes models of one shape with different context
             lengths; None if unknown.
-        names: Names of models with this shape. Of several profiles that fit, ``auto`` takes the one that has the
-            model's name. Names do not take part in comparisons.
+        names: Names of models with this shape. Of several profiles that fit, ``auto`` takes the one with the model's
+            name. Comparisons ignore the names.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -114,7 +114,7 @@ class ModelShape:
         try:
             return TypeAdapter(ModelShape).validate_python(values)
         except ValidationError as error:
-            raise report(error, ModelShape, f"{source}: ") from None
+            raise to_configuration_error(error, ModelShape, f"{source}: ") from None
 
     @staticmethod
     def from_folder(path: Path) -> "ModelShape":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: which query heads of each layer this tensor-parallel rank prefills with which method.
+"""The plan: the method with which this tensor-parallel rank prefills each query head of each layer.
 
 A plan is built once, before the first step, from the configuration, its profile and the model's shape. Rank r of n owns
 the model's query heads [r · H/n, (r + 1) · H/n), whether vLLM splits the key-value heads or replicates them.
@@ -10,7 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vllm_sparse_backend.config.crossover_table import Crossover, ProfileCrossover, Thresholds, TokenCount, resolve
+from vllm_sparse_backend.config.crossover_table import (
+    Crossover,
+    ProfileCrossover,
+    Thresholds,
+    TokenCount,
+    resolve_thresholds,
+)
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import make_method, summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -48,7 +54,7 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
 
 
 ANY_OTHER = "any other"
-"""Stands for an engine without measurements."""
+"""Placeholder for an engine without measurements."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Plan:
         shape: The whole model.
         level: Name of the level, if the profile names it.
         level_names: Levels that requests may choose; set in the server's own plan.
-        methods: Methods of all heads of the model, including those of other ranks. Thresholds depend on them, and must
+        methods: Methods of all heads of the model, including those of other ranks. Thresholds depend on them and must
             be the same on all ranks: otherwise a block that all levels share in the prefix cache would be sparse in
             the heads of one rank and exact in those of another.
         profile_crossover: Measurement in the profile, which takes precedence over the table.
@@ -150,9 +156,9 @@ class Plan:
 
     @property
     def largest_share(self) -> float:
-        """The largest p of all heads of the model, those of other ranks too; 0 where no head has one.
+        """The largest p of all heads of the model, including those of other ranks; 0 if no head has a p.
 
-        A request with that p or a larger one keeps at least what this plan keeps, in every head.
+        A request with that p or a larger p keeps at least as many keys as this plan, in every head.
         """
         return max((method.share_kept for method in self.methods if method.share_kept is not None), default=0.0)
 
@@ -162,7 +168,7 @@ class Plan:
         return tuple(i for i, groups in enumerate(self.layers) if groups is None)
 
     def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
-        """Return the lengths from which rows go sparse, the strictest of several engines'.
+        """Return the lengths from which rows go sparse: the strictest thresholds of several engines.
 
         Args:
             table: The table of measurements.
@@ -175,15 +181,15 @@ class Plan:
         shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
         numbers = (self.min_tokens, self.min_query_tokens)
         candidates = [
-            resolve(*numbers, self.methods, table, device, engine, shape, self.profile_crossover)
+            resolve_thresholds(*numbers, self.methods, table, device, engine, shape, self.profile_crossover)
             for engine in sorted(engines)
         ]
         return max(candidates, key=lambda thresholds: thresholds.severity)
 
     def earliest_thresholds(self, table: Crossover, device: str) -> Thresholds:
-        """Return the thresholds with the engine that is measured to be faster from the shortest lengths on.
+        """Return the thresholds of the engine whose measured crossover is shortest.
 
-        This is what a server has to be prepared for before its engine is chosen.
+        A server prepares for these thresholds before its engine is chosen.
 
         Args:
             table: The table of measurements.
@@ -284,7 +290,7 @@ def _build(
     if level != DEFAULT:
         profile, source = profile.at_level(level), f"{source} at level {level}"
     if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
-        problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, as the model is {shape}")
+        problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, because the model is {shape}")
         raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
     dense = {*config.dense_layers, *profile.dense_layers}
     if len(dense) == shape.num_layers:
@@ -318,12 +324,12 @@ def _group_layers(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None
 
 
 def _select_setting(config: SparsePrefillConfig, profile: Profile, field: str) -> TokenCount:
-    """Return the configuration's number if it is set, else the profile's, else the configuration's default."""
+    """Return the configuration's number if it is set, otherwise the profile's, otherwise the default."""
     profile_value: TokenCount | None = getattr(profile, field)
     config_value: TokenCount = getattr(config, field)
     return config_value if profile_value is None or field in config.model_fields_set else profile_value
 
 
 def _methods(layers: Iterable[LayerPlan | None]) -> frozenset[Method]:
-    """Methods of all heads, as the configuration states them."""
+    """Return the methods of all heads, as the configuration states them."""
     return frozenset(method for groups in set(layers) if groups for method in methods_by_head(groups))

@@ -34,12 +34,13 @@ from vllm_sparse_kernels.methods.base import Method
 
 ANY_MODEL = "any"
 METHOD_MARK = "x-method"
-"""Placeholder in a JSON Schema for a method with parameters, which ``schema.py`` replaces."""
+"""Placeholder in a JSON Schema for a method with parameters. ``profile_schema.py`` replaces it."""
 EXACT = "exact"
 BOUNDS = ("high", "fast")
-"""Levels that calibration makes, the one with the tightest error bound first."""
+"""Levels that calibration makes, with the tightest error bound first."""
 ON, SHARE = "on", "p"
-"""Names of the server's own level, in settings and requests, and of requests that set the share p, in settings."""
+"""``on`` is the server's own level in settings and requests. ``p`` stands in settings for requests that set the share
+p."""
 OTHERS = (EXACT, "default", ON, SHARE)
 """Reserved names of levels, which every server has without a profile."""
 
@@ -76,7 +77,7 @@ Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
 class LayerProfile(Section):
-    """Exceptions of one or several layers from the default of their level."""
+    """Exceptions from a level's default, for one or several layers."""
 
     default: MethodSpec | None = None
     """Method of the heads that ``heads`` does not contain; None for the level's default."""
@@ -86,7 +87,7 @@ class LayerProfile(Section):
 
 
 class Provenance(Section):
-    """Origin of a profile's or a level's numbers. Every field is optional and none of them changes what runs."""
+    """Origin of a profile's or a level's numbers. Every field is optional, and none changes what runs."""
 
     tool_version: StrictStr | None = None
     """Version of this package that made the profile."""
@@ -134,7 +135,7 @@ class Level(Section):
     ) -> "Level":
         """Build the shortest level that gives each head a method.
 
-        Layers whose heads are all plainly dense go into ``dense_layers``, unless all layers are such.
+        Layers whose heads are all dense go into ``dense_layers``, unless all layers are dense.
 
         Args:
             methods: The methods by layer and head, [num_layers][num_heads].
@@ -220,7 +221,7 @@ class Profile(Level):
     min_query_tokens: TokenCount | None = None
     """Minimum number of new tokens past `min_tokens` for a request to run sparse in a step, or `auto`."""
     level: LevelName | None = None
-    """Name of the level that the profile's own default, layers and dense_layers make up; required with `levels`."""
+    """Name of the level that the profile's own default, layers and dense_layers form; required with `levels`."""
     levels: dict[LevelName, Level] = Field(default={})
     """Further levels, which requests may choose by name."""
 
@@ -239,7 +240,7 @@ class Profile(Level):
                 f"levels.{self.level}: given, but {self.level} is the profile's own level, expected another"
             )
         if self.levels and self.level is None:
-            problems.append(f"level: missing, expected a name such as {BOUNDS[0]}, as levels are given")
+            problems.append(f"level: missing, expected a name such as {BOUNDS[0]}, because levels are given")
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -263,13 +264,13 @@ class Profile(Level):
         return EXACT, *(name for name in BOUNDS if name in names), *(name for name in names if name not in BOUNDS)
 
     def at_level(self, name: str) -> "Profile":
-        """Return the profile with another of its levels as its own.
+        """Return a profile whose only level is one of this profile's levels.
 
         Args:
             name: One of ``level_names``. At ``exact`` every head is dense.
 
         Returns:
-            A profile that has this level only.
+            The profile.
 
         Raises:
             ValueError: There is no such level.
@@ -289,7 +290,7 @@ class Profile(Level):
 
         Raises:
             ConfigurationError: The profile was made for another model, names layers or heads that the model does not
-                have, or uses a method in a way in which it has no effect.
+                have, or uses a method where it has no effect.
         """
         if self.model is not None and (names := self.model.differences(shape)):
             raise ConfigurationError(
@@ -393,7 +394,7 @@ def name_of_profile(name_or_path: str) -> str:
 
 
 def _most_common(methods: Sequence[Method]) -> Method:
-    """The most common method; the first of several that are equally common."""
+    """Return the most common method; the first of several that are equally common."""
     return Counter(methods).most_common(1)[0][0]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON Schema of profiles, with which editors complete and check them.
+"""The JSON Schema of profiles, for completion and checks in editors.
 
-Every valid profile fits the schema. The reverse does not hold: that layers and heads exist in the model, that ranges do
-not overlap, and that a method accepts its values is checked by ``sparse-prefill profile check``.
+Every valid profile fits the schema. The reverse does not hold: only ``sparse-prefill profile check`` checks that layers
+and heads exist in the model, that ranges do not overlap, and that a method accepts its values.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def profile_schema() -> dict[str, Any]:
-    """Build the JSON Schema of a profile, be it written in YAML or JSON.
+    """Build the JSON Schema of a profile written in YAML or JSON.
 
     Returns:
         The schema as plain values.

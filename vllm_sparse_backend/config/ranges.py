@@ -69,13 +69,13 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def _disjoint(mapping: object) -> object:
-    """Refuse a number that two keys of a mapping contain. This runs before the keys are parsed, as equal keys merge."""
+    """Refuse a number that two keys of a mapping contain. This runs before parsing, because equal keys merge."""
     owners: dict[int, object] = {}
     for key in mapping if isinstance(mapping, Mapping) else ():
         try:
             numbers = parse_ranges(key)
         except ValueError:
-            continue  # validation of the key itself reports it, with its place
+            continue  # validation of the key reports it, with its place
         for number in numbers:
             if owners.setdefault(number, key) is not key:
                 raise ValueError(f"given {number} in both {owners[number]!r} and {key!r}, expected it once")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levels that a request may choose: exact attention, the server's own level, another of its profile, or a share p.
+"""Levels that a request may choose: exact, the server's own level, another level of its profile, or a share p.
 
-The choice is in the request's ``vllm_xargs`` under ``sparse_prefill``. The front process checks it and leaves a mark in
-the request's sampling parameters, which the engine's core (for the hashes of cached blocks) and every worker read.
+The choice is in the request's ``vllm_xargs`` under ``sparse_prefill``. The front process checks it and puts a mark into
+the request's sampling parameters. The engine's core (for the hashes of cached blocks) and every worker read the mark.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ from vllm_sparse_kernels.methods.base import Method
 
 FIELD = "sparse_prefill"
 REPORT = "sparse_prefill_report"
-"""Key next to it: true asks how the request was prefilled."""
+"""Key next to it: true asks for a report on how the request was prefilled."""
 MARK = "sparse_prefill_mark"
-"""Key of the mark. The front process overwrites any value that a client sends there."""
+"""Key of the mark. A value that a client sends there is overwritten."""
 
 
 class RequestLevel(NamedTuple):
-    """The level of one request, as the front process has checked it. No client can send a value of this type."""
+    """The level of one request, checked by the front process. No client can send a value of this type."""
 
     name: str = DEFAULT
-    """As plans and counters name it; ``p`` for all requests that give a p."""
+    """Name of the level in plans and counters; ``p`` for all requests that set p."""
     kept_mass: float | None = None
-    """p of the request's ``top_p`` heads, between 0 and 1; None: that of the plan."""
+    """p of the request's ``top_p`` heads, between 0 and 1; None for the plan's p."""
 
     def __str__(self) -> str:
         """Format the level for logs: its name, or ``p`` with its value."""
@@ -44,7 +44,7 @@ SERVER_LEVEL = RequestLevel()
 
 
 def refuse_typos(where: str, keys: Iterable[object]) -> None:
-    """Refuse keys that look like this project's and are not: they must not be ignored.
+    """Refuse keys that look like typos of this project's keys, so that they are not silently ignored.
 
     Args:
         where: The field that holds the keys, for the error message.
@@ -87,8 +87,8 @@ class Salt:
     """Part of the hashes of a request's cached blocks that separates levels from each other.
 
     Attributes:
-        text: Text that goes into the hash of the block that holds position ``exact_tokens``, and thereby into the
-            hashes of all later blocks.
+        text: Text that enters the hash of the block that holds position ``exact_tokens``, and thus the hashes of all
+            later blocks.
         exact_tokens: Number of leading positions that are dense at all levels.
     """
 
@@ -112,9 +112,10 @@ class Salt:
 
 @dataclass(frozen=True)
 class Mark:
-    """The level of a request, as the front process passes it to core and workers.
+    """The level of a request, which the front process passes to the core and the workers.
 
-    It is made once, where vLLM turns the request into an engine request.
+    It is created once: where vLLM turns the request into an engine request or, if the front process is not in Python,
+    where the engine core accepts the request.
 
     Attributes:
         level: Name of the level.
@@ -135,7 +136,7 @@ class Mark:
     def read(extra_args: object) -> "Mark | None":
         """Parse the mark in a request's ``extra_args``.
 
-        This runs in the scheduler's loop, where an exception would end the engine. It therefore raises nothing.
+        This never raises, because it runs in the scheduler's loop, where an exception would end the engine.
 
         Args:
             extra_args: The field of the request's sampling parameters.
@@ -149,9 +150,10 @@ class Mark:
         if not isinstance(data, (list, tuple)) or len(data) != 4:
             return None
         level, kept_mass, text, exact_tokens = data
-        if type(level) is not str or not level:
+        if type(level) is not bytes or not level:
             return None
-        # p belongs to requests of the level ``p``, and to no others.
+        level = level.decode(errors="replace")
+        # Only requests of the level ``p`` have a p.
         if (level == SHARE) != (kept_mass is not None):
             return None
         if kept_mass is not None and not (type(kept_mass) is float and 0 < kept_mass < 1):
@@ -162,23 +164,22 @@ class Mark:
             return None
         return Mark(level, kept_mass, Salt(text, exact_tokens))
 
-    def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         """Put the mark into ``extra_args``, in place of the request's choice and of any mark that a client sent.
 
-        The mark consists of plain values, which all of vLLM's serialisers support. A request of the server's level with
-        vLLM's own hashes needs none.
+        The mark consists of plain values, which all of vLLM's serialisers support. The level's name is bytes: clients
+        send JSON, which has no bytes, so no client can send a mark through any front process. A request of the
+        server's level with vLLM's own hashes needs no mark.
 
         Args:
             extra_args: The field of the request's sampling parameters.
 
         Returns:
-            A copy with the mark; None if it is empty.
+            A copy with the mark.
         """
         others = {key: value for key, value in (extra_args or {}).items() if key not in (FIELD, MARK)}
-        if self.request_level == SERVER_LEVEL and self.salt is None:
-            return others or None
         text, exact_tokens = (None, 0) if self.salt is None else (self.salt.text, self.salt.exact_tokens)
-        return {**others, MARK: [self.level, self.kept_mass, text, exact_tokens]}
+        return {**others, MARK: [self.level.encode(), self.kept_mass, text, exact_tokens]}
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,11 @@ class Choices:
         server_level: Name of the server's own level, if its profile names it.
         exact_tokens: Number of leading positions of every row that are dense at all levels; None if no row ever goes
             sparse.
-        salts: Text of the salt by level; a level without one has vLLM's own hashes.
+        salts: Text of the salt by level; a level without a salt has vLLM's own hashes.
         refusal: Why requests cannot choose a level on this server; None if they can.
         has_shares: Whether some head selects by attention mass, so that requests may set its p.
         default: Level of requests that do not choose one.
-        models: The same by served name, for requests that give it as their model.
+        models: Default level by served model name, for requests with that model.
         allowed: Levels that requests may choose in addition to their default; None for all.
     """
 
@@ -234,7 +235,7 @@ class Choices:
         return DEFAULT if name in (ON, self.server_level) else name
 
     def level_of(self, vllm_xargs: Mapping[str, Any] | None) -> RequestLevel:
-        """Return the level of a request, after a check of all its keys.
+        """Check all keys of a request, and return its level.
 
         Args:
             vllm_xargs: The request's ``vllm_xargs``.
@@ -283,8 +284,8 @@ class Choices:
             return level
         why = self.refusal
         if why is None:
-            why = f"this server's settings (requests.allow) let the request have {self.offers(unasked)}"
-        raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; leave it out")
+            why = f"this server's settings (requests.allow) permit only {self.offers(unasked)}"
+        raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; remove it")
 
     def named_by(self, value: object, unasked: str = DEFAULT) -> RequestLevel:
         """Return the level that a value names, whether the request may have it or not.
@@ -306,7 +307,7 @@ class Choices:
         if isinstance(value, float) and 0 < value < 1:
             if self.has_shares:
                 return RequestLevel(SHARE, value)
-            why = "no head of this server's plan chooses by mass (top_p), so that there is no p to set"
+            why = "no head of this server's plan selects by attention mass (top_p), so there is no p to set"
             expected = f"expected one of {self.offers(unasked)}"
             raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; {expected}")
         raise ValueError(f"vllm_xargs {FIELD}: {unexpected(value, f'one of {self.offers(unasked)}')}")
@@ -337,12 +338,12 @@ class Choices:
         Returns:
             The default levels, and the levels that requests may choose.
         """
-        models = "".join(f", as model {model} {_shown(level)}" for model, level in self.models.items())
-        allowed = "all" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "nothing else"
-        return f"{_shown(self.default)} unasked{models}; {allowed} on request"
+        models = "".join(f", for model {model} {_shown(level)}" for model, level in self.models.items())
+        allowed = "all levels" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "none"
+        return f"default {_shown(self.default)}{models}; on request {allowed}"
 
     def offers(self, unasked: str) -> str:
-        """List the values that a request may give, none of which is refused.
+        """List the values that a request may give.
 
         Args:
             unasked: The level that the request would get without a choice.
@@ -374,12 +375,12 @@ def _shown(level: str) -> str:
 def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
     """Hash the settings that decide which keys and values are written past the exact positions.
 
-    These are each layer's and head's method, the lengths from which rows go sparse, and the version of the package,
-    because another version may keep other keys with the same settings.
+    These settings are the method of each layer and head, the lengths from which rows go sparse, and the version of the
+    package, because another version may keep other keys with the same settings.
 
     Args:
         plan: The plan of the whole model at one level.
-        numbers: Numbers that ``auto`` stands for on the server's device (``Plan.numbers``); None if nothing is
+        numbers: Values of ``auto`` on the server's device (``Plan.numbers``); None if nothing is
             ``auto``.
 
     Returns:
@@ -398,7 +399,7 @@ def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
 
 
 def _heads_of(groups: LayerPlan) -> list[dict[str, Any]]:
-    """The method of each head, in their order, by its name and all fields: a merged method shows those of no head."""
+    """Return each head's method by name and fields. A merged method would hide the fields of single heads."""
     return [_canonical(method) for method in methods_by_head(groups)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Resolved``: all settings of a process, resolved once at its start and passed on."""
+"""``Resolved``: all settings of a process, resolved once at its start and then passed on as a value."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Numbers = dict[str, dict[str, list[int | None]]]
 
 
 def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
-    """Return the device that ``auto`` was looked up for where the server started.
+    """Return the device for which the server resolved ``auto`` where it started.
 
     Args:
         additional_config: vLLM's ``additional_config``.
@@ -33,9 +33,9 @@ def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
 
 
 def with_carried(additional_config: Mapping[str, Any] | None, documents: Documents, device: str) -> dict[str, Any]:
-    """Add the texts of all files, and the device to look ``auto`` up for, to vLLM's configuration.
+    """Add the texts of all files, and the device for which ``auto`` is resolved, to vLLM's configuration.
 
-    A process that gets the result reads no file and asks for no device.
+    A process that gets the result reads no file and does not query the device.
 
     Args:
         additional_config: vLLM's ``additional_config``.
@@ -50,16 +50,16 @@ def with_carried(additional_config: Mapping[str, Any] | None, documents: Documen
 
 @dataclass(frozen=True)
 class Resolved:
-    """The configuration with everything that follows from it.
+    """The configuration with all values that follow from it.
 
     Attributes:
         config: The configuration.
         documents: Texts of the files that it names.
-        plans: The plan of each level, the server's own first. If some head lets requests set p, requests with a p are
-            a level too.
+        plans: The plan of each level, the server's own first. If some head lets requests set p, requests with a p form
+            a level as well.
         table: The table of measured crossovers.
         thresholds_by_engine: The lengths from which rows of each level go sparse with each attention engine.
-        device: Name of the device that ``auto`` is looked up for, as the table has it: the one on which the server
+        device: Name, as in the table, of the device for which ``auto`` is resolved: the one on which the server
             started.
         pools: Whether requests are for embeddings, scores or classes.
     """
@@ -73,7 +73,7 @@ class Resolved:
     pools: bool = False
 
     @staticmethod
-    def of(
+    def from_additional_config(
         additional_config: Mapping[str, Any] | None, shape: ModelShape, device: str, tp_rank: int = 0, tp_size: int = 1,
         pools: bool = False,
     ) -> "Resolved":  # fmt: skip
@@ -99,7 +99,7 @@ class Resolved:
         read = Documents.carried(additional_config or {}, config) or Documents.read(config, shape)
         plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
         if plans[DEFAULT].has_shares:
-            plans[SHARE] = plans[DEFAULT]  # but for p, which each row has of its own
+            plans[SHARE] = plans[DEFAULT]  # except for p, which each row sets
         table = read.parse_crossover()
         thresholds_by_engine = {
             level: {
@@ -111,7 +111,7 @@ class Resolved:
         return Resolved(config, read, plans, table, thresholds_by_engine, device, pools)
 
     def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Add all that other processes need to resolve vLLM's configuration to the same settings.
+        """Add to vLLM's configuration what other processes need to resolve it to the same settings.
 
         Args:
             additional_config: vLLM's ``additional_config``.
@@ -130,7 +130,7 @@ class Resolved:
     def is_dense(self) -> bool:
         """Whether every row runs dense: the default of servers of pooling models.
 
-        Their results are compared with stored ones, and small errors of an embedding go unnoticed.
+        Embeddings and scores are compared with stored ones, and their small errors go unnoticed.
         """
         return self.pools and self.config.requests.default in (None, EXACT)
 
@@ -146,8 +146,13 @@ class Resolved:
         return layer_by_level(self.plans.values(), number)
 
     @property
+    def reads_prompt_length(self) -> bool:
+        """Whether the method of some head, at some level, depends on the length of a row's prompt."""
+        return any(method.reads_prompt_length for plan in self.plans.values() for method in plan.methods)
+
+    @property
     def uses_auto(self) -> bool:
-        """Whether some plan's numbers depend on the device that they are looked up for."""
+        """Whether some plan's numbers depend on the device, because they are ``auto``."""
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
     def numbers(self) -> Numbers:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings under the key ``sparse_prefill`` of vLLM's ``--additional-config``.
 
-The text under each field is its only description: README.md, docs/guard.md and docs/requests.md show it in tables that
-``python -m benchmarks.settings_tables`` writes.
+The text under each field is its only description: ``python -m benchmarks.settings_tables`` writes it into the tables of
+README.md, docs/settings.md, docs/guard.md and docs/requests.md.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from vllm_sparse_kernels.methods.base import Method
 class GuardConfig(Section):
     """Settings of the online guard, which compares sparse layers with dense attention (docs/guard.md).
 
-    An error is that of one layer's output for up to 128 queries: ‖O − Õ‖₂ / ‖O‖₂ over the layer's heads on one rank.
+    An error is ‖O − Õ‖₂ / ‖O‖₂ of one layer's output for up to 128 queries, over its heads on one rank.
     """
 
     rate: Annotated[StrictFloat, Field(ge=1e-6, le=1)] = 0.1
@@ -60,7 +60,7 @@ def _to_level(value: object) -> object:
 
 
 def _without_duplicates(layers: object) -> object:
-    """Allow a list of layers to name a layer twice."""
+    """Remove duplicates from a list of layers."""
     if isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers):
         return sorted(set(layers))
     return layers
@@ -71,7 +71,7 @@ LevelChoice = Annotated[StrictStr, BeforeValidator(_to_level)]
 
 
 class RequestsConfig(Section):
-    """Which level requests get, and which levels they may choose (docs/requests.md)."""
+    """The default level of requests, and the levels that they may choose (docs/requests.md)."""
 
     default: LevelChoice | None = None
     """Level of requests that do not choose one: `exact`, `on` (the server's method or profile) or the name of a level.
@@ -179,8 +179,7 @@ def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillCon
         The checked settings.
 
     Raises:
-        ConfigurationError: A value is wrong, or a setting stands in the wrong place; the message names every wrong
-            field.
+        ConfigurationError: A value is wrong, or a setting is in the wrong place; the message names every wrong field.
     """
     if additional_config is None:
         additional_config = {}
@@ -197,7 +196,7 @@ def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillCon
 
 
 def _refuse_misplaced_keys(additional_config: Mapping[str, Any]) -> None:
-    """Refuse settings next to the key, and a misspelt key: vLLM ignores unknown keys, so nobody else would."""
+    """Refuse settings next to the key, and a misspelt key. vLLM would ignore both."""
     for key in map(str, additional_config):
         if key in SparsePrefillConfig.model_fields:
             raise ConfigurationError(f"{OPTION}: given key {key!r} at the top level, expected it under {KEY!r}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that a configuration names, read once where the server starts.
+"""The files that a configuration names. The server reads them once, where it starts.
 
-Their texts travel to the server's other processes inside vLLM's ``additional_config``. Later changes to a file, and its
-absence on another node, therefore have no effect.
+Their texts travel to the server's other processes inside vLLM's ``additional_config``. A file that changes later, or
+that is missing on another node, therefore has no effect.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ class Documents:
         if config.profile != auto_profile.AUTO:
             path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
             return Documents(settings, f"profile {config.profile}", read_text(path), str(path), crossover)
-        choice = auto_profile.choose(shape)
+        choice = auto_profile.choose_profile(shape)
         if choice.name is None:
             source = f"method {config.method} (profile auto: {choice.why})"
             return Documents(settings, source, crossover=crossover)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML for files that users write: nothing is executed, a duplicate key is an error, and 1e-3 is a number."""
+"""A YAML reader for users' files: it executes nothing, refuses duplicate keys, and reads 1e-3 as a number."""
 
 import errno
 import os
@@ -17,13 +17,13 @@ MAX_BYTES = 4 << 20
 """About ten times the largest useful file: a profile with separate parameters for each head of 80 layers."""
 
 MAX_DEPTH = 32
-"""Deeper nesting is refused before anything is built from it, because it could overflow the stack."""
+"""Maximum depth. Deeper nesting could overflow the stack, so it is refused before the values are built."""
 TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
 # YAML 1.1 reads 1e-3, which has no point, as a text. YAML 1.2 and users read it as a number.
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
 
-# The parser of libyaml is ten times as fast, where PyYAML was built with it.
+# libyaml's parser is ten times as fast, if PyYAML was built with it.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -57,13 +57,13 @@ def file_at(path: str) -> Path | None:
 
 
 def why_no_file(path: str) -> str:
-    """Say why ``file_at`` finds no file at a path.
+    """Explain why ``file_at`` finds no file at a path.
 
     Args:
         path: A path, which may start with ``~``.
 
     Returns:
-        ``no such file``, or what is there instead.
+        ``no such file``, or the kind of the path that exists.
     """
     try:
         file = Path(path).expanduser()
@@ -86,12 +86,12 @@ def kind_of_file(path: Path) -> str:
         mode = path.stat().st_mode
     except OSError as error:
         broken = {errno.ELOOP: "a loop of links", errno.ENOENT: "a link to nothing"}
-        return broken.get(error.errno or 0, f"not to be opened ({error.strerror})")
+        return broken.get(error.errno or 0, f"not readable ({error.strerror})")
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-# Errors show the kind of a file's content, not the content: any file of the machine may have been named.
+# Errors name the kind of a file's content and never quote it, because a user may name any file of the machine.
 _KINDS = {str: "a text", list: "a list", type(None): "nothing"}
 
 
@@ -128,7 +128,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
     if len(content) > MAX_BYTES:
-        raise ConfigurationError(f"{path}: given more than {MAX_BYTES} bytes, expected at most that")
+        raise ConfigurationError(f"{path}: given more than {MAX_BYTES} bytes, expected at most {MAX_BYTES}")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -146,8 +146,8 @@ def parse(text: str, source: str) -> dict[Any, Any]:
         The mapping.
 
     Raises:
-        ConfigurationError: The text is not YAML, has duplicate keys or aliases, is nested too deeply, or holds
-            something else than a mapping. The message names ``source``, line and column.
+        ConfigurationError: The text is not YAML, has duplicate keys or aliases, is nested too deeply, or does not hold
+            a mapping. The message names ``source``, line and column.
     """
     try:
         _refuse_depth(text)
@@ -155,7 +155,7 @@ def parse(text: str, source: str) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        # The scanner of libyaml bounds the depth too, and reads ahead: it may get there before `_refuse_depth`.
+        # libyaml's scanner also limits the depth. It reads ahead, so it may fail before `_refuse_depth` does.
         problem = TOO_DEEP if "nesting depth" in str(error.problem) else error.problem or error.context
         raise ConfigurationError(f"{source}: {place}{problem}") from None
     except (yaml.YAMLError, ValueError) as error:  # a ValueError comes from an invalid date or number
@@ -182,7 +182,7 @@ def dump(data: dict[str, Any]) -> str:
 
 
 def _refuse_depth(text: str) -> None:
-    """Raise ``MarkedYAMLError`` at deep nesting, or at an alias, which could expand a small file to a huge value."""
+    """Raise ``MarkedYAMLError`` for deep nesting, and for aliases, which could expand a small file to a huge value."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

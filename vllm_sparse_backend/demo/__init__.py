@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo, and its parts that server tests share: a small model and its questions."""
+"""The demo, with a small model and questions that the server tests use as well."""

@@ -11,7 +11,7 @@ from vllm_sparse_backend.evaluation.prompt_texts import prose
 
 NUM_FACTS = 12
 ASKED = (5, 9)
-"""Facts that are asked for, by their order in the text; all lie after the demo's dense first tokens."""
+"""Numbers, in text order, of the facts in the questions. All lie after the demo's dense first tokens."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Question:
     text: str
     name: str
     question: str
-    """The question without its answer, as a user asks at the text's end."""
+    """The question without its answer, for the end of the text."""
     value: str
 
     def is_answered_by(self, answer: str | None) -> bool:
@@ -31,14 +31,14 @@ class Question:
 def make_questions(count_tokens: Callable[[str], int], tokens: int) -> list[Question]:
     """Return a question for each fact of ASKED, about one text of at least ``tokens`` tokens by ``count_tokens``.
 
-    The text is little longer than that, and has equally many lines between any two facts.
+    The text is only a little longer, and has the same number of lines between any two neighbouring facts.
     """
     rng = random.Random(0)
     names = rng.sample(NAMES, NUM_FACTS)
     values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), NUM_FACTS)]
     templates = Templates()
     facts = [templates.fact.replace("{name}", name).replace("{value}", value) for name, value in zip(names, values)]
-    lines = prose(tokens, 0).splitlines()  # a word is a token at least
+    lines = prose(tokens, 0).splitlines()  # a word has at least one token
     num_lines = bisect_left(range(len(lines)), tokens, 1, key=lambda n: count_tokens(_strewn(lines[:n], facts)))
     text = _strewn(lines[:num_lines], facts)
     asks = templates.question[: templates.question.index(" Answer:")]

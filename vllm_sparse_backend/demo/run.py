@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: stock vLLM and this backend, served on loopback and asked about a long text; tables show what ran sparse.
+"""The demo: asks stock vLLM and this backend, both on loopback, about a long text, and shows the sparse work in tables.
 
-Only the server's /metrics show what ran sparse; the demo fails if they show no sparse prefill, or if the bundled model
-answers wrong.
+The tables come from the server's /metrics. The demo fails if these show no sparse prefill, or if the bundled model's
+answer is wrong.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
 from vllm_sparse_backend.demo.question import make_questions
-from vllm_sparse_backend.evaluation.metrics_scrape import Report, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_kernels.methods import METHODS
@@ -34,14 +34,14 @@ class DemoError(BenchError):
 
 
 def run_demo(model: Path | None, method: str, console: Console) -> None:
-    """Run the demo; raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails.
+    """Run the demo. Raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails.
 
-    The bundled model also runs on stock vLLM and must be right. A model of the user's runs on this backend only, as
-    starting it twice may take long, and its answers are not judged.
+    The bundled model also runs on stock vLLM, and its answers must be right. A user's model runs only on this backend,
+    because starting it twice may take long, and its answers are not checked.
     """
     known, chosen = model is None, model or BUNDLED
     length = ("--max-model-len", str(_max_model_len(chosen)))
-    settings = settings_of(method, bundled=known)
+    settings = demo_settings(method, bundled=known)
     right = []
     if "dense_layers" in settings:
         console.print(
@@ -52,17 +52,19 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
             right += _ask(stock, console)
     with _started("sparse-prefill", Server(chosen, (*sparse_args(settings), *length)), console) as server:
         right += _ask(server, console)
-        report = parse(server.get(FRESH_METRICS_PATH))
+        report = parse_metrics(server.get(FRESH_METRICS_PATH))
     if report.rows:
         _show(report, console)
     if problem := report.problem():
-        raise DemoError(f"The server answered, but its /metrics show no sparse prefill: {problem}.")
+        raise DemoError(f"The server answered, but its /metrics shows no sparse prefill: {problem}.")
     if known and not all(right):
-        raise DemoError("An answer is wrong: expected this model to find the facts.")
+        raise DemoError(
+            "An answer is wrong; this model should find the facts. Please report this with the output above."
+        )
 
 
-def settings_of(method: str, *, bundled: bool) -> dict[str, Any]:
-    """Return the server's settings for the bundled model (``bundled``) or another."""
+def demo_settings(method: str, *, bundled: bool) -> dict[str, Any]:
+    """Return the server's settings for the bundled model (``bundled``) or another model."""
     dense = {"dense_layers": [FINDING_LAYER]} if bundled and method in CANNOT_FIND else {}
     params = dict(METHODS[method].demo)
     return {"method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": params, **dense}
@@ -83,12 +85,12 @@ def _max_model_len(model: Path) -> int:
     longest = read_config(model).get("max_position_embeddings") or MAX_MODEL_LEN
     needed = PROMPT_TOKENS + 512
     if longest < needed:
-        raise DemoError(f"{model}: max_position_embeddings is {longest}, and the demo's prompts need {needed}.")
+        raise DemoError(f"{model}: max_position_embeddings is {longest}, but the demo's prompts need {needed}.")
     return min(longest, MAX_MODEL_LEN)
 
 
 def _ask(server: Server, console: Console) -> list[bool]:
-    """Ask for two facts of one text by chat; return whether each answer is right."""
+    """Ask for two facts of one text by chat, and return whether each answer is right."""
 
     def count_tokens(text: str) -> int:
         return server.post("/tokenize", {"model": server.model, "prompt": text})["count"]
@@ -101,7 +103,7 @@ def _ask(server: Server, console: Console) -> list[bool]:
             answer = server.post("/v1/chat/completions", {"model": server.model, **body})
         said, usage = answer["choices"][0]["message"]["content"], answer["usage"]
         if usage["prompt_tokens"] < PROMPT_TOKENS or not usage["completion_tokens"]:
-            raise DemoError(f"It used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
+            raise DemoError(f"The request used {usage}, expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
         took, is_right = time.monotonic() - began, question.is_answered_by(said)
         tokens = f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} answered in {took:.1f} s"
         verdict = "[green]right[/]" if is_right else f"[red]wrong[/], it is {question.value}"
@@ -111,7 +113,7 @@ def _ask(server: Server, console: Console) -> list[bool]:
     return right
 
 
-def _show(report: Report, console: Console) -> None:
+def _show(report: MetricsReport, console: Console) -> None:
     rows = [{"path": path, "reason": why, "rows": count} for (path, why), count in sorted(report.rows.items())]
     console.print(table_of("Rows (requests in a step) by path", {n: n for n in rows[0]}, rows))
     attention = ", ".join(f"{count} layers by {name}" for name, count in sorted(report.attention.items()))
@@ -119,5 +121,5 @@ def _show(report: Report, console: Console) -> None:
     layers = [
         {"layer": layer, **vars(counts), "density": counts.density} for layer, counts in sorted(report.layers.items())
     ]
-    title = f"What the sparse rows computed (attention: {attention})"
+    title = f"Pairs computed by sparse rows (attention: {attention})"
     console.print(table_of(title, columns | {"density": "density"}, layers))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill bench`: what sparse prefill costs and saves on this machine, beside what vLLM does without it.
+"""`sparse-prefill bench` and `eval`: speed and accuracy of sparse prefill on this machine, compared with stock vLLM.
 
-Nothing here imports vLLM but for its FlashAttention, and that only when something is timed.
+Nothing here imports vLLM, except its FlashAttention, and only for timing.
 """

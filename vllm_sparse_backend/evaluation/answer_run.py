@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`eval answers`: the same prompts for several servers, which are started one after the other or already running."""
+"""`eval answers`: sends the same prompts to several servers, started one after the other or already running."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.evaluation.answers import Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
-from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse
-from vllm_sparse_backend.evaluation.prompt_texts import prose, read_text
+from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
+from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 Case = dict[str, Any]
@@ -33,7 +33,7 @@ SEED = 0
 """Seed of facts and their places."""
 
 FACT_TOKENS = 120
-"""Tokens of a prompt for each fact, at least: statement and question take about 50, and lines fill at most half."""
+"""Minimum tokens of a prompt per fact: statement and question take about 50, and lines fill at most half."""
 
 COLUMNS = {
     "label": "server",
@@ -66,13 +66,13 @@ class AnswerWorkload:
 
     @staticmethod
     def from_text(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "AnswerWorkload":
-        # Eight characters are more than a token has on average, and what is read is tokenised by the server.
-        """Return the workload over a text file or folder, or over made prose if ``text`` is None."""
-        read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
+        # A token has fewer than eight characters on average. The server tokenises the whole text.
+        """Return the workload over a text file or folder, or over generated prose if ``text`` is None."""
+        read = None if text is None else read_prompt_text(text, 8 * max(lengths) * max(4, count))
         return AnswerWorkload(tuple(dict.fromkeys(lengths)), count, facts, read)
 
     def require_room(self) -> None:
-        """Raise BenchError where a length cannot hold the facts, before a server starts."""
+        """Raise BenchError before a server starts if a length is too short for the facts."""
         if self.facts > (most := min(self.lengths) // FACT_TOKENS):
             raise BenchError(
                 f"--facts: given {self.facts}, expected at most {most} in a prompt of {min(self.lengths):,} tokens"
@@ -84,7 +84,7 @@ class AnswerWorkload:
 
     @cached_property
     def source(self) -> str:
-        """The text; made prose has at least one token a word, enough for stretches that begin apart."""
+        """The text. Generated prose has at least one token per word, enough for separate stretches."""
         words = max(2 * self.longest, self.longest + 16 * self.count)
         return self.text if self.text is not None else prose(words, SEED)
 
@@ -99,7 +99,7 @@ class AnswerWorkload:
         return list(product(self.lengths, range(self.count)))
 
     def make(self, endpoint: Endpoint) -> bool:
-        """Build the prompts with the first server's tokenizer; return whether this server's tokenizer agrees."""
+        """Build the prompts with the first server's tokenizer, and return whether this server's tokenizer agrees."""
         sample = endpoint.tokenize(self.source[:2000], special=True)
         if not self.made:
             self.made.update(self.build_prompts(endpoint))
@@ -107,7 +107,7 @@ class AnswerWorkload:
         return sample == self.tokens
 
     def ask(self, endpoint: Endpoint, prompt_key: PromptKey) -> Case:
-        """Send one prompt and return its case; a failed or incomplete request has an ``error`` and no answers."""
+        """Send one prompt, and return its case. A failed or incomplete request has an ``error`` and no answers."""
         prompt = self.made[prompt_key]
         case: Case = {"sha256": prompt.sha256, "error": None}
         began = time.perf_counter()
@@ -123,7 +123,7 @@ class AnswerWorkload:
         return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
 
     def build_prompts(self, endpoint: Endpoint) -> dict[PromptKey, Prompt]:
-        """Build all prompts, each from a stretch of the text that begins elsewhere."""
+        """Build all prompts, each from a different stretch of the text."""
         text_ids = endpoint.tokenize(self.source)
         begin_ids = endpoint.first_tokens()
         # Stretches begin in different places, so that no two prompts of a length begin alike.
@@ -144,7 +144,7 @@ class AnswerWorkload:
 
 
 def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
-    """Take over an earlier run's cases, except failed requests. Raises BenchError if the file is another run's."""
+    """Add an earlier run's cases, except failed requests. Raises BenchError if the file belongs to another run."""
     if path is None or not path.exists():
         return
     try:
@@ -154,11 +154,11 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{path}: not a file of `eval {report.bench}`: {error!r}") from None
     if keys - {key}:
-        raise BenchError(f"{path}: holds answers to other prompts, or of other servers: name another file for these")
+        raise BenchError(f"{path}: holds answers to other prompts, or of other servers; name another file with --json")
     for contestant in contestants:
         if (what := held.get(contestant.label, contestant.what)) != contestant.what:
             raise BenchError(
-                f"{path}: holds {contestant.label} as {what}, now it is {contestant.what}: name another file"
+                f"{path}: holds {contestant.label} as {what}, now it is {contestant.what}; name another file"
             )
     report.cases.extend(case for case in cases if not case.get("error"))
 
@@ -169,7 +169,7 @@ def missing_requests(
     """Return, by label, the prompts that a report lacks. Raises BenchError if two servers share a label."""
     if len({contestant.label for contestant in contestants}) < len(contestants):
         raise BenchError(
-            f"labels {', '.join(contestant.label for contestant in contestants)}: expected each of them once"
+            f"labels {', '.join(contestant.label for contestant in contestants)}, expected each label only once"
         )
     there = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
     return {
@@ -186,10 +186,10 @@ def ask_all(
     waiting = [contestant for contestant in contestants if todo[contestant.label]]
     for _, group in groupby(waiting, key=lambda contestant: contestant.open):
         with opened(levels := list(group)) as endpoints:
-            # Prompts are made with the first server that is ready, and the same for all.
+            # The first server that is ready makes the prompts for all servers.
             if not workload.make(endpoints[0]):
-                whose = "its tokenizer is another than the first server's"
-                raise BenchError(f"{levels[0].label}: {whose}: prompts would differ")
+                whose = "its tokenizer differs from the first server's"
+                raise BenchError(f"{levels[0].label}: {whose}, so prompts would differ")
             for contestant, endpoint in zip(levels, endpoints, strict=True):
                 base = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
                 for case in _ask_server(endpoint, workload, todo[contestant.label], concurrency):
@@ -199,18 +199,18 @@ def ask_all(
 def _ask_server(
     endpoint: Endpoint, workload: AnswerWorkload, todo: Sequence[PromptKey], concurrency: int
 ) -> Iterator[Case]:
-    """Yield a case for each prompt, then one for the density over all of them and the reasons of dense rows."""
+    """Yield a case for each prompt, and then one with the density over all prompts and the reasons for dense rows."""
     before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
         for prompt_key, case in zip(todo, pool.map(lambda prompt_key: workload.ask(endpoint, prompt_key), todo)):
             yield {"part": "prompt", "tokens": prompt_key[0], "prompt": prompt_key[1], **case}
     finally:
-        # On interruption, do not wait for prompts that take minutes: they end with the server.
+        # After an interruption, do not wait for prompts that take minutes. They end with the server.
         pool.shutdown(wait=False, cancel_futures=True)
     after = endpoint.metrics()
     if PREFIX in before and PREFIX in after:  # it counts pairs
-        now, then = parse(after), parse(before)
+        now, then = parse_metrics(after), parse_metrics(before)
         dense = {reason: count for (path, reason), count in (now.rows - then.rows).items() if path == "dense"}
         figures = (now.pairs - then.pairs).figures
         yield {"part": "density", "tokens": None, "prompt": None, **figures, "dense_rows": dense}
@@ -223,8 +223,8 @@ def densities(cases: Sequence[Case]) -> dict[str, float | None]:
     return {label: Pairs.of_cases(case for case in counted if case["label"] == label).density for label in labels}
 
 
-def failures(cases: Sequence[Case]) -> list[str]:
-    """Return a line for each failed request, and for each server of this backend that ran nothing sparse."""
+def failure_lines(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each failed request, and for each server of this backend without sparse prefill."""
     prompt_cases = [case for case in cases if case["part"] == "prompt"]
     lines = [
         f"failed, and not counted: {case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: "
@@ -239,13 +239,13 @@ def failures(cases: Sequence[Case]) -> list[str]:
 
 
 def _why_dense(cases: Sequence[Case]) -> str:
-    """Explain why a server ran nothing sparse: by the reasons it counted, or by failed requests."""
+    """Explain why a server ran nothing sparse: the reasons that it counted, or failed requests."""
     rows = sum((Counter(case["dense_rows"]) for case in cases if case["part"] == "density"), Counter[str]())
     if rows:
         explained = {fallback.value: fallback.explain for fallback in Fallback}
         return "; ".join(f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items())
     failed = all(case["error"] for case in cases if case["part"] == "prompt")
-    return "all of its requests failed" if failed else "the server's log says why"
+    return "all of its requests failed" if failed else "see the server's log"
 
 
 def describe_case(case: Case) -> str:
@@ -256,12 +256,12 @@ def describe_case(case: Case) -> str:
 
 
 def right_answers(case: Case) -> list[bool]:
-    """Return whether each answer is right: all of its tokens have rank 1."""
+    """Return for each answer whether it is right, which means that all of its tokens have rank 1."""
     return [all(rank == 1 for rank in answer["ranks"]) for answer in case["answers"]]
 
 
 def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> tuple[float | None, float | None]:
-    """Return the change in percent over the prompts that both servers answered, and its standard error."""
+    """Return the change of perplexity in percent over prompts that both servers answered, and its standard error."""
     nats = [
         second[i]["nats"] / second[i]["others"] - case["nats"] / case["others"]
         for i, case in first.items()
@@ -274,7 +274,7 @@ def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> 
 
 
 def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
-    """Return a row for each label and length: right answers, and the ratio to the first label's on shared prompts."""
+    """Return a row for each label and length: right answers, and their ratio to the first label's on shared prompts."""
     prompt_cases = {(c["label"], c["tokens"], c["prompt"]): c for c in cases if c["part"] == "prompt"}
     density = densities(cases)
     rows = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers inside the prompt: questions whose answers the prompt itself holds, judged by the ranks of their tokens.
+"""Answers inside the prompt: questions whose answers are part of the prompt, scored by the ranks of their tokens.
 
-A question at a prompt's end is answered by decoding, which is dense and hides what a sparse prefill lost. Here facts
-are spread over a text, each is asked for and answered later in the text, and all of it is prefilled. A server that
-returns log-probabilities of the prompt's tokens (``prompt_logprobs``, vLLM's addition to OpenAI's interface) gives the
-rank of each token of an answer. The answer is right if all of its tokens have rank 1.
+Decoding answers a question at a prompt's end. It is dense, and therefore hides the losses of a sparse prefill. Here,
+facts are spread over a text, each fact is asked for and answered later in the text, and the whole text is prefilled. A
+server that returns log-probabilities of the prompt's tokens (``prompt_logprobs``, vLLM's addition to OpenAI's API)
+gives the rank of each token of an answer. The answer is right if all of its tokens have rank 1.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ NAMES = [f"{a} {k} {p}" for a in _ADJECTIVES.split() for k in _KINDS.split() for
 
 @dataclass(frozen=True)
 class Templates:
-    """Lines that state a fact, and that ask and answer; ``{name}`` and ``{value}`` (seven digits) are filled in."""
+    """Lines that state a fact, and that ask and answer; ``{name}`` and ``{value}`` (seven digits) are placeholders."""
 
     fact: str = "# The magic number of {name} is {value}."
     question: str = "# Question: what is the magic number of {name}? Answer: {value}."
@@ -41,7 +41,7 @@ class Templates:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question's answer; places count the prompt's tokens from 0."""
+    """A question's answer. Places are token indices in the prompt, from 0."""
 
     name: str
     value: str
@@ -75,9 +75,9 @@ class Line:
 
     @staticmethod
     def of(encode: Encode, template: str, name: str, value: str) -> "Line":
-        """Encode a line and locate the value's tokens: where it differs from the line with every digit changed.
+        """Encode a line, and locate the value's tokens: those that change if every digit changes.
 
-        This works with any tokenizer, whether a token is one digit, three digits, or a space and a digit.
+        This works with any tokenizer: a token may be one digit, three digits, or a space and a digit.
         """
         changed = "".join(str(int(digit) % 9 + 1) for digit in value)
         ids, other = (
@@ -86,7 +86,7 @@ class Line:
         begin = _equal(ids, other)
         end = len(ids) - _equal(ids[begin:][::-1], other[begin:][::-1])
         if begin >= end:
-            raise BenchError(f"the tokenizer gives {value} and {changed} the same tokens: answers cannot be told apart")
+            raise BenchError(f"the tokenizer gives {value} and {changed} the same tokens: answers cannot be scored")
         return Line(ids, begin, end)
 
 
@@ -106,8 +106,8 @@ def build_prompt(
 ) -> Prompt:
     """Build a prompt of ``num_tokens``: ``begin_ids``, then ``text_ids`` with facts and questions inserted.
 
-    Both places of a fact are uniform over the text, the question at the later one. Raises BenchError if the lines do
-    not fit or the text is too short.
+    The two places of a fact are uniformly random in the text, and the question is at the later place. Raises BenchError
+    if the lines do not fit or the text is too short.
     """
     names = rng.sample(NAMES, num_facts)
     values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_facts)]
@@ -119,7 +119,7 @@ def build_prompt(
     if 2 * room < num_tokens:
         raise BenchError(
             f"{num_facts} facts and their questions take {num_tokens - room:,} of a prompt's {num_tokens:,} tokens, "
-            "expected at most half: ask for fewer --facts or longer --lengths"
+            "expected at most half; ask for fewer --facts or longer --lengths"
         )
     if len(text_ids) < room:
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
@@ -139,10 +139,9 @@ def weave(
     threads: Sequence[Sequence[Sequence[int]]],
     cuts: Sequence[Sequence[int]],
 ) -> tuple[list[int], list[list[int]]]:
-    """Insert lines into a text that follows ``begin_ids``; return the tokens and where each line begins.
+    """Insert lines into a text that follows ``begin_ids``, and return the tokens and the place of each line.
 
-    A thread is a sequence of lines; ``cuts`` has, for each line, before how many tokens of the text it goes, in rising
-    order.
+    A thread is a sequence of lines. ``cuts`` has, for each line, the number of the text's tokens before it, ascending.
     """
     placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
     ids, at = list(begin_ids), 0
@@ -159,28 +158,28 @@ def weave(
 @dataclass(frozen=True)
 class Scores:
     ranks: list[list[int]]
-    """Ranks of each answer's tokens; 1 is the likeliest."""
+    """Ranks of each answer's tokens; 1 is the most likely token."""
     nats: float
     others: int
-    """Sum of negative log-probabilities of tokens outside answers, and their number, without the first token."""
+    """Sum of negative log-probabilities of the tokens outside answers, and their number. The first token has none."""
 
 
 def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:
     """Score the answers by a server's ``prompt_logprobs``.
 
-    ``returned``: for each token ``{token id: {"logprob": ..., "rank": ...}}``. Raises RequestError where a token's
-    entry is missing or not a number that a healthy model gives; such a response is not counted at all.
+    ``returned`` has ``{token id: {"logprob": ..., "rank": ...}}`` for each token. Raises RequestError if a token's
+    entry is missing, or has a number that a healthy model does not return. The whole response then does not count.
     """
     token_ids = prompt.token_ids
     if not isinstance(returned, list) or len(returned) != len(token_ids):
         came = len(returned) if isinstance(returned, list) else returned
-        raise RequestError(f"prompt_logprobs: {came!r} came back for a prompt of {len(token_ids)} tokens")
+        raise RequestError(f"prompt_logprobs: given {came!r}, expected {len(token_ids)} entries")
     # The first token has none.
     ranks, logprobs = [0], [0.0]
     for place in range(1, len(token_ids)):
         entry = (returned[place] or {}).get(str(token_ids[place]))
         if entry is None:
-            raise RequestError(f"prompt_logprobs: nothing came back for token {token_ids[place]} at place {place}")
+            raise RequestError(f"prompt_logprobs: no entry for token {token_ids[place]} at place {place}")
         logprob, rank = entry.get("logprob"), entry.get("rank")
         if not isinstance(logprob, int | float) or not -1e5 < logprob <= 1e-3:
             raise RequestError(f"prompt_logprobs: log-probability {logprob} at place {place}")
@@ -209,9 +208,9 @@ class Share:
 
 
 def standard_error(of_prompts: Sequence[Share]) -> float:
-    """Return the standard error of the share over all prompts: the binomial one, or between prompts if larger.
+    """Return the standard error of the share over all prompts: binomial, or between prompts if that is larger.
 
-    Answers of a prompt are not independent: a dropped block of keys loses several of them.
+    Answers of a prompt are not independent: a block of keys that is left out may lose several of them.
     """
     whole = Share(sum(share.right for share in of_prompts), sum(share.total for share in of_prompts))
     if not whole.total:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to time attention on: queries, keys and values of one layer in a paged cache, prefilled in chunks.
+"""Prompts for timing attention: queries, keys and values of one layer in a paged cache, prefilled in chunks.
 
 Random normal data is dense: no method can leave out any of it. In ``planted_prompt`` a share ``DENSITY`` of the keys,
-in runs of ``RUN_TOKENS``, matches the queries of its kv head and has nearly all of the softmax's mass. So the density
-is known, and methods that choose by mass find it.
+in runs of ``RUN_TOKENS``, matches the queries of its kv head and has nearly all of the softmax's mass. The density is
+therefore known, and methods that select by attention mass find it.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from vllm_sparse_kernels.rows import ceil_div
 DENSITY = 0.1
 RUN_TOKENS = 64
 PLANTED = 9.0
-"""Length of the vector that queries and planted keys share; scaled scores rise by about 7 at head_dim 128."""
+"""Length of the vector that queries and planted keys share. It raises scaled scores by about 7 at head_dim 128."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Heads:
 
     @staticmethod
     def of(model: Path | None, page_tokens: int = 128) -> "Heads":
-        """Return the heads of a model's folder; the defaults if it is None."""
+        """Return the heads of the model in a folder; the defaults if ``model`` is None."""
         if model is None:
             return Heads(page_tokens=page_tokens)
         shape = ModelShape.from_folder(model)
@@ -50,29 +50,31 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One layer of a whole prompt, of which chunks are prefilled."""
+class AttentionPrompt:
+    """One layer of a whole prompt, which is prefilled in chunks."""
 
     whole: Batch
 
     def chunk(self, context_len: int, query_len: int) -> Batch:
-        """The step that prefills ``query_len`` tokens after ``context_len`` cached ones."""
+        """Return the step that prefills ``query_len`` tokens after ``context_len`` cached tokens."""
         end, (num_tokens,) = context_len + query_len, self.whole.rows.query_lens
         if end > num_tokens:
-            raise BenchError(f"a chunk of {query_len:,} after {context_len:,}: the prompt has {num_tokens:,} tokens")
-        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
+            raise BenchError(
+                f"given a chunk of {query_len:,} after {context_len:,}, expected at most {num_tokens:,} tokens"
+            )
+        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table, (num_tokens,))
         return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
 
 
 def without_nan(batch: Batch) -> Batch:
-    """Replace NaN in unused places of the batch's cache by 0, as FlashAttention multiplies them by 0."""
+    """Replace NaN in unused places of the batch's cache by 0, because FlashAttention multiplies these places by 0."""
     for side in (batch.cache.keys, batch.cache.values):
         side.nan_to_num_()
     return batch
 
 
-def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> Prompt:
-    """Return one layer, equal for equal arguments on the same kind of device; seeds share the same pages."""
+def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> AttentionPrompt:
+    """Return one layer. It is equal for equal arguments on the same kind of device; all seeds use the same pages."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -89,4 +91,4 @@ def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: in
     keys, values = pages.unflatten(0, (-1, page)).flatten(3).split(head_dim, -1)
     table = torch.arange(len(keys), dtype=torch.int32, device=device)[None]
     rows = Rows((0,), (num_tokens,), (0,), table)
-    return Prompt(Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5))
+    return AttentionPrompt(Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of a running vLLM server, on openai's client: prompts of given lengths, and the times of answers' tokens."""
+"""Client of a running vLLM server, based on openai's client: sends prompts, and times the tokens of answers."""
 
 import json
 import os
@@ -22,17 +22,17 @@ from vllm_sparse_backend.evaluation.report import BenchError
 TIMEOUT_S = 1800.0
 HOST_AND_PORT = re.compile(r"[\w.-]+(:\d+)?")
 BURST_S = 1e-3
-"""Tokens within this time arrived together: the time between them is the client's, not the server's."""
+"""Seconds within which tokens count as arrived together: shorter times come from the client, not the server."""
 MOST_CHARS = 200_000
-"""Characters of one request to tokenize at most."""
+"""Maximum number of characters in one request to tokenize."""
 
 
 def server_url(address: str, name: str) -> str:
-    """The address of a server without a path.
+    """Return the address of a server without a path.
 
     Args:
-        address: What an operator typed, with or without ``/v1``.
-        name: What the address belongs to (an option, a label), for the message.
+        address: The operator's text, with or without ``/v1``.
+        name: Option or label of the address, for the message.
 
     Raises:
         BenchError: ``address`` does not begin with http:// or https://.
@@ -45,14 +45,14 @@ def server_url(address: str, name: str) -> str:
 
 
 class RequestError(RuntimeError):
-    """A request got no valid answer; the message says how, and ``status`` is the HTTP status if there was one."""
+    """A request without a valid answer. The message has the reason, and ``status`` the HTTP status, if any."""
 
     status: int | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Times of an answer, in seconds from sending the request. Later vLLM streams several tokens at a time."""
+class TimedAnswer:
+    """Times of an answer, in seconds from sending the request. Later releases of vLLM stream several tokens at once."""
 
     first_token_s: float
     last_token_s: float
@@ -62,14 +62,14 @@ class Answer:
 
     @property
     def token_s(self) -> float | None:
-        """Mean time for each token after the first; None if there is none, or if all came in one burst."""
+        """Mean time per token after the first; None if there is none, or if all arrived at once."""
         taken = self.last_token_s - self.first_token_s
         return taken / (self.tokens - 1) if self.tokens > 1 and taken > BURST_S else None
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model on a running server; ``url`` has no path: ``http://127.0.0.1:8000``."""
+    """A model on a running server. ``url`` has no path, as in ``http://127.0.0.1:8000``."""
 
     name: str
     url: str
@@ -79,11 +79,11 @@ class Endpoint:
     max_model_len: int | None = None
     """Tokens of the longest request including its answer, if the server says so."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that are sent with every completion request."""
+    """Fields of every completion request."""
 
     @staticmethod
     def connect(name: str, url: str) -> "Endpoint":
-        """Connect to a running server and find the model that it serves. Raises BenchError where none answers."""
+        """Connect to a running server, and find its model. Raises BenchError if no server answers."""
         url = server_url(url, name)
         try:
             with _failures():
@@ -92,24 +92,24 @@ class Endpoint:
         except RequestError as error:
             if error.status in (401, 403):
                 raise BenchError(
-                    f"{name}: the server at {url} refuses us ({error}): set OPENAI_API_KEY to its --api-key"
+                    f"{name}: the server at {url} refuses the request ({error}); set OPENAI_API_KEY to its --api-key"
                 ) from None
-            raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
+            raise BenchError(f"{name}: no model server at {url}: {error}") from None
 
     def require_room(self, num_tokens: int) -> None:
-        """Raise BenchError where a request of so many tokens, its answer included, is too long for the server."""
+        """Raise BenchError if a request of this many tokens, including its answer, is too long for the server."""
         if self.max_model_len is not None and num_tokens > self.max_model_len:
             raise BenchError(
-                f"{self.name}: given requests of {num_tokens:,} tokens, answers included, expected at most "
-                f"{self.max_model_len:,}, the server's max_model_len: ask for shorter prompts, or start it with a "
+                f"{self.name}: given requests of {num_tokens:,} tokens, including answers, expected at most "
+                f"{self.max_model_len:,}, the server's max_model_len; ask for shorter prompts, or start it with a "
                 "larger --max-model-len"
             )
 
     def at_level(self, level: float | str) -> "Endpoint":
         """Return the same server with requests at this level. Raises BenchError if it has no such level.
 
-        Levels share the first, dense blocks of a prefix cache. A cache salt for each level keeps them apart here,
-        as the same prompts are sent at each.
+        Levels share the first, dense blocks of a prefix cache. Because all levels get the same prompts here, each level
+        has its own cache salt.
         """
         endpoint = replace(self, extra={"vllm_xargs": {FIELD: level}, "cache_salt": f"level {level}"})
         try:
@@ -118,10 +118,11 @@ class Endpoint:
             raise BenchError(f"{self.name}: level {level!r}: {error}") from None
         return endpoint
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
-        """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError on anything else.
+    def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> TimedAnswer:
+        """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError otherwise.
 
-        ``stop_after``: close the connection after this many tokens. ``more``: further fields of the request.
+        With ``stop_after``, the connection is closed after this many tokens. ``more`` has further fields of the
+        request.
         """
         body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1} | more
         wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
@@ -134,8 +135,8 @@ class Endpoint:
                 if stop_after is not None and tokens >= wanted:
                     break
         if tokens < wanted or (stop_after is None and tokens > wanted):
-            raise RequestError(f"{tokens} tokens answered, asked for {wanted}")
-        return Answer(stamps[0], stamps[-1], tokens, max((b - a for a, b in pairwise(stamps)), default=0.0))
+            raise RequestError(f"the answer has {tokens} tokens, expected {wanted}")
+        return TimedAnswer(stamps[0], stamps[-1], tokens, max((b - a for a, b in pairwise(stamps)), default=0.0))
 
     def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
@@ -144,29 +145,29 @@ class Endpoint:
     def _stream(self, body: dict[str, Any]) -> Any:
         import openai
 
-        # Not `completions.create`, which examines each token before it sends the prompt: that would be timed.
+        # `completions.create` examines each token before it sends the prompt, which would distort the time.
         return _client(self.url).post(
             "/completions", body=body, cast_to=object, stream=True, stream_cls=openai.Stream[object]
         )
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-        """Return vLLM's ``prompt_logprobs``: for each token, its own and the likeliest entry with ranks.
+        """Return vLLM's ``prompt_logprobs``: for each token, its own entry and the most likely one, with ranks.
 
-        The first token has none. vLLM computes such a prompt as a whole, without its prefix cache. Raises RequestError
-        if the answer has no such list.
+        The first token has no entry. vLLM computes such a prompt as a whole, without its prefix cache. Raises
+        RequestError if the answer has no such list.
         """
         with _failures():
             body = self._body(prompt, 1) | {"prompt_logprobs": 1}
             answer = _client(self.url).post("/completions", body=body, cast_to=object)
             returned = answer["choices"][0].get("prompt_logprobs")
         if not isinstance(returned, list):
-            raise RequestError("the answer has no prompt_logprobs: expected a vLLM server")
+            raise RequestError("the answer has no prompt_logprobs, expected a vLLM server")
         return returned
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
-        """Return the token ids of a text by the server's tokenizer, in pieces that end with a line.
+        """Return the token ids of a text by the server's tokenizer. Long texts are sent in pieces of whole lines.
 
-        ``special``: with the tokens that it adds around a text. Raises BenchError.
+        With ``special``, the tokenizer adds its special tokens. Raises BenchError.
         """
         ids: list[int] = []
         while text:
@@ -179,7 +180,7 @@ class Endpoint:
         return str(self._vllm("/detokenize", {"tokens": list(token_ids)})["prompt"])
 
     def _vllm(self, path: str, body: dict[str, Any]) -> Any:
-        """POST to a path that vLLM adds to OpenAI's interface."""
+        """POST to a path that vLLM adds to OpenAI's API."""
         try:
             with _failures():
                 return _client(self.url).post(self.url + path, body={"model": self.model, **body}, cast_to=object)
@@ -187,7 +188,7 @@ class Endpoint:
             raise BenchError(f"{self.name}: {self.url}{path}: {error}") from None
 
     def metrics(self) -> str:
-        """Return the text of /metrics with current counts; empty if there is none."""
+        """Return the text of /metrics with current counts; empty if the server has no /metrics."""
         try:
             with _failures():
                 return str(_client(self.url).get(self.url + FRESH_METRICS_PATH, cast_to=str))
@@ -195,9 +196,9 @@ class Endpoint:
             return ""
 
     def first_tokens(self) -> list[int]:
-        """Return the tokens that prompts begin with: those that the tokenizer adds, or the model folder's bos token.
+        """Return the first tokens of prompts: those that the tokenizer adds, or the model folder's bos token.
 
-        The tokenizer of a model trained with a bos token does not always add it, which changes attention.
+        The tokenizer of a model trained with a bos token does not always add that token. Its absence changes attention.
         """
         plain, full = self.tokenize("a"), self.tokenize("a", special=True)
         if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
@@ -216,12 +217,12 @@ def _bos_token(folder: str | None) -> str | None:
 
 
 def _tokens_of(event: Any) -> int:
-    """Count a streamed event's tokens. Raises RequestError on a log-probability that no healthy model gives."""
+    """Count a streamed event's tokens. Raises RequestError for a log-probability of an unhealthy model."""
     choices = event.get("choices") or [{}]
     logprobs = (choices[0].get("logprobs") or {}).get("token_logprobs") or ()
     for logprob in logprobs:
         if logprob is None or not -1e4 < logprob <= 1e-6:
-            raise RequestError(f"log-probability {logprob}: not a number that a healthy model gives")
+            raise RequestError(f"the answer has log-probability {logprob}, expected a finite number of at most 0")
     return len(logprobs)
 
 
@@ -232,9 +233,9 @@ def _client(url: str) -> Any:
         import openai
     except ImportError:
         raise BenchError(
-            "openai's client is missing; it comes with vLLM, and with pip install 'vllm-sparse-backend[measure]'"
+            "openai's client is missing; install vLLM, or: pip install 'vllm-sparse-backend[measure]'"
         ) from None
-    # Loopback must not go through a proxy of the environment.
+    # Requests to loopback must not use the environment's proxy.
     direct = openai.DefaultHttpxClient(trust_env=False)
     key = os.environ.get("OPENAI_API_KEY") or "none"
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=TIMEOUT_S, max_retries=0, http_client=direct)
@@ -242,7 +243,7 @@ def _client(url: str) -> Any:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turn any failure of a request into RequestError, as releases of openai's client differ in their exceptions."""
+    """Turn any failure of a request into RequestError: releases of openai's client raise different exceptions."""
     try:
         yield
     except (RequestError, BenchError):
@@ -256,7 +257,7 @@ def _failures() -> Iterator[None]:
 
 
 class Prompts:
-    """Stretches of a text, no two of which begin alike, so that a prefix cache holds none of them."""
+    """Stretches of a text that all begin differently, so that a prefix cache contains none of them."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) < 1024:
@@ -270,8 +271,8 @@ class Prompts:
         return Prompts(endpoint.tokenize(text or project_text()[:400_000]))
 
     def take(self, length: int) -> list[int]:
-        """Return the next prompt of ``length`` tokens; a text that is too short starts again."""
-        # Stretches of one text repeat eventually, so the first tokens of each are drawn at random.
+        """Return the next prompt of ``length`` tokens. A short text starts again."""
+        # Stretches of a text repeat eventually, so the first tokens of each prompt are random.
         ids, base = self.token_ids, len(self.token_ids)
         head = random.Random(self.made).choices(ids, k=8)
         start = self.made * 997 % base

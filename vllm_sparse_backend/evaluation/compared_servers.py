@@ -28,7 +28,7 @@ from vllm_sparse_backend.evaluation.vllm_server import (
 
 @dataclass(frozen=True)
 class Contestant:
-    """A server, or one of its levels. ``open`` starts or finds the server; levels of a server share one ``open``."""
+    """A server, or one of its levels. ``open`` starts or finds the server; all levels of a server share ``open``."""
 
     label: str
     model: str
@@ -37,7 +37,7 @@ class Contestant:
     """Its full address or settings, which the label may abbreviate."""
     open: Callable[[], AbstractContextManager[Endpoint]]
     is_running: bool = False
-    """Whether it runs already; otherwise ``open`` starts it."""
+    """Whether it is already running; otherwise ``open`` starts it."""
     level: float | str | None = None
     """The level of its requests; None for the server's default."""
 
@@ -51,9 +51,9 @@ class Contestant:
 
     @staticmethod
     def running(label: str, url: str, levels: Sequence[float | str] = (), max_len: int = 0) -> "list[Contestant]":
-        """Connect to a running server; return it at each of the levels if it runs this backend.
+        """Connect to a running server, and return it at each of the levels if it runs this backend.
 
-        Raises BenchError where no server answers at ``url``, or it does not accept requests of ``max_len`` tokens.
+        Raises BenchError if no server answers at ``url``, or if it does not accept requests of ``max_len`` tokens.
         """
         endpoint = Endpoint.connect(label or url, url)
         endpoint.require_room(max_len)
@@ -66,7 +66,7 @@ class Contestant:
     def served(label: str, model: Path, args: Sequence[str], what: str) -> "Contestant":
         @contextmanager
         def start() -> Iterator[Endpoint]:
-            # A long prompt needs more than the cache that a server on a CPU gets otherwise.
+            # A long prompt needs a larger cache than a CPU server has by default.
             env = {name: os.environ[name] for name in (CPU_CACHE,) if name in os.environ}
             with Server(model, args, env=env) as server:
                 yield Endpoint.connect(label, server.url)
@@ -76,7 +76,7 @@ class Contestant:
 
 @contextmanager
 def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
-    """Open all servers at once, each only once."""
+    """Open all servers at the same time, each only once."""
     with ExitStack() as stack:
         servers = {
             start: stack.enter_context(start())
@@ -94,12 +94,12 @@ def contestants_from_options(
     model: Path | None, settings: Sequence[str], levels: Sequence[float | str], urls: Sequence[str],
     labels: Sequence[str], max_len: int, server_args: str,
 ) -> list[Contestant]:  # fmt: skip
-    """Return the servers that options name: the running ones at ``urls``, or stock vLLM and each setting for ``model``.
+    """Return the servers of the options: running servers at ``urls``, or stock vLLM and each setting for ``model``.
 
-    Raises BenchError where the options contradict each other.
+    Raises BenchError if the options contradict each other.
     """
     if (model is None) == (not urls):
-        raise BenchError("expected a MODEL to serve, or --url of running servers")
+        raise BenchError("given neither MODEL nor --url, expected a MODEL to serve, or the --url of running servers")
     if labels and len(labels) != len(urls):
         raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
     if model is not None:
@@ -115,18 +115,18 @@ def contestants_from_options(
 def started(
     model: Path, settings: Sequence[Settings], max_len: int, extra: str = "", levels: Sequence[float | str] = ()
 ) -> list[Contestant]:
-    """Return stock vLLM and each setting at each level, to be started here for requests of ``max_len`` tokens.
+    """Return stock vLLM and each setting at each level, for this process to start, for requests of ``max_len`` tokens.
 
-    ``extra``: more arguments for all servers.
+    ``extra`` has further arguments for all servers.
     """
     if (most := max_positions(model)) is not None and max_len > most:
-        raise BenchError(f"{model} has {most:,} positions, and {max_len:,} were asked for, answers included")
+        raise BenchError(f"{model}: given requests of {max_len:,} tokens, expected at most its {most:,} positions")
     args = ("--max-model-len", str(max_len), *split_args(extra))
     labels, whole = (
         [str(settings_of_server) for settings_of_server in settings],
         [json.dumps(dict(settings_of_server.values)) for settings_of_server in settings],
     )
-    # Settings whose short names are equal get their whole text as a name.
+    # Settings with equal short names are named by their whole text.
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
     contestants = [Contestant.served("stock", model, args, "stock")]
     for name, text, settings_of_server in zip(labels, whole, settings):
@@ -136,7 +136,7 @@ def started(
 
 
 def _content_of(settings: Settings) -> str:
-    """Hash a setting's profile: a profile that was rebuilt under the same name is another setting."""
+    """Hash a setting's profile, because a profile may be rebuilt under the same name."""
     profile = settings.values.get("profile")
     if profile is None or profile == AUTO:
         return ""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lengths from which each method is faster than dense attention on this card: the table that ``auto`` reads.
 
-Two ladders, each climbed down from its longest rung, compare the wall time of a layer's selection and attention,
-including launches by the host, with FlashAttention's.
+The benchmark measures two ladders of lengths, from the longest rung down. It compares the wall time of a layer's
+selection and attention, including launches by the host, with that of FlashAttention.
 
-* ``min_tokens``: this many tokens are dense in every row. Timed is a chunk after them of half a chunk (4,096 tokens) or
-  the same number of tokens, whichever is less: the average part of a chunk that goes sparse.
+* ``min_tokens``: this many tokens are dense in every row. The benchmark times the tokens after them: half a chunk
+  (4,096 tokens), which is the average sparse part of a chunk, or the same number as the dense tokens, if that is
+  smaller.
 * ``min_query_tokens``: this many new tokens after a long cached prefix.
 
-A rung counts if sparse is faster by ``MARGIN`` there and on all longer rungs; null means not even on the longest.
-Before a method is timed on an engine, its result on a short chunk is compared with float64.
+A rung counts if sparse is faster by ``MARGIN`` there and on all longer rungs. Null means that it is not faster even on
+the longest rung. Before a method is timed on an engine, its result on a short chunk is compared with float64.
 """
 
 import json
@@ -28,7 +29,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import KEY, load_config
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, Prompt, planted_prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
@@ -43,11 +44,11 @@ MARGIN = 1.03
 LAYERS = 4
 """Layers that follow each other in a step."""
 STEPS = 2
-"""Steps of a pass: the more there are, the less the wait for the last one counts."""
+"""Steps of a pass. With more steps, the wait for the last one matters less."""
 PASSES_S = 0.25
 """Measuring time for each rung, in seconds."""
 CHECKED_TOKENS = (1792, 256)
-"""Cached and new tokens of the chunk that is compared with float64."""
+"""Cached and new tokens of the chunk whose result is compared with float64."""
 SHORTEST_TOKENS = 2048
 """Lowest rung for ``min_tokens``."""
 NEW_TOKENS = (20, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -77,16 +78,16 @@ def changed_fields(method: Method) -> dict[str, Any]:
 
 
 def method_label(method: Method) -> str:
-    """Return ``sale tau=0.03``: the method's name and the parameters that differ from its defaults."""
+    """Return the method's name and the parameters that differ from its defaults, such as ``sale tau=0.03``."""
     changed = changed_fields(method).items()
     values = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in changed}
     return " ".join([name_of(method), *(f"{name}={value}" for name, value in values.items())])
 
 
 def methods_of_settings(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> list[Method]:
-    """Return each kind of method in these configurations, with the parameters that most of its heads have.
+    """Return each kind of method in these configurations, with the most common parameters of its heads.
 
-    Without configurations: all methods at their defaults, and the server's default method.
+    Without configurations, return all methods at their defaults, and the server's default method.
     """
     methods: dict[Method, None] = {}
     for values in settings:
@@ -101,7 +102,7 @@ def methods_of_settings(settings: Sequence[Mapping[str, Any]], shape: ModelShape
 
 
 def ladder(least: int, most: int) -> list[int]:
-    """Return the powers of two and their midpoints in a range: 2,048, 3,072, 4,096, 6,144 …"""
+    """Return the powers of two and their midpoints in a range, such as 2,048, 3,072, 4,096, 6,144."""
     rungs, rung = [], 1
     while rung <= most:
         rungs += [rung, rung * 3 // 2]
@@ -115,8 +116,8 @@ def climb_down(
     """Return the lowest rung from which all rungs are faster by ``MARGIN``; None if the longest is not.
 
     ``rungs`` holds each rung's (seq_len, query_len), which ``measure`` takes. Rungs are measured from the longest down
-    to the first that is too slow, as shorter ones change nothing; each measurement is yielded. A rung without
-    ``times_faster`` was not timed and counts as too slow.
+    to the first that is too slow, because shorter rungs do not change the result. Each measurement is yielded. A rung
+    without ``times_faster`` was not timed and counts as too slow.
     """
     least_rung = None
     for rung in sorted(rungs, reverse=True):
@@ -129,24 +130,24 @@ def climb_down(
 
 
 def crossover_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return both thresholds' rungs with (seq_len, query_len). Raises BenchError where the prompt is too short."""
+    """Return the rungs of both thresholds with (seq_len, query_len). Raises BenchError if the prompt is too short."""
     after_dense = {
         n: (n + query_len, query_len)
         for n in ladder(SHORTEST_TOKENS, longest)
         if n + (query_len := min(n, chunk_tokens // 2)) <= longest
     }
     if not after_dense:
-        raise BenchError(f"--longest: given {longest:,}, expected half a chunk more than {SHORTEST_TOKENS:,}")
+        raise BenchError(f"--longest: given {longest:,}, expected at least half a chunk more than {SHORTEST_TOKENS:,}")
     new = [n for n in NEW_TOKENS if n <= chunk_tokens and n < longest]
     return {"min_tokens": after_dense, "min_query_tokens": {n: (longest, n) for n in new}}
 
 
-def run(
+def measure_crossovers(
     card: Card, heads: Heads, methods: Sequence[Method], longest: int, chunk_tokens: int, table: Path, report: Report
 ) -> Iterator[dict[str, Any]]:
     """Measure each method with each engine on planted prompts, and update ``table`` after each pair.
 
-    Yields each rung's case, and after those of a method and engine their entry in the table.
+    Yields the case of each rung, and after the rungs of a method and engine their entry in the table.
     """
     ladders = crossover_ladders(longest, chunk_tokens)
     merge_entries(table, [])  # fails before measuring if the file is not a table
@@ -167,11 +168,11 @@ def run(
 
 
 class MethodTimer:
-    """Timer of one method on one engine, in all layers; ``problem`` says why it cannot be timed."""
+    """Timer of one method on one engine, in all layers. ``problem`` is the reason if it cannot be timed."""
 
-    def __init__(self, card: Card, prompts: Sequence[Prompt], method: Method, engine: Engine) -> None:
+    def __init__(self, card: Card, prompts: Sequence[AttentionPrompt], method: Method, engine: Engine) -> None:
         self.card, self.prompts, self.method, self.engine = card, prompts, method, engine
-        # All heads are in one cluster, so SharePrefill's heads share patterns.
+        # All heads are in the same cluster, so SharePrefill's heads share patterns.
         shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}
         timed_method = replace(method, **shared)
         self.plan = [layer_plan([timed_method] * prompts[0].whole.num_heads)] * len(prompts)
@@ -189,7 +190,7 @@ class MethodTimer:
         return first.wrong(self.engine)
 
     def rung(self, report: Report, which: str, seq_len: int, query_len: int) -> dict[str, Any]:
-        """Measure and report the last ``query_len`` tokens of ``seq_len``."""
+        """Measure and report a chunk of the last ``query_len`` of ``seq_len`` tokens."""
         row: dict[str, Any] = {"method": method_label(self.method), "engine": self.engine.name, "ladder": which}
         row |= {"context_len": seq_len - query_len, "query_len": query_len}
         if self.problem:
@@ -202,7 +203,7 @@ class MethodTimer:
 
 
 def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[Engine]) -> dict[str, float]:
-    """Return a layer's mean wall time in a step through all layers, each on its engine, and dense attention's."""
+    """Return the mean wall time of a layer in a step through all layers, sparse on their engines and dense."""
     begin = new_step(layers)
 
     def first() -> None:
@@ -234,9 +235,9 @@ SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "he
 
 
 def merge_entries(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write entries into a table, replacing those of the same card, engine, method and heads.
+    """Write entries into a table, and replace those of the same card, engine, method and heads.
 
-    Raises ConfigurationError where the file is not such a table.
+    Raises ConfigurationError if the file is not such a table.
     """
     old = [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
     if not entries:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA device that is measured: vLLM's FlashAttention on it, and two kinds of times.
+"""The measured CUDA device: vLLM's FlashAttention on it, and two kinds of times.
 
-*Device time* is how long the device is busy: it waits before a contestant's turn so that the host gets ahead, and then
-runs the contestant until its clock is that of a server which runs this layer after layer. *Wall time* is what a server
-spends, including launches by the host, which dominate for a few new tokens. Both alternate with FlashAttention's in the
-same run, over several inputs, and are reported as medians.
+*Device time* is the time for which the device is busy. The device waits before a contestant's turn, so that the host
+gets ahead, and then runs the contestant until its clock is that of a server that runs layer after layer. *Wall time*
+also includes launches by the host, which dominate for few new tokens. Both alternate with FlashAttention in the same
+run, over several inputs, and are reported as medians.
 """
 
 import math
@@ -21,39 +21,40 @@ from vllm_sparse_kernels.rows import to_device
 Run = Callable[[], object]
 
 Span = tuple[str, Run]
-"""A name and what is timed under it."""
+"""A name, and the timed function."""
 
 CYCLES_A_MS = 2_000_000
-"""Of the device's clock, about."""
+"""Approximate clock rate of the device."""
 
 AHEAD_CYCLES = 10 * CYCLES_A_MS
-"""The device waits this long before each contestant's turn of device time."""
+"""Wait of the device before each contestant's turn, for device times."""
 
 HOST_SHARE = 0.8
-"""Of a pass's device time: where the host takes more to launch it, the device waits for the host before it is timed. A
-server's device has other work then, so what the host takes is hidden there."""
+"""Share of a pass's device time. If the host takes longer than this to launch the pass, the device waits for the host
+before it is timed. On a server the device has other work at that time, which hides the host's time."""
 
 STEADY_MS = 60.0
-"""How long each runs before it is timed. Under load a card lowers its clock within tens of milliseconds, and more for
-what draws more power: right after a rest FlashAttention took 22.6 ms for what takes it 26 ms in the long run.
+"""Time for which each contestant runs before it is timed. Under load a card lowers its clock within tens of
+milliseconds, and more for work that draws more power: right after a rest, FlashAttention took 22.6 ms for work that
+takes 26 ms in the long run.
 """
 
 MIN_PASSES, MAX_PASSES = 5, 60
 
 
 class Card:
-    """Raises BenchError where there is no CUDA device, or none of vLLM's FlashAttention."""
+    """The CUDA device of this process. Raises BenchError if there is none, or if vLLM has no FlashAttention for it."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise BenchError(
-                "this benchmark needs a CUDA device, and torch sees none (`sparse-prefill bench serve` and "
-                "`sparse-prefill demo` run without)"
+                "this benchmark needs a CUDA device, but torch finds none (`sparse-prefill bench serve` and "
+                "`sparse-prefill demo` also run on a CPU)"
             )
         try:
             from vllm_sparse_backend.serving.compat import flash_attention
         except ImportError as error:
-            raise BenchError(f"this compares with vLLM's FlashAttention, and vLLM does not import: {error}") from None
+            raise BenchError(f"this needs vLLM's FlashAttention, but importing vLLM failed: {error}") from None
         if (flash := flash_attention()) is None:
             raise BenchError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -63,7 +64,7 @@ class Card:
         self.engines = engines(flash)
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
-        """vLLM's FlashAttention over the batch's pages, as vLLM calls it, ready to be run."""
+        """Return a function that runs vLLM's FlashAttention over the batch's pages, as vLLM calls it."""
         from vllm_sparse_backend.serving.compat import flash_attn_varlen_func
 
         varlen, rows = flash_attn_varlen_func(), batch.rows
@@ -90,11 +91,11 @@ class Card:
     def spans_ms(
         self, contestants: Sequence[Sequence[Span]], new_pass: Run = lambda: None, budget_s: float = 2.0
     ) -> dict[str, list[float]]:
-        """Device time by name, summed over the spans of each pass, in which the contestants take turns.
+        """Return the device times in ms by name, summed over the spans of each pass. Contestants take turns.
 
-        A contestant's spans run in their order, again and again for ``STEADY_MS`` and then once measured, so that each
-        is timed at the clock that the card holds under it. ``new_pass`` is called before each time. As many passes as
-        fit ``budget_s``, after two that compile and tell how long a contestant takes.
+        A contestant's spans run in order, repeatedly for ``STEADY_MS`` and then once measured, so that each is timed at
+        the card's steady clock under this load. ``new_pass`` is called before each repetition. After two passes that
+        compile and estimate the duration, as many passes run as fit into ``budget_s``.
         """
         taken: dict[str, list[float]] = {name: [] for spans in contestants for name, _ in spans}
         repeats, device_ms = [1] * len(contestants), [math.inf] * len(contestants)
@@ -131,7 +132,7 @@ class Card:
         return sums
 
     def wall_ms(self, contestants: Mapping[str, Sequence[Run]], budget_s: float = 1.0) -> dict[str, list[float]]:
-        """Wall time of one run, mean over a contestant's runs, which follow each other without waiting; per pass."""
+        """Return the wall times in ms by name, one per pass: the mean of runs that follow each other without waits."""
         taken: dict[str, list[float]] = {name: [] for name in contestants}
         for measured in _passes(budget_s):
             order = list(contestants)
@@ -149,7 +150,7 @@ class Card:
 
 
 def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:
-    """What the host takes for one pass; the first one's is its own, later ones may wait for the device's queue."""
+    """Return the host's time for one pass in ms. Only the first pass counts: later ones may wait for a full queue."""
     began = time.thread_time()
     new_pass()
     for _, run in spans:
@@ -158,7 +159,7 @@ def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:
 
 
 def _passes(budget_s: float) -> Iterable[bool]:
-    """False for the passes that warm up, then True until ``budget_s`` is spent."""
+    """Yield False for the warm-up passes, then True until ``budget_s`` is spent."""
     yield False
     yield False
     began = time.perf_counter()
@@ -169,7 +170,7 @@ def _passes(budget_s: float) -> Iterable[bool]:
 
 
 def _flash_version(device: torch.device) -> int:
-    """Return the version of FlashAttention that a server's dense attention takes."""
+    """Return the version of FlashAttention that a server's dense attention uses."""
     if torch.cuda.get_device_capability(device)[0] == 9:
         return 3
     from vllm_sparse_backend.serving.compat import flash_attention_version

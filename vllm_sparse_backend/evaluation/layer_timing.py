@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk's pass through the layers of a prompt, as on a server: what is timed against dense attention."""
+"""A chunk's pass through the layers of a prompt, as on a server, for timing against dense attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_sparse_backend.evaluation.attention_prompts import Prompt
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention, failure
@@ -24,7 +24,7 @@ class TimedLayer:
 
     @staticmethod
     def of(batch: Batch, groups: LayerPlan, engine: str) -> "TimedLayer":
-        """Prepare a layer's chunk; ``engine`` is the name of the engine that will attend."""
+        """Prepare a layer's chunk for attention on the engine named ``engine``."""
         served = layers.Layer.of(groups, batch.cache.head_dim, batch.q.device, engine)
         return TimedLayer(batch, served, served.index(batch.rows), batch.empty_out())
 
@@ -38,7 +38,7 @@ class TimedLayer:
 
     def attend(self, engine: Engine) -> None:
         batch = self.batch
-        served = replace(self.served, engine=engine, by_kernels=True)  # on any device, as this engine is to be measured
+        served = replace(self.served, engine=engine, by_kernels=True)  # on any device, because this engine is measured
         served.attend(batch.q, batch.cache, self.index, self.out, batch.scale)
 
     def run(self, engine: Engine) -> None:
@@ -50,7 +50,7 @@ class TimedLayer:
         return AttendSpec.of(self.batch.cache, self.index, self.options)
 
     def engine(self, table: Mapping[str, Engine]) -> Engine:
-        """Return the engine that a server takes for this layer."""
+        """Return the engine that a server would use for this layer."""
         return choose_engine(table, self.spec).engine
 
     def refusal(self, engine: Engine) -> str | None:
@@ -58,18 +58,19 @@ class TimedLayer:
         return engine.refusal(self.spec)
 
     def wrong(self, engine: Engine) -> str | None:
-        """Return what is wrong with an engine's attention over the selected keys, as a server's trial would; or None.
+        """Return the error of an engine's attention over the selected keys, as in a server's trial; None if it is
+        right.
 
-        With options the result is an intended approximation: it is only checked for NaN.
+        With options, the result is an intended approximation, which is only checked for NaN.
         """
         exact = expected_attention(self.batch, self.index) if self.options is None else None
         return failure(engine, self.batch, self.index, self.options, exact)
 
 
 def layers_of(
-    prompts: Sequence[Prompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
+    prompts: Sequence[AttentionPrompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
 ) -> list[TimedLayer]:
-    """Return the chunk in each layer as one step: all share their rows. ``plan`` has no dense layer."""
+    """Return the chunk in each layer as one step, in which all layers share rows. ``plan`` has no dense layer."""
     rows = prompts[0].chunk(context_len, query_len).rows
     chunks = [replace(prompt.chunk(context_len, query_len), rows=rows) for prompt in prompts]
     return [

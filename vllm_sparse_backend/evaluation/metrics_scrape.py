@@ -20,19 +20,19 @@ class LayerCounts:
 
     @property
     def density(self) -> float:
-        """Kept (query, key) pairs over causal pairs; not a number where the layer computed nothing sparsely."""
+        """Kept (query, key) pairs over causal pairs; NaN if the layer computed nothing sparsely."""
         return self.kept_pairs / self.causal_pairs if self.causal_pairs else float("nan")
 
 
 @dataclass(frozen=True)
-class Report:
+class MetricsReport:
     """Totals since the server started."""
 
     samples: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     """Values by name, without this project's prefix, and labels."""
 
     def by(self, name: str, *labels: str) -> Counter[Any]:
-        """Return one metric's sums by these labels' values: a text for one label, a tuple for several."""
+        """Return one metric's sums by the values of these labels: a text for one label, a tuple for several."""
         sums: Counter[Any] = Counter()
         for (sample_name, sample_labels), value in self.samples.items():
             if sample_name == name:
@@ -68,7 +68,7 @@ class Report:
         """Return why these counts do not show a sparse prefill, or None if they do."""
         if not self.rows_of("sparse"):
             why = ", ".join(f"{reason}: {count}" for (path, reason), count in self.rows.items() if path == "dense")
-            return f"no row ran sparse ({f'dense rows: {why}' if why else 'the server counted no rows at all'})"
+            return f"no row ran sparse ({f'dense rows: {why}' if why else 'the server counted no rows'})"
         if not self.layers:
             return "rows ran sparse, but no layer counted its pairs"
         for layer, counts in sorted(self.layers.items()):
@@ -106,9 +106,9 @@ class Pairs:
         return Pairs(self.kept - other.kept, self.causal - other.causal)
 
 
-def parse(text: str) -> Report:
-    """Parse a /metrics page (Prometheus text format)."""
-    report = Report()
+def parse_metrics(text: str) -> MetricsReport:
+    """Parse a /metrics page in Prometheus's text format."""
+    report = MetricsReport()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output files of all commands: checked before the work begins, then written as a whole or not at all."""
+"""Output files of all commands: checked before the work begins, and written atomically."""
 
 import os
 from collections.abc import Iterator
@@ -10,21 +10,21 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.strict_yaml import kind_of_file
 
 PROBE_BYTES = 4096
-"""Bytes that a check writes and deletes: a full disk often still has room for an empty file."""
+"""Bytes that a check writes and deletes. An empty file would not do: a full disk often still has room for one."""
 
 
 def require_output_file(option: str, path: Path) -> None:
-    """Check that a file can be written at ``path``, by writing a few bytes beside it and deleting them.
+    """Check that a file can be written at ``path``, by writing and deleting a few bytes next to it.
 
     Args:
         option: Option or argument that names the file, for the message.
         path: The output file. It may exist if it is a regular file; symbolic links are followed.
 
     Raises:
-        ConfigurationError: The folder is missing or cannot be written to, the disk is full, or ``path`` is a folder,
-            a device or anything else that is no regular file.
+        ConfigurationError: The folder is missing or not writable, the disk is full, or ``path`` exists and is not a
+            regular file.
     """
-    expected = "a file in a folder that exists and can be written to"
+    expected = "a file in an existing, writable folder"
     try:
         target = _target(path)
         _write_probe(_beside(target))
@@ -34,7 +34,7 @@ def require_output_file(option: str, path: Path) -> None:
 
 
 def require_output_folder(option: str, path: Path) -> Path:
-    """Check that files can be written below ``path``, which is made later where it does not exist.
+    """Check that files can be written below ``path``, which need not exist yet.
 
     Args:
         option: Option or argument that names the folder, for the message.
@@ -44,7 +44,7 @@ def require_output_folder(option: str, path: Path) -> Path:
         ``path``.
 
     Raises:
-        ConfigurationError: ``path`` is no folder, cannot be made or written to, or the disk is full.
+        ConfigurationError: ``path`` is not a folder, cannot be created or written to, or the disk is full.
     """
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
     try:
@@ -52,17 +52,17 @@ def require_output_folder(option: str, path: Path) -> Path:
             raise NotADirectoryError(None, f"{existing} is {kind_of_file(existing)}")
         _write_probe(existing / f".{path.name or 'sparse-prefill'}.new")
     except OSError as error:
-        expected = "a folder that can be written to, or made"
+        expected = "a writable folder, or a place to create one"
         raise ConfigurationError(f"{option}: given {str(path)!r}: {error.strerror}; expected {expected}") from None
     return path
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a path to write to, which takes the place of ``path`` when the block ends, and is deleted if it fails.
+    """Yield a temporary path, which replaces ``path`` when the block ends, and is deleted if the block fails.
 
     Args:
-        path: The output file. Its folder is made where it does not exist; symbolic links are followed.
+        path: The output file. Its folder is created if necessary; symbolic links are followed.
 
     Yields:
         A path in the same folder.
@@ -85,7 +85,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` in UTF-8 to ``path``, as a whole or not at all.
+    """Write ``text`` in UTF-8 to ``path`` atomically.
 
     Raises:
         ConfigurationError: The file cannot be written.
@@ -97,7 +97,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _target(path: Path) -> Path:
-    """The file that a write replaces: where symbolic links lead. Raises OSError where that is no regular file."""
+    """Return the file that a write replaces, through symbolic links. Raises OSError if it is not a regular file."""
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
         raise OSError(None, f"it is {kind_of_file(target)}")
@@ -119,5 +119,5 @@ def _write_probe(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    with suppress(OSError):  # where it could not be made either, the first error says why
+    with suppress(OSError):  # if creating it failed as well, the first error says why
         path.unlink(missing_ok=True)

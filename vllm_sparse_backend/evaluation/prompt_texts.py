@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of prompts: the operator's own, or made prose with a small vocabulary."""
+"""Texts of prompts: the operator's own, or generated prose with a small vocabulary."""
 
 import hashlib
 import importlib.util
@@ -16,8 +16,8 @@ _OBJECTS = "door boat letter garden horse table window road basket lamp field wa
 _TIMES = "in the morning,before the rain,after a while,at noon,in winter,without a word,once more,that day"
 
 
-def read_text(path: Path, most_chars: int | None = None) -> str:
-    """Read a text file, or all *.py and *.md of a folder in an order that is fixed but mixed; at most ``most_chars``.
+def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
+    """Read a text file, or all *.py and *.md of a folder in a fixed, mixed order; at most ``most_chars`` characters.
 
     Raises BenchError.
     """
@@ -55,7 +55,7 @@ def project_text() -> str:
 
 
 def prose(num_words: int, seed: int) -> str:
-    """Return English sentences from about a hundred words' vocabulary; equal for equal seeds."""
+    """Return English sentences with a vocabulary of about a hundred words. Equal seeds give equal texts."""
     rng = random.Random(seed)
     kinds = [kind.split() for kind in (_SUBJECTS, _VERBS, _ADJECTIVES, _OBJECTS)]
     times = _TIMES.split(",")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a benchmark, case by case, as a file and as tables."""
+"""Results of a benchmark by case, as a file and as tables."""
 
 import json
 import math
@@ -20,7 +20,7 @@ FORMAT = 1
 
 
 class BenchError(RuntimeError):
-    """A benchmark could not run; the message says why, and what to do."""
+    """A benchmark could not run. The message has the reason and the remedy."""
 
 
 class Report:
@@ -41,7 +41,7 @@ class Report:
         self.on_case(self.cases[-1])
 
     def write(self, **more: object) -> None:
-        """Write the file, if there is one; ``more`` goes before the cases."""
+        """Write the file, if there is one, with ``more`` before the cases."""
         if self.json_path is not None:
             about = {"bench": self.bench, "device": self.device, "command": self.command, "date": self.date}
             write_json(self.json_path, {"format": FORMAT, **about, "versions": versions(), **more, "cases": self.cases})
@@ -51,7 +51,7 @@ OUTPUTS = ("--json", "--results", "--png", "--html", "--table")
 
 
 def command_of(arguments: Sequence[str]) -> str:
-    """Return the command that measures the same elsewhere: without output files, and with folders' names only."""
+    """Return the command that repeats the measurement elsewhere, without output files and paths of folders."""
     kept: list[str] = []
     left = iter(arguments)
     for argument in left:
@@ -65,7 +65,7 @@ def command_of(arguments: Sequence[str]) -> str:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write ``data`` as JSON, as a whole or not at all. Raises ConfigurationError where it cannot be written."""
+    """Write ``data`` as JSON atomically. Raises ConfigurationError if it cannot be written."""
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -82,7 +82,7 @@ def versions() -> dict[str, str]:
 def table_of(
     title: str, columns: Mapping[str, str], cases: Sequence[Mapping[str, Any]], caption: str | None = None
 ) -> Table:
-    """Return cases as a table: ``columns`` maps a case's key to its heading. Missing values stay empty."""
+    """Return cases as a table. ``columns`` maps a case's key to its heading; missing values stay empty."""
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for key, heading in columns.items():
         numeric = any(isinstance(case.get(key), int | float) for case in cases)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench serve`: TTFT and TPOT of several servers on the same prompts.
 
-Running servers are measured in alternation, each prompt forwards and then backwards through their order. Servers that
-this command starts are measured one after the other, each with the whole device to itself; its levels alternate.
+Running servers alternate: each prompt goes through the servers in order and then in reverse order. Servers that this
+command starts are measured one after the other, each with the whole device to itself. The levels of a server alternate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +12,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_sparse_backend.evaluation.client import Answer, Endpoint, Prompts, RequestError
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
-from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse
+from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, Report
 from vllm_sparse_backend.evaluation.vllm_server import max_positions
 
 STOCK, OURS = "stock", "ours"
-"""Names, in cases and headings, of the first server (stock vLLM, unless levels or other servers are named) and of the
-server compared with it."""
+"""Names in cases and headings, of the first server (stock vLLM, unless options name levels or other servers) and of the
+server that is compared with it."""
 
 
 def columns(first: str) -> dict[str, str]:
@@ -42,12 +42,12 @@ def columns(first: str) -> dict[str, str]:
 
 
 MOST_TO_WARM_UP = 32768
-"""Tokens of a warm-up prompt at most: a longer one warms up no better."""
+"""Maximum tokens of a warm-up prompt. A longer prompt does not warm up better."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """``new_tokens`` after ``cached_tokens``, which are sent separately just before, into the prefix cache."""
+    """``new_tokens`` after ``cached_tokens``, which a separate request puts into the prefix cache just before."""
 
     new_tokens: int
     cached_tokens: int = 0
@@ -61,7 +61,7 @@ class Length:
 class ServerResults:
     """Answers and failures of one server."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TimedAnswer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     pairs: Pairs = field(default_factory=Pairs)
     """Pairs of one timed request."""
@@ -83,7 +83,7 @@ class ServerResults:
 
 
 def repeats_of(length: Length, most: int) -> int:
-    """Return the repeats of a length: fewer for long prompts, which vary less; short TTFTs drown in noise otherwise."""
+    """Return the number of repeats of a length: more for short prompts, whose TTFT varies more."""
     return min(most, max(3, 200_000 // max(1, length.new_tokens)))
 
 
@@ -95,9 +95,10 @@ def alternate_requests(
     most_repeats: int,
     step: Callable[[], None],
 ) -> Iterator[tuple[Length, list[ServerResults]]]:
-    """Send each prompt to all servers, forwards and backwards in turn.
+    """Send each prompt to all servers, in order and in reverse order by turns.
 
-    Yields each length with the results of every server. Prompts depend only on what was taken of ``prompts`` before.
+    Yields each length with the results of every server. Prompts depend only on the prompts taken from ``prompts``
+    before.
     """
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
     for length in lengths:
@@ -106,10 +107,10 @@ def alternate_requests(
         for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
             for server, taken in taken_by_server if i % 2 else taken_by_server[::-1]:
-                before = parse(server.metrics()).pairs if i == 0 else Pairs()
+                before = parse_metrics(server.metrics()).pairs if i == 0 else Pairs()
                 _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
                 if i == 0:
-                    taken.pairs = parse(server.metrics()).pairs - before
+                    taken.pairs = parse_metrics(server.metrics()).pairs - before
                 step()
         yield length, [taken for _, taken in taken_by_server]
 
@@ -131,7 +132,7 @@ def _ask(
 def case_of(
     label: str, length: Length, stock: ServerResults, ours: ServerResults, first: str = STOCK
 ) -> dict[str, Any]:
-    """Return the case that compares server ``label`` with the first one; a server without answers has no ratios."""
+    """Return the case that compares server ``label`` with the first one. A server without answers has no ratios."""
     taken_by_name = {STOCK: stock, OURS: ours}
     labels = {STOCK: first, OURS: OURS}
     case: dict[str, Any] = {
@@ -173,24 +174,24 @@ class ServeWorkload:
 
 
 def fitting(model: Path | None, output_tokens: int) -> list[int]:
-    """Return the usual lengths that the model has positions for."""
+    """Return the default lengths that fit into the model's positions."""
     most = None if model is None else max_positions(model)
     return [length for length in LENGTHS if most is None or length + output_tokens <= most]
 
 
-def compare(
+def compare_servers(
     contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, step: Callable[[], None]
 ) -> None:
-    """Add a case for every server but the first, compared with the first. Raises BenchError or ServerError."""
+    """Add a case for every server after the first, compared with the first. Raises BenchError or ServerError."""
     first: dict[Length, ServerResults] = {}
     labels = [contestant.label for contestant in contestants[1:]]
     if not labels:
         raise BenchError(
-            f"given one server to measure ({contestants[0].label}), expected another to compare with it: repeat --url, "
-            "or name two levels of a server of this backend with --level"
+            f"given one server ({contestants[0].label}), expected at least two to compare; repeat --url, or name two "
+            "levels of a server of this backend with --level"
         )
     if len(set(labels)) < len(labels):
-        raise BenchError(f"servers to compare to the first: {', '.join(labels)}; expected each --label once")
+        raise BenchError(f"--label: given {', '.join(labels)} next to the first server, expected each label only once")
     how = (workload.output_tokens, workload.most_repeats, step)
     for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
         with opened(members := list(group)) as servers:

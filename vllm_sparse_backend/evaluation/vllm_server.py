@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real `vllm serve` processes, of stock vLLM and of this backend: started, awaited, queried and always stopped."""
+"""`vllm serve` processes of stock vLLM and of this backend: starts, awaits, queries and always stops them."""
 
 import json
 import os
@@ -28,14 +28,14 @@ from vllm_sparse_backend.config.profile import load_profile, name_of_profile
 from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.report import BenchError
 
-# Loopback must not go through a proxy of the environment.
+# Requests to loopback must not use the environment's proxy.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-"""Variable for the cache's size in GiB; if it is set, vLLM ignores ``--kv-cache-memory-bytes``."""
+"""Variable for the cache's size in GiB. If it is set, vLLM ignores ``--kv-cache-memory-bytes``."""
 
-# The default share of memory fails on CPU, and a small cache keeps a test machine usable.
+# vLLM's default share of memory fails on a CPU. A small cache leaves memory to a test machine.
 CPU_ENV = {CPU_CACHE: "1"}
 CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
 STOP_TIMEOUT_S = 30.0
@@ -51,11 +51,11 @@ _ENGINE_ERROR = re.compile(
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or died; the message ends with the end of its log and the engine's own error."""
+    """The server did not start, or it died. The message ends with the end of its log and the engine's error."""
 
 
 def root_cause(log: str) -> str | None:
-    """Return the first exception that the engine logged; later ones only say that the engine is gone."""
+    """Return the first exception that the engine logged. Later ones only say that the engine is gone."""
     match = _ENGINE_ERROR.search(log)
     return match[1] if match else None
 
@@ -69,7 +69,7 @@ def has_cuda() -> bool:
 def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the arguments of `vllm serve` that select this backend with ``settings``, the ``sparse_prefill`` object.
 
-    Relative paths in it are made absolute, as the server runs in its own folder.
+    Relative paths in it become absolute, because the server runs in its own folder.
     """
     files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
     settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
@@ -86,7 +86,8 @@ class Settings:
     def parse(text: str, model: Path | None = None) -> "Settings":
         """Parse JSON, or the name or path of a profile, and check it against the model's folder if that is local.
 
-        Raises BenchError naming what is wrong: a server would only fail after other servers were measured for an hour.
+        Raises BenchError for wrong settings. Otherwise a server would fail only after an hour of measuring other
+        servers.
         """
         try:
             values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
@@ -111,7 +112,7 @@ class Settings:
 
 
 def max_positions(model: Path) -> int | None:
-    """Return the model's positions; None if it does not say. Raises ConfigurationError without a config.json."""
+    """Return the model's positions; None if unknown. Raises ConfigurationError without a config.json."""
     config = read_config(model)
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     return int(positions) if positions else None
@@ -122,11 +123,11 @@ def split_args(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise BenchError(f"--server-args: given {text!r}, expected arguments as a shell takes them: {error}") from None
+        raise BenchError(f"--server-args: given {text!r}, expected arguments in shell syntax: {error}") from None
 
 
 def device_name() -> str:
-    """Return the name of this machine's card, or its number of CPU cores."""
+    """Return the name of this machine's GPU, or its number of CPU cores."""
     if has_cuda():
         import torch
 
@@ -135,12 +136,12 @@ def device_name() -> str:
 
 
 class Server:
-    """Context manager around one `vllm serve MODEL` on loopback.
+    """Context manager that runs one `vllm serve MODEL` on loopback.
 
     ``args`` follow the model on the command line, before the arguments that a CPU needs. ``env`` overrides this
     process's environment. The server's files are deleted when it stops, except a log at ``log_path``.
 
-    Raises ``ServerError`` on entry if the server exits or has not answered /health after ``ready_timeout_s`` seconds.
+    Raises ``ServerError`` on entry if the server exits, or does not answer /health within ``ready_timeout_s`` seconds.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class Server:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-60:])
 
     def _end_of_log(self) -> str:
-        """Return the log's last lines, and the engine's own error, which other processes' lines often push out."""
+        """Return the log's last lines, and the engine's error, which is often further up."""
         cause = root_cause(self.log_path.read_text(errors="replace"))
         return f"The end of its log:\n{self.tail()}" + (f"\nThe engine's own error: {cause}" if cause else "")
 
@@ -234,12 +235,12 @@ class Server:
             return response.read().decode()
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
-        """POST ``body`` as JSON; an answer other than 2xx raises ``ServerError`` with the server's message."""
+        """POST ``body`` as JSON. An answer other than 2xx raises ``ServerError`` with the server's message."""
         answer: dict[str, Any] = json.loads(self.post_text(path, body, timeout_s=timeout_s))
         return answer
 
     def post_text(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> str:
-        """POST ``body`` as JSON and return the raw answer, which may be a stream."""
+        """POST ``body`` as JSON, and return the raw answer, which may be a stream."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
@@ -273,16 +274,17 @@ def _kill_group(group: int) -> None:
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
-        return  # all of it had gone already
+        return  # all of its processes have already ended
 
 
 def reserve_port() -> socket.socket:
-    """Reserve a loopback port until the socket is closed: no other process gets it, but a server may listen on it.
+    """Reserve a loopback port until the socket is closed. No other process gets the port, but a server may listen on
+    it.
 
-    A port that was only seen to be free may be taken minutes later, when the server has finished importing.
+    A port that is merely free now may be taken minutes later, when the server has finished importing.
     """
     held = socket.socket()
-    # Two that both say so may share a port as long as one of them at most listens, which this one never does.
+    # Two sockets with this option may share a port as long as at most one of them listens. This one never listens.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
     return held
@@ -290,11 +292,11 @@ def reserve_port() -> socket.socket:
 
 def environment() -> dict[str, str]:
     """Return this process's environment for vLLM's commands."""
-    # Tests switch the interpreter on, for kernels.
+    # Tests switch Triton's interpreter on, but servers must not inherit it.
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | OFFLINE
 
 
 def vllm_command() -> list[str]:
-    """Return the `vllm` command of this Python; its module where the script is missing."""
+    """Return the `vllm` command of this Python, or its module if the script is missing."""
     script = shutil.which("vllm", path=str(Path(sys.executable).parent))
     return [script] if script else [sys.executable, "-m", "vllm.entrypoints.cli.main"]

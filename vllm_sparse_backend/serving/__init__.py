@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that runs inside vLLM's processes, and the only folder of the package that imports vLLM."""
+"""Code that runs inside vLLM's processes. No other folder of the package imports vLLM."""

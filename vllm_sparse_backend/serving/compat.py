@@ -8,6 +8,7 @@ derive from it and its parts, so keywords that later versions add pass through b
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -83,7 +84,7 @@ def model_shape(vllm_config: VllmConfig) -> ModelShape:
 
 
 def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return this worker's place among those that share a layer's heads.
+    """Return this worker's tensor-parallel rank and the size of its group.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -163,8 +164,8 @@ def prefers_bulk_pages() -> bool:
 def reads_fp8() -> bool:
     """Return whether this device's kernels read fp8 caches.
 
-    vLLM's FlashAttention does on Hopper, and rounds queries to fp8 for it. On Blackwell its version 4 does too, but it
-    does not take the block tables that our engine makes.
+    vLLM's FlashAttention reads them on Hopper, with queries rounded to fp8. FlashAttention 4 reads them on Blackwell,
+    but does not accept the block tables that our engine makes.
 
     Returns:
         True on Hopper.
@@ -203,7 +204,7 @@ def device_memory_bytes() -> int:
 def flash_attention() -> FlashAttention | None:
     """Return vLLM's FlashAttention for paged caches, in the newest version that takes any block table.
 
-    Version 4 requires pages of its own tile's size.
+    Version 4 requires pages of its tile size.
 
     Returns:
         Version 3 or 2; None if vLLM has neither for this device.
@@ -213,7 +214,7 @@ def flash_attention() -> FlashAttention | None:
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
         from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
-    except ImportError:  # other makers' devices
+    except ImportError:  # devices of other vendors
         return None
     version = next((version for version in (3, 2) if is_fa_version_supported(version)), None)
     return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
@@ -250,6 +251,41 @@ def flash_attention_version(vllm_config: VllmConfig | None = None) -> int | None
     return None if version is None else int(version)
 
 
+def stock_backend(
+    vllm_config: VllmConfig | None,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: Any = "auto",
+    has_sink: bool = False,
+) -> str:
+    """Return the attention backend that vLLM itself would choose for a decoder's layers on this device.
+
+    Args:
+        vllm_config: The configuration of the served model, which some backends consult; None for none.
+        head_dim: Dimension of a head.
+        dtype: dtype of the model.
+        kv_cache_dtype: vLLM's name for the dtype of the cache.
+        has_sink: Whether the layers have learnt sinks.
+
+    Returns:
+        vLLM's name of the backend. Up to Hopper, and on devices that are not NVIDIA's, it is the dense backend's own:
+        vLLM prefers another one on compute capability 10 only, and is asked there only, because it imports all
+        backends to answer.
+    """
+    capability = None if IS_CPU else current_platform.get_device_capability()
+    if capability is None or capability.major < 10 or not hasattr(current_platform, "get_valid_backends"):
+        return str(DenseBackend.get_name())
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = AttentionSelectorConfig(
+        head_size=head_dim, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=None, has_sink=has_sink
+    )
+    with nullcontext() if vllm_config is None else set_current_vllm_config(vllm_config, check_compile=False):
+        candidates, _ = current_platform.get_valid_backends(capability, config)
+    first = min(candidates, key=lambda candidate: candidate.priority, default=None)
+    return str(DenseBackend.get_name() if first is None else first.backend.name)
+
+
 def pools(vllm_config: VllmConfig) -> bool:
     """Return whether the server's requests are for pooling: embeddings, scores or classes.
 
@@ -277,10 +313,10 @@ def is_set(variable: str) -> bool:
 
 
 def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Callable[[], T]) -> T:
-    """Call a function with its allocations outside of the memory pool whose contents sleep mode discards.
+    """Call a function and keep its allocations outside the memory pool whose contents sleep mode discards.
 
-    0.26 to 0.28 construct metadata builders within the memory pool of the KV cache; from 0.30 on only the cache is in
-    it. A pool serves the allocations of a single thread, so the function runs on another thread.
+    vLLM 0.26 to 0.28 constructs metadata builders within the memory pool of the KV cache; from 0.30 on only the cache
+    is in it. A pool serves the allocations of a single thread, so the function runs on another thread.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -298,7 +334,7 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
             return make()
         with torch.cuda.device(device):
             made = make()
-            torch.cuda.synchronize()  # this thread's stream may be another one
+            torch.cuda.synchronize()  # this thread may use another stream
         return made
 
     with ThreadPoolExecutor(1) as thread:
@@ -339,7 +375,7 @@ def random_cache(
     shape = (num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
     dtype = FP8 if spec.dtype == FP8_STORAGE else spec.dtype
     sizes = [shape[i] for i in order]
-    # Pages that are whole in memory may be padded to the size of other layers' pages.
+    # vLLM may pad pages that are contiguous in memory to the size of other layers' pages.
     elements = spec.page_size_bytes // dtype.itemsize if order[0] == 0 else math.prod(sizes[1:])
     numbers = torch.randn(sizes[0], elements, device=device).to(dtype)
     physical = numbers[:, : math.prod(sizes[1:])].unflatten(1, sizes[1:])
@@ -362,13 +398,28 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
     if common.seq_lens_cpu_upper_bound is not None:
         return common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
     raise RuntimeError(
-        "sparse-prefill: vLLM handed over no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
+        "sparse-prefill: vLLM gave no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
         f"vLLM {RELEASES}"
     )
 
 
+def prompt_length(request: Any) -> int:
+    """Return the number of tokens of a request's prompt, without output that a preempted request prefills again.
+
+    Args:
+        request: vLLM's ``NewRequestData``; it has ``prompt_len`` from 0.32 on.
+
+    Returns:
+        The number of token ids, or of embeddings where the prompt consists of them.
+    """
+    prompt = request.prompt_token_ids
+    if prompt is None:
+        prompt = getattr(request, "prompt_embeds", None)
+    return 0 if prompt is None else len(prompt)
+
+
 def keep_schedule(metadata: DenseMetadata) -> None:
-    """Copy the schedule of some metadata, which FlashAttention's builder may have put into its persistent buffer.
+    """Copy the schedule of the metadata, because FlashAttention's builder may keep it in a persistent buffer.
 
     The CPU build makes a new schedule each time, which must not be copied because it holds pointers into itself.
 
@@ -380,10 +431,10 @@ def keep_schedule(metadata: DenseMetadata) -> None:
 
 
 def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, rows: slice, tokens: slice) -> None:
-    """Give some rows' metadata their part of the batch's ranges that attend in both directions (prefix-LM).
+    """Copy the rows' part of the batch's bidirectional ranges (prefix-LM) into the metadata of these rows.
 
-    Each layer calls this, because models clear the batch's ranges for some layers. 0.26 stores them per row; 0.32 per
-    token, in a persistent buffer that metadata built with other ranges would overwrite.
+    Each layer calls this, because models clear the batch's ranges for some layers. vLLM 0.26 stores the ranges per row.
+    vLLM 0.32 stores them per token, in a persistent buffer that metadata built with other ranges would overwrite.
 
     Args:
         part: Metadata of the rows, changed in place.
@@ -412,7 +463,7 @@ def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
     if not IS_CPU:
         keys, values = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
         return PagedCache(keys, values)
-    # The CPU build: a (page, head) is its keys transposed, [head_dim, page_size], then values [page_size, head_dim].
+    # CPU build: each (page, head) holds its transposed keys, [head_dim, page_size], then values [page_size, head_dim].
     num_pages, num_kv_heads, page_size, _ = kv_cache.shape
     halves = kv_cache.view(num_pages, num_kv_heads, 2, page_size * head_dim)
     keys = halves[:, :, 0].view(num_pages, num_kv_heads, head_dim, page_size).permute(0, 3, 1, 2)
@@ -423,8 +474,8 @@ def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
 def with_scales(cache: PagedCache, layer: Any) -> PagedCache:
     """Add the scales of a layer's queries, keys and values to an fp8 cache.
 
-    Each step calls this, because scales may be loaded again or, in 0.26, computed in the first step. vLLM keeps a copy
-    on the host.
+    Each step calls this, because scales may be loaded again or, in vLLM 0.26, computed in the first step. vLLM keeps a
+    copy on the host.
 
     Args:
         cache: The layer's cache.

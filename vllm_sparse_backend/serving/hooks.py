@@ -6,9 +6,9 @@ The package is installed on servers of other backends too. There, registration i
 configuration. These read only the configuration. All other hooks are installed once a process has a configuration that
 is ours, and pass calls of other engines in the same process through.
 
-If a later vLLM changes a function so that a hook does not fit, the server does not start, with an error that names the
-function: a request must never run at another level than it chose. For ``COUNTERS`` it is a warning, because a server
-without our lines on /metrics still answers correctly.
+If a hook does not fit a function of a later vLLM, the server does not start, and the error names the function:
+otherwise a request might run at another level than it chose. For ``COUNTERS`` it is a warning, because a server without
+our lines on /metrics still answers correctly.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 EVERY = "every process"
 ON_CPU = "every process, on a CPU"
 REGISTRATION = (EVERY, ON_CPU)
-"""Hooks that registration installs, whatever backend is configured. Others wait for a configuration that is ours."""
+"""Hooks that registration installs with any backend. Others are installed once a configuration selects ours."""
 
 COUNTERS = "workers, for /metrics"
 FRONT = "the front process"
@@ -98,7 +98,7 @@ def _checked(original: Function) -> Function:
             _end_in_one_line(error)
             raise
         install_in_front()
-        install_in_core()  # which may be this process
+        install_in_core()  # the core may be this process
 
     return check_and_update_config
 
@@ -145,14 +145,14 @@ def _begun(install: Callable[[], None]) -> Callable[[Function], Function]:
 
 
 def _end_in_one_line(error: ConfigurationError) -> None:
-    """Let the process end with the error's message and without a traceback, if nothing catches the error."""
+    """Make an uncaught error end the process with a one-line message instead of a traceback."""
     sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
 
 
 def _in_one_line(
     ours: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
 ) -> None:
-    """``sys.excepthook``: print the message of our error, which a traceback would hide; pass other errors on."""
+    """``sys.excepthook``: print only the message of our error, without a traceback; pass other errors on."""
     if error is ours:
         print(f"sparse-prefill: {error}", file=sys.stderr)
     else:
@@ -160,7 +160,7 @@ def _in_one_line(
 
 
 def _selectable(original: Function) -> Function:
-    """Select this backend on the CPU platform, which would take its only backend whatever is configured."""
+    """Select this backend on the CPU platform, which otherwise ignores the configured backend."""
 
     def get_attn_backend_cls(
         cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
@@ -192,7 +192,7 @@ def _with_our_endpoints(original: Function) -> Function:
     return load_endpoint_plugins
 
 
-# --- workers: what servers ask them by name ---
+# --- workers: methods that servers call by name ---
 
 
 def _counting(original: Function) -> Function:
@@ -207,9 +207,9 @@ def _counting(original: Function) -> Function:
 
             return functools.partial(worker_samples, self.worker)
         if attr == REPORT_METHOD:
-            from vllm_sparse_backend.serving.worker.request_tallies import about
+            from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
 
-            return about
+            return functools.partial(worker_tallies, self.worker)
         if attr == AGREEMENT_METHOD:
             from vllm_sparse_backend.serving.frontend.worker_agreement import worker_numbers
 
@@ -231,11 +231,11 @@ def _uncounted(method: Function) -> Function:
     return call
 
 
-# --- the front process: what a request asks for ---
+# --- the front process: the level of a request ---
 
 
 def _marked(original: Function) -> Function:
-    """Mark each request for the engine's processes; all requests pass here, whatever their entrance."""
+    """Mark each request for the engine's processes. Requests from every entry point pass here."""
     signature = inspect.signature(original)
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,15 +282,22 @@ def _salted(original: Function) -> Function:
     return generate_block_hash_extra_keys
 
 
-def _switched(original: Function) -> Function:
-    """Apply the exact switch to each request of an engine, before its blocks are hashed."""
+def _marked_in_core(original: Function) -> Function:
+    """Mark requests that have no mark, and apply the exact switch to all, before their blocks are hashed."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        if is_ours(self.vllm_config.attention_config.backend):
-            from vllm_sparse_backend.serving.core import exact_switch
+        if not is_ours(self.vllm_config.attention_config.backend):
+            return original(self, request)
+        from vllm_sparse_backend.serving.core import exact_switch, unmarked_requests
 
-            exact_switch.mark_new_request(self, request)
-        return original(self, request)
+        refusal = unmarked_requests.mark_new_request(self, request)
+        exact_switch.mark_new_request(self, request)
+        prepared = original(self, request)
+        if refusal is not None:
+            # Not before: the original takes the request's images into the core's cache, where the front process
+            # expects to find them for the next request.
+            raise refusal
+        return prepared
 
     return preprocess_add_request
 
@@ -314,11 +321,11 @@ def _switching(original: Function) -> Function:
     return collective_rpc
 
 
-# --- workers: whose rows a step has ---
+# --- workers: the requests of a step's rows ---
 
 
 def _known(original: Function) -> Function:
-    """Note the levels of a step's requests, and how its rows map to requests.
+    """Record the levels of a step's requests, and how its rows map to requests.
 
     The older runner has a persistent batch, which is in order when metadata is built. In Model Runner V2 metadata
     numbers a step's rows (``req_idx``), or ``prepare_attn`` gets the batch; a dummy run has neither.
@@ -402,30 +409,32 @@ HOOKS = (
     Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerBase", "__init__", ("vllm_config",), _begun(_worker_begins),
          "a worker whose configuration is ours gets its hooks"),
     Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
-         ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the backend that was asked for"),
+         ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the configured backend"),
     Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoints,
-         "bodies of POST are read for levels, whatever they are posted to; /metrics shows our counters"),
+         "levels are read from the bodies of POST requests; /metrics shows our counters"),
     Hook(COUNTERS, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "__getattr__", ("attr",), _counting,
-         "workers hand out their counts, and count nothing that runs for no request"),
+         "workers return their counts, and do not count runs without requests"),
     Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _marked,
-         "each request is checked, and marked with its level for the processes that it goes on to"),
+         "each request is checked, and marked with its level for the core and the workers"),
     Hook(FRONT, "vllm.v1.engine.async_llm", "AsyncLLM", "generate", ("sampling_params",), _with_http_level,
-         "requests have the level of the HTTP request that they come of, by beams and scores of labels too"),
+         "requests get the level of their HTTP request, also in beam search and label scoring"),
     Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
-         "cached blocks past the exact positions are found by requests of their own level alone"),
-    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _switched,
-         "all new requests are exact where the server is switched so"),
+         "only requests of the same level find cached blocks past the exact positions"),
+    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _marked_in_core,
+         "requests of a front process without Python are checked and marked; all new requests run exact while the "
+         "server is switched to exact"),
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "collective_rpc", ("method", "timeout", "args", "kwargs"),
-         _switching, "the server is switched, and /metrics shows it"),
+         _switching, "the core answers the switch, and /metrics shows its position"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
-         _known, "the rows of a step are known by their requests, and these by their levels"),
+         _known, "the rows of a step are mapped to requests, and requests to levels"),
     Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
-         _known, "the requests of a step are known by their levels"),
+         _known, "the requests of a step are mapped to levels"),
     Hook(UNNUMBERED, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",),
-         _batch_told, "the rows of a step are known by their requests"),
+         _batch_told, "the rows of a step are mapped to requests"),
 )
 PARTS = (
-    Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params")),
+    Part(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
+    Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params", "prompt_token_ids")),
     Part(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
          ("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens")),
     Part(WORKER, "vllm.v1.worker.gpu_worker", "Worker", FOR_NO_REQUEST),
@@ -436,11 +445,11 @@ PARTS = (
 # fmt: on
 
 
-# --- putting them in, process by process ---
+# --- installation, process by process ---
 
 
 def install() -> None:
-    """Install the hooks of ``REGISTRATION``, which every process has, whatever backend is configured."""
+    """Install the hooks of ``REGISTRATION``. Every process has them, with any backend."""
     from vllm.platforms import current_platform
 
     _install(EVERY)
@@ -559,7 +568,7 @@ def owner_of(module: str, name: str) -> Any:
 
     Args:
         module: Name of the module.
-        name: Name of a class in it, or of an object, such as the platform, that stands for its class; empty for the
+        name: Name of a class in it, or of an object (such as the platform) to use its class; empty for the
             module.
 
     Returns:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which levels the requests of this server may choose, and whose cached keys and values they may read.
+"""The levels that this server's requests may choose, and the cached keys and values that they may read.
 
 Keys past the first ``exact_tokens`` positions depend on the level that wrote them, so from there on the blocks of each
 level have different hashes. Usually the server's own level has vLLM's hashes, because routers compute the same ones. A
-KV connector may keep blocks by hash in a store that other servers share. Then exact requests have vLLM's hashes: what
-the store has under them is exact, whichever server wrote it, and only servers with the same level read what a level
-wrote.
+KV connector may store blocks by hash and share them with other servers. In that case exact requests have vLLM's hashes.
+Blocks under vLLM's hashes are then exact, whichever server wrote them, and only servers with the same level read the
+blocks of a level.
 """
 
 import logging
@@ -32,7 +32,7 @@ CHOICES = "sparse_prefill_choices"
 """Attribute of vLLM's ``InputProcessor`` that keeps the choices."""
 
 BY_BLOCK_HASH = {"OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"}
-"""Connectors that keep blocks by vLLM's own hashes, which tell levels apart."""
+"""Connectors that store blocks by vLLM's hashes, which differ from level to level."""
 
 BY_REQUEST = {
     "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
@@ -72,12 +72,11 @@ def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choice
 
 
 def _refuse_mixture(permitted: Choices, uniform_levels: set[str]) -> None:
-    """Refuse a policy with several default levels, or with one that not all requests can have, on such a server."""
+    """Refuse several default levels, or a default that not all requests can have, on a server with a single level."""
     defaults = {permitted.default, *permitted.models.values()}
     if permitted.refusal is not None and (len(defaults) > 1 or not defaults <= uniform_levels):
         raise ConfigurationError(
-            f"{OPTION} {KEY}.requests: given {', '.join(sorted(defaults))} for requests that ask for none, but "
-            f"{permitted.refusal}"
+            f"{OPTION} {KEY}.requests: given {', '.join(sorted(defaults))} as default, but {permitted.refusal}"
         )
 
 
@@ -124,7 +123,7 @@ def mark_of(input_processor: Any, params: Any) -> Mark:
     """
     known, extra_args = cached_choices(input_processor), getattr(params, "extra_args", None) or {}
     level = extra_args.get(FIELD)
-    if isinstance(level, RequestLevel):  # of an HTTP request, checked when its body was read
+    if isinstance(level, RequestLevel):  # of an HTTP request; the middleware has checked it
         return known.mark(level)
     try:
         return known.mark(known.level_of(extra_args))
@@ -134,7 +133,7 @@ def mark_of(input_processor: Any, params: Any) -> Mark:
 
 @dataclass
 class HttpRequest:
-    """What the middleware knows of the current HTTP request once it has read the body."""
+    """Level and ticket of the current HTTP request, once the middleware has read its body."""
 
     level: RequestLevel | None = None
     """None if neither the body nor the served model that it names chooses a level."""
@@ -143,8 +142,8 @@ class HttpRequest:
 
 
 HTTP_REQUEST: ContextVar[HttpRequest | None] = ContextVar("sparse_prefill_http_request", default=None)
-"""A context variable, because vLLM has no argument for it: beam search and scores of labels create sampling parameters
-without the body's ``vllm_xargs``, as do some paths of some releases."""
+"""A context variable, because vLLM has no argument for it: beam search, label scoring and some releases' paths create
+sampling parameters without the body's ``vllm_xargs``."""
 
 
 def apply_http_request(params: Any) -> None:
@@ -196,14 +195,14 @@ def stores_by_token(vllm_config: VllmConfig) -> list[str]:
 
 def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
     if compat.pools(vllm_config):
-        return "this server pools, and has one level for all requests"
+        return "this server runs a pooling model, which has one level for all requests"
     if stores := stores_by_token(vllm_config):
         return (
-            f"this server keeps keys and values with {', '.join(stores)}, by their tokens alone, where a request may "
-            "find what one of another level wrote"
+            f"this server stores keys and values with {', '.join(stores)} by their tokens only, so a request could "
+            "read those of another level"
         )
     if vllm_config.parallel_config.use_ubatching:
-        return "this server splits steps into microbatches (--enable-dbo or --ubatch-size), whose rows it can't name"
+        return "this server splits steps into microbatches (--enable-dbo or --ubatch-size), which have no request ids"
     return None
 
 
@@ -215,9 +214,9 @@ def warn_of_stores(vllm_config: VllmConfig) -> None:
     """
     if stores := stores_by_token(vllm_config):
         logger.warning(
-            "sparse-prefill: %s keeps keys and values by their tokens alone: past the first positions, which are "
-            "exact, what this server writes is not what stock vLLM or other settings would write, and all that share "
-            "the store will read it. Give it a store of its own, or share it with servers of these very settings "
-            "only; use a connector that keeps blocks by vLLM's hashes (%s), which tell them apart. Requests that ask "
-            "for another level than the server's own are refused", ", ".join(stores), ", ".join(sorted(BY_BLOCK_HASH)),
+            "sparse-prefill: %s stores keys and values by their tokens only. Past the first positions, which are "
+            "exact, this server writes other keys and values than stock vLLM or a server with other settings, and "
+            "every server that shares the store reads them. Use a separate store, share it only with servers that "
+            "have exactly these settings, or use a connector that stores blocks by vLLM's hashes (%s). Requests for "
+            "another level than the server's own are refused", ", ".join(stores), ", ".join(sorted(BY_BLOCK_HASH)),
         )  # fmt: skip

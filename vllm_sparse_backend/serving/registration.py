@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This backend's place in vLLM's enum of attention backends: who holds it, and what the flag's value stands for.
+"""This backend's entry in vLLM's enum of attention backends, and checks that no other plugin has taken it.
 
 vLLM has a single open place, ``CUSTOM``, which ``plugin.register`` points at our backend. This module imports vLLM
 inside its functions only: plugins are loaded before vLLM knows its platform.
@@ -39,7 +39,7 @@ def why_displaced() -> str | None:
     if not custom.is_overridden() or custom.get_path() == BACKEND:
         return None
     return (
-        f"another plugin has taken vLLM's one place for a custom attention backend ({custom.get_path()}). Choose "
+        f"another plugin has taken vLLM's only slot for a custom attention backend ({custom.get_path()}). Choose "
         "plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
     )
 

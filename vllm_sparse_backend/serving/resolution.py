@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a process, parsed once from vLLM's configuration.
 
-The front process reads the files that the settings name, and the name of the device that ``auto`` is looked up for.
-Both travel in the configuration (``carry_settings``), so every process has the same settings, whatever its device.
+The front process reads the files that the settings name, and the name of the device for which ``auto`` is resolved.
+Both travel in the configuration (``carry_settings``), so all processes have the same settings on any device.
 """
 
 import logging
@@ -23,7 +23,7 @@ from vllm_sparse_backend.serving import compat
 logger = logging.getLogger(LOGGER)
 
 PARSED = 32
-"""Cached results: a process has those of its engines, for the whole model and for its tensor-parallel rank."""
+"""Number of cached results: a process resolves settings per engine, for the whole model and for its own rank."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _AdditionalConfig:
 
 
 def carry_settings(vllm_config: VllmConfig) -> None:
-    """Add all that other processes need to resolve the settings as this process does.
+    """Add to the configuration what other processes need to resolve the settings as this process does.
 
     Nothing changes if the configuration has it already.
 
@@ -87,12 +87,12 @@ def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Reso
     additional_config, shape = _AdditionalConfig.of(vllm_config), compat.model_shape(vllm_config)
     device, pools = compat.device_name(), compat.pools(vllm_config)
     if carried_device(additional_config.values) is None:  # files may change until they are carried
-        return Resolved.of(additional_config.values, shape, device, tp_rank, tp_size, pools)
+        return Resolved.from_additional_config(additional_config.values, shape, device, tp_rank, tp_size, pools)
     return _resolved(additional_config, shape, device, tp_rank, tp_size, pools)
 
 
 def log_other_device(resolved: Resolved, rank: int) -> None:
-    """Warn if a worker's device differs from the device that ``auto`` was looked up for. The server's numbers apply.
+    """Warn if a worker's device differs from the device for which ``auto`` was resolved. The server's numbers apply.
 
     Args:
         resolved: The worker's settings.
@@ -101,9 +101,9 @@ def log_other_device(resolved: Resolved, rank: int) -> None:
     device = compat.device_name()
     if resolved.uses_auto and resolved.device.casefold() != device.casefold():
         logger.warning(
-            "sparse-prefill: rank %d runs on %s, but auto stands for what was measured on %s, on which the server "
-            "started: all processes must agree from which lengths on rows go sparse. Set min_tokens and "
-            "min_query_tokens to choose other numbers", rank, device, resolved.device,
+            "sparse-prefill: rank %d runs on %s, but auto uses the measurements of %s, where the server started, "
+            "because all processes must go sparse from the same lengths. Set min_tokens and min_query_tokens to "
+            "choose other numbers", rank, device, resolved.device,
         )  # fmt: skip
 
 
@@ -116,4 +116,4 @@ def _settings(additional_config: _AdditionalConfig) -> SparsePrefillConfig:
 def _resolved(
     additional_config: _AdditionalConfig, shape: ModelShape, device: str, tp_rank: int, tp_size: int, pools: bool
 ) -> Resolved:
-    return Resolved.of(additional_config.values, shape, device, tp_rank, tp_size, pools)
+    return Resolved.from_additional_config(additional_config.values, shape, device, tp_rank, tp_size, pools)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a model loads: the configuration, its profile, that some layer can go sparse, and vLLM's options.
+"""Checks before a model loads: the settings, the profile, vLLM's options, and that some layer can go sparse.
 
-Some options of vLLM do not work with this backend or make it slow. They were collected from vLLM's sources from 0.26 to
-0.33; docs/compatibility.md explains each.
+Some options of vLLM do not work with this backend or make it slow. The list comes from the sources of vLLM 0.26 to
+0.33; docs/compatibility.md explains each option.
 """
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fal
 from vllm_sparse_backend.config.model_check import layer_reasons
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.identity import RELEASES
+from vllm_sparse_backend.serving import compat, rust_frontend
 from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
@@ -24,8 +26,8 @@ from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
 def check(vllm_config: VllmConfig) -> None:
     """Validate vLLM's configuration before the model loads.
 
-    The texts of the files that it names, and the device that ``auto`` is looked up for, are added to the configuration.
-    Other processes therefore read no file, and resolve the settings to the same values.
+    This adds the texts of the named files, and the device for which ``auto`` is resolved, to the configuration. Other
+    processes therefore read no file, and resolve the settings to the same values.
 
     Args:
         vllm_config: vLLM's configuration of a server that runs this backend.
@@ -49,11 +51,15 @@ def check(vllm_config: VllmConfig) -> None:
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
+    if multiprocessing.parent_process() is not None:
+        return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
+    if rust_frontend.is_configured():
+        rust_frontend.warn_of_missing()
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
-    """Return why vLLM's options keep every layer from going sparse, whatever the model."""
+    """Return why vLLM's options keep every layer of any model from going sparse."""
     cache = vllm_config.cache_config
     some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
     limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
@@ -74,7 +80,7 @@ def no_layer_message(reasons: set[Fallback]) -> str:
 
 
 def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
-    """Refuse options of vLLM under which answers would be wrong, or not what an option promises.
+    """Refuse options of vLLM that would make answers wrong, or whose promise this backend cannot keep.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -90,37 +96,34 @@ def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
 def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     if compat.is_set("VLLM_BATCH_INVARIANT"):
         yield (
-            "VLLM_BATCH_INVARIANT is set, and which keys a row keeps depends on the chunks that the scheduler cuts it "
-            "into, which depend on other requests; unset it, or serve without this backend"
+            "VLLM_BATCH_INVARIANT is set, but the selected keys depend on how the scheduler cuts a prompt into chunks, "
+            "and thus on other requests; unset it, or serve without this backend"
         )
-    # It wants graphs whose decodes have any lengths; ours have drafts of one length (compat.uniform_decode_graphs).
+    # It needs graphs for decodes of any lengths; ours have drafts of one length (compat.uniform_decode_graphs).
     if _optional(vllm_config, "speculative_config", "enable_adaptive_verification"):
         yield (
-            "adaptive verification of drafts needs graphs for decodes of different lengths, which this backend does "
-            'not capture; put "enable_adaptive_verification": false into --speculative-config'
+            "adaptive verification of drafts needs CUDA graphs for decodes of different lengths, which this backend "
+            'does not capture; put "enable_adaptive_verification": false into --speculative-config'
         )
     if _optional(vllm_config, "model_config", "rswa_window") is not None:
         yield (
-            "the model attends within a reference sliding window (R-SWA), whose prompts' lengths do not reach rows "
-            "that run dense one by one; serve it without this backend"
+            "the model attends within a reference sliding window (R-SWA), which needs prompt lengths that this backend "
+            "does not pass on; serve it without this backend"
         )
     is_prefix_lm = not compat.IS_CPU and _optional(vllm_config, "model_config", "is_mm_prefix_lm")
     if is_prefix_lm and (version := compat.flash_attention_version(vllm_config)) != 4:
         yield (
-            "parts of this model's prompts (its images) attend in both directions, which FlashAttention does from "
-            f"version 4 on, and vLLM takes version {version} here; serve it without this backend, on vLLM's own choice "
-            "of one"
+            "parts of this model's prompts (its images) attend in both directions, which needs FlashAttention 4, but "
+            f"vLLM uses version {version} here; serve it without this backend"
         )
-    if compat.is_set("VLLM_USE_RUST_FRONTEND"):
-        yield (
-            "VLLM_USE_RUST_FRONTEND is set, and this backend finds what a request asks for, and shows its counters, in "
-            "the front process in Python; unset it, or serve without this backend"
-        )
+    if rust_frontend.is_configured() and (why := rust_frontend.refusal(resolved)) is not None:
+        yield why
     stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
     if stores and resolved.pools and not resolved.is_dense:
         yield (
-            f"requests for pooling have no hashes of their own, by which {', '.join(sorted(stores))} would tell what "
-            "they write from exact keys and values; serve it without that store, or exact (requests: {default: exact})"
+            f"{', '.join(sorted(stores))} could not tell sparse keys and values of pooling requests from exact ones, "
+            "because these requests have no hashes of their own; serve without that store, or exact (requests: "
+            "{default: exact})"
         )
 
 
@@ -130,7 +133,7 @@ def _optional(vllm_config: VllmConfig, part: str, field: str) -> Any:
 
 
 def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | None:
-    """Return why kernels read keys by a slower path than the fastest.
+    """Return why kernels cannot read keys by their fastest path.
 
     Args:
         page_tokens: Tokens of a page of the cache.
@@ -144,12 +147,31 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
     if capability < (9, 0):
         return (
             f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bulk copies: blocks of keys are "
-            "gathered token by token, and no speed-up was measured on such a device"
+            "gathered token by token; no action, unless another GPU can be used"
         )
     if page_tokens % compat.BULK_PAGE_TOKENS:
         return (
-            f"the cache has pages of {page_tokens} tokens: blocks of {compat.BULK_PAGE_TOKENS} keys do not lie within "
-            "them and are read by slower paths; leave --block-size out, or give a multiple of "
-            f"{compat.BULK_PAGE_TOKENS}"
+            f"the cache has pages of {page_tokens} tokens: blocks of {compat.BULK_PAGE_TOKENS} keys span several pages "
+            f"and are read by slower paths; remove --block-size, or set it to a multiple of {compat.BULK_PAGE_TOKENS}"
         )
     return None
+
+
+def other_decode(stock: str, dense: str) -> str | None:
+    """Return why decodes and dense rows do not run as in stock vLLM on this device.
+
+    Args:
+        stock: vLLM's name of the attention backend that it would choose itself.
+        dense: vLLM's name of the dense backend, on which decodes and dense rows run here.
+
+    Returns:
+        What they run on, what it costs and what to do; None if stock vLLM would choose the dense backend too.
+    """
+    if stock == dense:
+        return None
+    return (
+        f"decodes and dense rows run on {dense}, but stock vLLM would decode on {stock} here, and no release from "
+        f"{RELEASES} takes a decode backend of its own. Time per output token is not stock's; this project has not "
+        "measured the difference. Compare with `sparse-prefill bench serve`, or decode on stock servers "
+        "(docs/disaggregated.md)"
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log line for operators who set this backend's options on a server that runs another backend."""
+"""A log line for operators who set this backend's options on a server with another backend."""
 
 import multiprocessing
 import os
@@ -10,11 +10,11 @@ from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 
 VARIABLE = "VLLM_ATTENTION_BACKEND"
-"""The environment variable that older releases of vLLM read in place of the flag."""
+"""Environment variable that older releases of vLLM read in place of the flag."""
 
 
 def log_unread_settings(vllm_config: Any) -> None:
-    """Log once that this backend's settings are not read, and which backend runs instead.
+    """Log once that this backend's settings are ignored, and which backend runs instead.
 
     Nothing is logged without such settings, nor in engine cores and workers, which get the same configuration.
 
@@ -30,7 +30,7 @@ def log_unread_settings(vllm_config: Any) -> None:
 
 
 def unread_settings(backend: Any) -> str:
-    """Format the line about settings that are not read.
+    """Format the line about ignored settings.
 
     Args:
         backend: vLLM's enum member for the configured backend; None if vLLM chooses.
@@ -39,11 +39,11 @@ def unread_settings(backend: Any) -> str:
         The line, with what to do.
     """
     line = (
-        f"sparse-prefill: {KEY} in {OPTION} is not read: attention runs on {_name_of(backend)}; add "
-        "--attention-backend sparse-prefill to use these settings, or leave them out"
+        f"sparse-prefill: {KEY} in {OPTION} is ignored: attention runs on {_name_of(backend)}; add "
+        "--attention-backend sparse-prefill to use these settings, or remove them"
     )
     if (value := os.environ.get(VARIABLE)) is not None and not _is_read(VARIABLE):
-        line += f" ({VARIABLE}={value} is set, and this release of vLLM does not read it)"
+        line += f" ({VARIABLE}={value} is set, but this release of vLLM does not read it)"
     return line
 
 
@@ -52,7 +52,7 @@ def _name_of(backend: Any) -> str:
 
     if backend is None:
         chosen = "CPU_ATTN, " if current_platform.is_cpu() else ""
-        return f"{chosen}vLLM's own choice, as no --attention-backend is given"
+        return f"{chosen}vLLM's own choice, because --attention-backend is not given"
     path = f" ({backend.get_path()})" if backend.is_overridden() else ""
     return f"{backend.name}{path}, as configured"
 

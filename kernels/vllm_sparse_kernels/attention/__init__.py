@@ -7,7 +7,8 @@ from vllm_sparse_kernels.attention.flash.engine import FlashAttention, flash_eng
 from vllm_sparse_kernels.attention.hopper import engine as hopper
 from vllm_sparse_kernels.attention.hopper.engine import HOPPER
 from vllm_sparse_kernels.attention.portable import engine as portable
-from vllm_sparse_kernels.attention.portable.engine import PORTABLE, shared_bytes, supports_bulk, widest_block
+from vllm_sparse_kernels.attention.portable.engine import PORTABLE, supports_bulk, widest_block
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.engine_choice import EngineChoice, choose_engine
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.rows import Rows

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Engine``: the interface of the kernels that compute attention over a ``SparseIndex``.
 
-An engine reports at start-up whether it can serve a layer (``refusal``). The fastest one that can is chosen once,
+An engine reports at start-up whether it can serve a layer (``refusal``). The fastest engine that can is chosen once,
 before the first step (``engine_choice.py``). Engines differ only in speed and in rounding.
 """
 
@@ -114,7 +114,7 @@ class Attend(Protocol):
             lse: [num_heads, num_tokens] float32, filled with the natural logarithm of Σ exp(score) over the keys; None
                 to omit it.
             options: Approximations that heads request; None for none.
-            sinks: [num_heads] of any float dtype, the score of one more key without a value; None for none. A sink
+            sinks: [num_heads] of any float dtype, score of an additional key without a value; None for none. A sink
                 scales a query's output by exp(lse) / (exp(lse) + exp(sink)) and does not change ``lse``.
 
         Raises:
@@ -199,8 +199,8 @@ def check_shapes(
     num_heads = index.num_heads
     if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
         raise ValueError(
-            f"attend: q {tuple(q.shape)} and out {tuple(out.shape)} must be [num_tokens, {num_heads}, "
-            f"{cache.head_dim}] with heads a multiple of the cache's {cache.num_kv_heads} kv heads"
+            f"attend: given q {tuple(q.shape)} and out {tuple(out.shape)}, expected both as [num_tokens, {num_heads}, "
+            f"{cache.head_dim}], with a multiple of the cache's {cache.num_kv_heads} kv heads"
         )
     if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
-        raise ValueError(f"attend: sinks {tuple(sinks.shape)} must be [{num_heads}], contiguous")
+        raise ValueError(f"attend: given sinks {tuple(sinks.shape)}, expected [{num_heads}], contiguous")

@@ -4,9 +4,9 @@
 It computes the softmax under the index's mask, tile by tile, in float32 by default.
 
 The skip of P·V is SpargeAttn's (arXiv 2502.18137, section 3.4 and Algorithm 1, lines 13 to 17) for all queries of a
-tile together. The sum l counts a skipped step too: line 13 stands before the test, so that skipping moves outputs
-towards zero. Line 15 as printed contradicts the text of section 3.4, which is implemented here; line 13 as printed
-forgets l_{i,j−1}.
+tile together. The sum l also includes skipped steps, because line 13 precedes the test. Skipping therefore moves
+outputs towards zero. Line 15 as printed contradicts the text of section 3.4, which is implemented here. Line 13 as
+printed omits l_{i,j−1}.
 
 8-bit scores are SageAttention's (arXiv 2410.02367, equation 6 and Algorithm 1).
 """
@@ -107,7 +107,7 @@ def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
 
     Args:
         scores: [queries, keys], masked.
-        sink: The score of another key without a value, of each query or of all; or None.
+        sink: Score of an additional key without a value, for each query or for all; or None.
 
     Returns:
         [queries, keys].
@@ -152,9 +152,9 @@ def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torc
 
 
 def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Compute max(m_local − m) of each step, over all queries. The product of a step with less than λ is skipped.
+    """Compute max(m_local − m) of each step, over all queries. The product of a step below λ is skipped.
 
-    Of what is not left out, exp(S − m) with the last m summed over all steps is what the online softmax arrives at.
+    The sum of exp(S − m) over the other steps, with the last m, is the result of the online softmax.
 
     Args:
         scores: [queries, keys], masked.
@@ -169,14 +169,14 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round the keys of one row as SageAttention does, heads first.
+    """Round the keys of one row as SageAttention does. The result has heads first.
 
     Args:
         keys: [seq_len, num_kv_heads, head_dim].
 
     Returns:
-        Integers [num_kv_heads, seq_len, head_dim]; what they count [num_kv_heads, seq_len], equal within blocks of 64;
-        and the mean [num_kv_heads, head_dim] that they have lost (equation 6), which shifts a query's scores all alike.
+        Integers [num_kv_heads, seq_len, head_dim]; their scales [num_kv_heads, seq_len], equal within blocks of 64; and
+        the subtracted mean [num_kv_heads, head_dim] (equation 6), which shifts all scores of a query equally.
     """
     means = keys.mean(0)
     parts = [quantize(part, (0, 2)) for part in (keys - means).split(STEP_TOKENS.value)]
@@ -185,12 +185,12 @@ def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Compute unscaled scores S of one tile, whose queries share a scale. The sums of integer products are exact.
+    """Compute unscaled scores S of one tile. Its queries share a scale, and sums of integer products are exact.
 
     Args:
         b_q: [queries, head_dim].
         integers: [keys, head_dim].
-        steps: [keys], what an integer counts.
+        steps: [keys], scale of each key's integers.
 
     Returns:
         [queries, keys].

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys in 8 bits, for ``attend``: SageAttention's (Zhang et al., arXiv 2410.02367), as SpargeAttn and SALE use it.
+"""8-bit keys for ``attend``, by SageAttention (Zhang et al., arXiv 2410.02367), as in SpargeAttn and SALE.
 
-Equation 6 and Algorithm 1, kernel SAGEAttn-B: keys lose their mean over the row, which shifts all scores of a query
-alike and which softmax so does not see, and become integers −127 … 127, with one scale for each block of 64 keys of a
-kv head: δ = max |k − k̄| / 127. (Queries get one scale for each tile of 128, in ``attend`` itself.)
+Equation 6 and Algorithm 1, kernel SAGEAttn-B: the mean over the row is subtracted from the keys. It shifts all scores
+of a query equally, so it does not change the softmax. The keys then become integers −127 … 127, with one scale for each
+block of 64 keys of a kv head: δ = max |k − k̄| / 127. (``attend`` itself gives queries one scale per tile of 128.)
 
-The mean is over the keys that this step sees: the last bits of the rounding depend on the chunking.
+The mean is over the keys that this step sees, so the last bits of the rounding depend on the chunking.
 
-Keys are quantised once for each call of ``attend``, out of the paged cache into a workspace of a byte for each element
-of the rows' keys, row after row.
+Each call of ``attend`` quantises the keys once, from the paged cache into a workspace with one byte for each element of
+the rows' keys, row after row.
 """
 
 from itertools import accumulate
@@ -29,7 +29,7 @@ ALIGN_TOKENS = 128
 """A row's keys are padded to whole blocks of either size."""
 
 INT8_MAX = tl.constexpr(127.0)
-TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a block of zeros
+TINY = tl.constexpr(1e-20)  # replaces the largest magnitude of a block of zeros
 
 VARYING = ("i_row", "seq_len", "start", "num_keys")
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""
@@ -40,7 +40,7 @@ class SmoothKeys(NamedTuple):
 
     integers: torch.Tensor  # [num_kv_heads, num_keys, head_dim padded to a power of two] int8; 0 past a row's end
     steps: torch.Tensor  # [num_kv_heads, num_keys / 64] float32
-    means: torch.Tensor  # [num_rows, num_kv_heads, padded head_dim] float32: k̄, of which the scores know nothing
+    means: torch.Tensor  # [num_rows, num_kv_heads, padded head_dim] float32: k̄, which scores do not include
     starts: torch.Tensor  # [num_rows] int32: a row's first key
 
 

@@ -50,7 +50,7 @@ class Method(ABC):
 
     @property
     def group_key(self) -> "Method":
-        """Key that is equal for methods that ``merged`` combines. They have one registered name."""
+        """Key that is equal for methods that ``merged`` combines. Such methods have the same registered name."""
         return self
 
     @property
@@ -102,6 +102,16 @@ class Method(ABC):
         return self
 
     @property
+    def reads_prompt_length(self) -> bool:
+        """Whether the selection depends on ``Rows.prompt_lens``: a server must then know the request of every row."""
+        return False
+
+    @property
+    def least_prompt_tokens(self) -> int:
+        """Prompts of up to this many tokens lose no key under the method, whatever its queries and keys."""
+        return 0
+
+    @property
     def share_kept(self) -> float | None:
         """p, the share of attention mass that is kept, in (0, 1]; None if the method does not let requests set it."""
         return None
@@ -125,7 +135,7 @@ class Method(ABC):
             methods: The methods of this class on all heads of the model.
 
         Returns:
-            Why they would not do what they are for, and what to change; None if they do.
+            Why they have no effect, and what to change; None if they have one.
         """
         return None
 
@@ -254,7 +264,7 @@ class PerHead(Method):
             ``num_heads`` methods, in the order of the heads.
 
         Raises:
-            ValueError: The method is a merger of another number of methods.
+            ValueError: The method merges a different number of methods.
         """
         if not self.settings:
             return (self,) * num_heads

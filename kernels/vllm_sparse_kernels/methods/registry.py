@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of methods: those of this package, and those of other installed packages, found by entry points."""
+"""The registry of methods: of this package, and of other installed packages by entry points."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property

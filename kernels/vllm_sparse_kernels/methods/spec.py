@@ -27,8 +27,8 @@ class MethodSpec:
         ladder: Parameters from the sparsest useful setting to one that is nearly lossless; searches choose from them.
         cost: Time of the selection as a fraction of dense attention's, used where nothing was measured.
         paper: The paper in a table, as Markdown; empty for none.
-        summary: The keys that a query attends to, as a phrase for a table. README.md's table needs it.
-        control: What bounds the number of kept keys: ``budget`` (a number of keys, whatever the prompt's length),
+        summary: The keys that a query attends to, as a phrase for a table. The table in docs/settings.md needs it.
+        control: What bounds the number of kept keys: ``budget`` (a number of keys, for any prompt length),
             ``threshold`` (keys above it) or ``share`` (the fewest keys with that share of the attention).
         main_parameters: Fields of the method that trade accuracy for speed.
     """

@@ -62,11 +62,11 @@ def kept_of(b_x, channels, KEPT_D: tl.constexpr):
     if KEPT_D == BLOCK_D:
         return b_x.to(tl.float32)
     else:
-        # Products of 32 columns were assembled with a wrong descriptor (ptxas of Triton 3.6): none is narrower than 64.
+        # ptxas of Triton 3.6 assembles products of 32 columns with a wrong descriptor, so products have at least 64.
         COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
         o_c = tl.arange(0, COLUMNS)
         b_columns = tl.load(channels + o_c, mask=o_c < KEPT_D, other=-1)
-        # A product with zeros and ones, of which one in each column, moves elements and changes none.
+        # A product with a 0/1 matrix that has a single 1 in each column moves elements without changing them.
         b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
         b_kept = tl.dot(b_x, b_ones, input_precision="ieee")
         return tl.sum(tl.reshape(b_kept, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)

@@ -2,9 +2,9 @@
 """``SelectEngine``: the interface of the kernels that select keys: ``queries, cache → lists of a SparseIndex``.
 
 Most methods have one engine, their ``select``. A method with faster kernels for certain GPUs lists several
-(``Method.select_engines``), which differ only in speed and in rounding. One is chosen for each layer at start-up, by
-``refusal`` and by a trial against the last of the list (``engine_trial.selection_failure``). It is never replaced: an
-exception in a step, out-of-memory included, reaches the caller.
+(``Method.select_engines``), which differ only in speed and in rounding. Each layer's engine is chosen at start-up, by
+``refusal`` and by a trial against the last engine of the list (``engine_trial.selection_failure``). It is never
+replaced: an exception in a step, including out-of-memory, reaches the caller.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upper bounds, on the host, of the workspace memory of selection. A test checks every method against them.
 
-Methods allocate tensors by key, or by pair of blocks, for one slab of rows or keys at a time, so that long steps need
+Methods allocate tensors by key, or by pair of blocks, for one slab of rows or keys at a time. Long steps therefore need
 little more memory than short ones. All functions return bytes.
 """
 
@@ -93,7 +93,7 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     Returns:
         Bytes.
     """
-    of_tile = 8 * num_selected * 64 * ceil_div(max(rows.seq_lens), 64 * 64)  # as wide as the longest row's
+    of_tile = 8 * num_selected * 64 * ceil_div(max(rows.seq_lens), 64 * 64)  # the width of the longest row
     products = min(rows.num_tiles * of_tile, max(SLAB_BYTES, of_tile))
     of_rows = [mean_key_bytes(n, shape) for n in rows.seq_lens]
     means = min(sum(of_rows), max(SLAB_BYTES, *of_rows)) + 8 * num_selected * rows.num_tiles * (shape.head_dim + 1)
@@ -103,7 +103,7 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     """Bound the memory of SharePrefill: mean keys, last queries and their scores, histograms of the pivots' maps.
 
-    (Maps are the step's own: ``Pivots``.)
+    The maps themselves belong to the step (``Pivots``) and are not counted here.
 
     Args:
         rows: The rows of a step.

@@ -3,10 +3,10 @@
 
 Â is the softmax of a few of a row's queries over all keys: its last queries, or queries that are spread over its chunk.
 
-What is kept of Â are its column sums, and its sums over diagonals: of keys, one by one, or of blocks of 64. K is read
-twice, the first time for the log-sum-exp of each query, the second for the sums, so that Â itself is never stored.
-Query heads that share keys are stacked and share what is read. All sums have a fixed order, and how a row's keys are
-split among programs depends on its own length and on the number of heads alone.
+The results are the column sums of Â and its sums over diagonals, of single keys or of blocks of 64. K is read twice,
+first for the log-sum-exp of each query and then for the sums, so Â itself is never stored. Query heads that share keys
+are stacked and share their reads. All sums have a fixed order. How a row's keys are split among programs depends only
+on its length and on the number of heads.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
@@ -31,17 +32,20 @@ from vllm_sparse_kernels.selection.last_query_kernels import (
 LOG2_E = 1.4426950408889634
 
 MOST_QUERIES = 256
-"""The most queries where diagonals of blocks are summed: as many rows as a program stacks."""
+"""Maximum number of queries for diagonals of blocks: as many rows as a program stacks."""
 
 QUERY_BYTES = 64 * 1024
-"""Stacked queries of one program, at most; those of one head may be more."""
+"""Maximum number of stacked queries of one program, unless a single head has more."""
+
+JOIN_BYTES = 8 * 1024
+"""Upper bound of the shared memory in which a program joins sums of threads, as compiled by Triton 3.9."""
 
 PROGRAMS = 264
-"""Programs for a long row: as many as an H200 runs at a time, two on each multiprocessor. Each begins by loading what
-it needs, which in a second wave of programs nothing would hide."""
+"""Programs for a long row: as many as an H200 runs at a time, two per SM. Each begins with loads, which nothing would
+hide in a second wave of programs."""
 
 LANES = 4
-"""Threads that a row of the matrix instruction's result lies in."""
+"""Number of threads that hold a row of the matrix instruction's result."""
 
 JOINED = 64
 """Splits whose log-sum-exps are loaded at a time."""
@@ -50,11 +54,11 @@ JOINED = 64
 class Sums(NamedTuple):
     """Sums of Â over the rows [first_row, end_row) of a step, for n heads. Kernels locate them by ``sums_of``.
 
-    ``values`` [n · (capacity + capacity / band)] float32: column sums [n, capacity], row i's from
-    ``key_starts[i] - key_starts[first_row]`` on; then the sums of diagonals by their offset, in the same places, or
-    those of blocks by theirs (``band`` 64), each place divided by 64.
+    ``values`` [n · (capacity + capacity / band)] float32: first the column sums [n, capacity], in which row i begins at
+    ``key_starts[i] - key_starts[first_row]``; then the sums of diagonals by offset, at the same places, or for ``band``
+    64 the sums of diagonals of blocks, at these places divided by 64.
 
-    ``by_block`` [n, capacity / 64, queries] float32, for ``band`` 64: what each of the queries gives to each block.
+    ``by_block`` [n, capacity / 64, queries] float32, for ``band`` 64: the weight of each block for each query.
     """
 
     values: torch.Tensor
@@ -88,7 +92,7 @@ class Estimate(NamedTuple):
     Diagonals are those of keys (``band`` 1, at most 64 queries) or of blocks of 64 keys (``band`` 64, at most 256
     queries).
 
-    ``spread``, for the latter alone: not the last queries but as many, evenly spread over the chunk.
+    With ``spread``, which needs ``band`` 64, the queries are evenly spread over the chunk instead of its last ones.
     """
 
     last_queries: int
@@ -130,10 +134,10 @@ def last_query_sums(
     bytes_a_head = num_queries * block_d * q.element_size()
     members = min(triton.next_power_of_2(group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // bytes_a_head))
     stacks = cache.num_kv_heads * ceil_div(group, members)
-    # Fewer programs where one would be shorter than what it begins with.
+    # Fewer programs if a program would otherwise be shorter than its start.
     most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // stacks)), max(4, min(16, 2 * stacks))
     num_tiles = [ceil_div(seq_len, LAST.value) for seq_len in step.seq_lens[first_row:end_row]]
-    # The longest row's splits may be longer, and so fewer than a shorter one's.
+    # The longest row's splits may be longer, and therefore fewer, than those of a shorter row.
     num_splits = max(ceil_div(n, max(least_tiles, ceil_div(n, most_splits))) for n in num_tiles)
 
     values = room(num_entries * (capacity + capacity // band))
@@ -160,10 +164,12 @@ def last_query_sums(
         )
     )
     grid = (num_splits, stacks, num_rows)
-    stacked, num_stages = members * num_queries, 3 if members * bytes_a_head <= QUERY_BYTES else 2
-    # Two programs on a multiprocessor at a time, as one's exponentials hide behind the other's products: of many warps
-    # with few registers in the one pass; in the other of one group, with a warp for each of four stacked heads, within
-    # which columns are summed. Diagonals of keys always are summed within a warp.
+    stacked = members * num_queries
+    tile_bytes = LAST.value * block_d * q.element_size()
+    num_stages = _num_stages(members * bytes_a_head, tile_bytes, shared_bytes(q.device))
+    # Two programs run on an SM at a time, so that the exponentials of one hide behind the products of the other. In the
+    # first pass they have many warps with few registers. In the second they have one group, with one warp for each of 4
+    # stacked heads, which sums columns. Diagonals of keys are always summed within a warp.
     lse_registers = 64 if stacked > LAST.value and q.dtype != torch.float32 else None
     split_lse_kernel[grid](
         args, *where, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
@@ -176,6 +182,21 @@ def last_query_sums(
     if by_block is not None:
         _sum_block_diagonals(sums, by_block, index, max(num_tiles), last_queries, spread)
     return sums
+
+
+def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
+    """Return the pipeline stages of both passes over the keys.
+
+    Args:
+        stack_bytes: Stacked queries of a program.
+        tile_bytes: A tile of keys.
+        limit_bytes: Shared memory of a program.
+
+    Returns:
+        3 for two buffered tiles, or 2 for one if the queries are many or two do not fit the GPU.
+    """
+    fits = stack_bytes + 2 * tile_bytes + JOIN_BYTES <= limit_bytes
+    return 3 if fits and stack_bytes <= QUERY_BYTES else 2
 
 
 def _sum_block_diagonals(

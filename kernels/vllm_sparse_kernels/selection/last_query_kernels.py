@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of ``last_queries``: the log-sum-exp of each query over splits of the keys, and the sums of Â.
 
-*Diagonals of blocks*: the block of a query's position less that of a key's. Key tiles are the blocks; what each query
-gives to each of them is written down, and a second kernel sums it up. Any queries will do.
+*Diagonals of blocks*: a diagonal is the block number of a query's position minus that of a key's. Key tiles are the
+blocks. The first kernel stores the weight of each block for each query, and a second kernel sums these weights. The
+queries may be any.
 
-*Diagonals of keys*, one by one, are those of a row's last 64 queries. Key tiles are counted from the row's end: tile j
-holds the 64 positions before ``seq_len - 64 j``. Then entry (r, c) of its part of Â, a 64 x 64 matrix, lies on diagonal
+*Diagonals of single keys* are those of a row's last 64 queries. Key tiles are counted from the row's end: tile j holds
+the 64 positions before ``seq_len - 64 j``. Entry (r, c) of its part of Â, a 64 x 64 matrix, then lies on diagonal
 64 j + r - c.
 
-How these are summed without moving Â from thread to thread. Stacked rows are ordered 16 queries of each head in
-turn: the matrix instruction gives rows in sixteens to the warps, so that with a warp for each head a thread of it holds
-entries (8 A + g, 8 J + c) of one head's tile, all 64 pairs of A and J, and one g and two c. Entries of equal A - J are
-summed within the thread, which leaves one value for eight of them; only these go from lane to lane, each c to the lane
-of g - c.
+These are summed without moving Â between threads. Stacked rows are ordered by 16 queries of each head in turn. The
+matrix instruction distributes rows to the warps in groups of 16. With one warp per head, a thread therefore holds
+entries (8 A + g, 8 J + c) of one head's tile: all 64 pairs of A and J, one g and two c. The thread sums entries with
+equal A - J, which leaves one value for eight of them. Only these values move between lanes, each c to the lane of g -
+c.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import triton.language as tl
 from vllm_sparse_kernels.paged import key_offsets
 
 LAST = tl.constexpr(64)
-"""Keys of a tile of Â, and the most queries where diagonals are summed one by one."""
+"""Keys of a tile of Â, and maximum number of queries for diagonals of single keys."""
 
 UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""
@@ -32,7 +33,7 @@ UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
 class LastArgs(NamedTuple):
     """Arguments of both passes over the keys, except those that change from step to step.
 
-    ``patterns`` [n, num_rows] int32 or None: no sums where it is not 0.
+    ``patterns`` [n, num_rows] int32 or None: entries other than 0 get no sums.
     """
 
     q: Any
@@ -61,31 +62,29 @@ class StackShape(NamedTuple):
     GROUP: Any  # query heads of a kv head
     MEMBERS: Any  # query heads that one program stacks, a power of two
     QUERIES: Any  # rows of one head in a stack, a multiple of 64
-    SPREAD: Any  # whether queries are spread over the chunk; else they are its last ones
+    SPREAD: Any  # whether queries are spread over the chunk; otherwise they are its last ones
     BAND: Any  # 1: diagonals of keys; 64: of blocks
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     PAGE: Any  # tokens of a page
     ENTRIES: Any  # selected heads rounded up to a power of two
     FIELDS: Any  # columns of the rows' table
-    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
+    PRECISION: Any  # of float32 products, for ``tl.dot``
 
 
 class SumArgs(NamedTuple):
     """Sums of Â as arguments of kernels; see ``last_queries.Sums``."""
 
-    totals: Any  # float32, ``Sums.values``; tuples of Triton have a ``values`` of their own
+    totals: Any  # float32, ``Sums.values``; Triton's tuples already have a field ``values``
     rows: Any  # [num_rows + 1, FIELDS] int32: ``Rows.row_table``
-    patterns: Any  # [n, num_rows] int32: no sums where it is not 0; or None
+    patterns: Any  # [n, num_rows] int32: entries other than 0 get no sums; or None
 
 
 @triton.jit
 def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
     """Return the places in the chunk of the estimating queries.
 
-    They fill the last of QUERIES entries; negative entries are empty.
-
-    The last is the chunk's last.
+    They fill the last of QUERIES entries; negative entries are empty. The last entry is the chunk's last query.
     """
     count = tl.minimum(last_queries, query_len)
     b_i = b_query - (QUERIES - count)
@@ -117,7 +116,7 @@ def _of_rows(b_member, SHAPE):
 
 @triton.jit
 def _row_queries(SHAPE):
-    """Return the number of the estimating query of each stacked row: 16 of each head in turn."""
+    """Return the number of the estimating query of each stacked row: 16 queries of each head in turn."""
     o = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
     return o // (SHAPE.MEMBERS * 16) * 16 + o % 16
 
@@ -141,10 +140,10 @@ def _split_tiles(args, seq_len, i_split):
 
 @triton.jit
 def _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE):
-    """Load stacked queries, 0 in empty rows.
+    """Load stacked queries, with 0 in empty rows.
 
-    Also returns their places in the chunk and in the row, negative if empty, and the number of keys to which all of
-    them attend.
+    Also returns their places in the chunk and in the row (negative for empty rows), and the number of keys that all of
+    them attend to.
     """
     b_query = _query_places(_row_queries(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
     o_r = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
@@ -166,15 +165,15 @@ def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
     if BAND > 1:
         return begin, end
     else:
-        return begin, tl.minimum(tl.maximum(seq_len // LAST, begin), end)  # one may begin before the row does
+        return begin, tl.minimum(tl.maximum(seq_len // LAST, begin), end)  # a tile may begin before the row
 
 
 @triton.jit
 def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
-    """Load the page of the key tile from ``start`` on, if tiles lie within a page; the first page before position 0.
+    """Load the page of the key tile at ``start``, if tiles lie within a page; the first page before position 0.
 
-    Loops look it up a tile ahead, in a register: were it part of what a tile's copy waits for, the copy could not
-    start until the tile before was done with.
+    Loops look it up one tile ahead, in a register. Otherwise a tile's copy would wait for the lookup, and could not
+    start before the previous tile is finished.
     """
     if BAND > 1 and PAGE % BAND == 0:
         return tl.load(table + tl.maximum(start, 0) // PAGE)
@@ -184,9 +183,9 @@ def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
-    """Load the key tile from ``start`` on, 0 past the row's keys, which a WHOLE tile does not exceed.
+    """Load the key tile at ``start``, with 0 past the row's keys. A WHOLE tile does not reach past them.
 
-    Tiles that are counted from position 0 may lie within a page each, then ``page``.
+    ``page`` is the tile's page, if tiles are counted from position 0 and lie within pages.
     """
     o_t, o_d = tl.arange(0, LAST), tl.arange(0, SHAPE.BLOCK_D)
     k = args.k + i_kv.to(tl.int64) * args.stride_kv_head
@@ -207,11 +206,9 @@ def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHA
 
 @triton.jit
 def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
-    """Compute unscaled scores of queries at ``b_position`` on the key tile from ``start`` on.
+    """Compute unscaled scores of queries at ``b_position`` on the key tile at ``start``.
 
-    Scores that the causal mask excludes are -inf.
-
-    All queries see a tile that is WHOLE.
+    Scores that the causal mask excludes are -inf. All queries see a WHOLE tile.
     """
     b_k = _load_tile(args, table, page, i_kv, start, seq_len, WHOLE, SHAPE)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
@@ -226,8 +223,8 @@ def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.
 def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.constexpr):
     """Write partial[row, entry, split, query], the log-sum-exp in base 2 of one query over one split of the keys.
 
-    A row's scores lie in LANES threads, pairs of keys in turn. Each of these keeps the largest and the sum of its own,
-    which are joined at the end: until then nothing goes from thread to thread.
+    A row's scores lie in LANES threads, pairs of keys in turn. Each thread keeps the maximum and the sum of its scores.
+    They are joined at the end, so nothing moves between threads before that.
 
     Grid: (splits, kv heads · stacks of a kv head, rows). Bound by the matrix units and exponentials; keys are read
     once.
@@ -263,7 +260,7 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
             page = _page(table, start - LAST, SHAPE.BAND, SHAPE.PAGE)
             b_s = tl.reshape(b_s, [SHAPE.MEMBERS * SHAPE.QUERIES, LAST // (2 * LANES), LANES, 2])
             b_new = tl.maximum(b_max, tl.max(tl.max(b_s, 3), 1) * args.scale)
-            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # of what no key was seen
+            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # for queries that have seen no key
             b_p = tl.exp2(b_s * args.scale - b_shift[:, None, :, None])
             b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.sum(b_p, 3), 1)
             b_max = b_new
@@ -278,7 +275,7 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
 
 @triton.jit
 def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE):
-    """Join the splits, in order, for each stacked row; +inf, which makes all weights 0, in empty rows."""
+    """Join the splits of each stacked row, in order. Empty rows get +inf, which makes all weights 0."""
     b_place, o_r = _of_rows(b_place, SHAPE), _row_queries(SHAPE)
     valid = (b_place >= 0) & (b_query >= 0)
     o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
@@ -301,8 +298,8 @@ def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE)
 def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE, JOINED: tl.constexpr):
     """Write column sums of the program's key tiles, and the weight of each query in them or the sums of diagonals.
 
-    Tile j holds a part of the diagonals ``[64 j, 64 j + 64)`` and the rest of the 64 before: one tile more than the
-    program's own is read for these.
+    Tile j holds one part of the diagonals ``[64 j, 64 j + 64)``, and the other part of the 64 diagonals before. The
+    program therefore reads one tile more than its own.
 
     Grid: as ``split_lse_kernel``. Bound by the matrix units and exponentials; keys are read once.
 
@@ -415,12 +412,12 @@ def block_diagonals_kernel(
     by_block, sums, num_entries, first_row, num_rows, capacity, last_queries,
     QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum BLOCK diagonals of blocks. On diagonal d lies the block d before that of a query's position.
+    """Sum BLOCK diagonals of blocks. Diagonal d contains, for each query, the block that is d blocks before its own.
 
     Grid: (diagonals / BLOCK, n, rows). Bound by memory: it reads ``by_block`` once.
 
     Args:
-        by_block: [n, capacity / 64, QUERIES] float32, what each query gives to each block.
+        by_block: [n, capacity / 64, QUERIES] float32, weight of each block for each query.
         sums: SumArgs; totals of diagonals are written.
         num_entries: Number n of heads to select.
         first_row: First row of the slab.
@@ -467,13 +464,13 @@ def sums_of(
         FIELDS: Columns of the rows' table.
 
     Returns:
-        (place of the first in ``totals``, their number); 0 of them where ``patterns`` is not 0.
+        (place of the first sum in ``totals``, number of sums); the number is 0 if ``patterns`` is not 0.
     """
     width = tl.where(i_kind == 0, 1, BAND)
     start = tl.load(sums.rows + i_row * FIELDS + 3) - tl.load(sums.rows + first_row * FIELDS + 3)
     length = (tl.load(sums.rows + i_row * FIELDS + 2) + width - 1) // width
     if sums.patterns is not None:
         length = tl.where(tl.load(sums.patterns + i_entry * num_rows + i_row) == 0, length, 0)
-    first = (i_kind * num_entries).to(tl.int64) * capacity  # lines come after the columns of all entries
+    first = (i_kind * num_entries).to(tl.int64) * capacity  # lines follow the columns of all entries
     place = first + (i_entry.to(tl.int64) * capacity + start) // width
     return place, length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of lines: from the columns and diagonals that heads keep of a row to the lists of its tiles.
+"""Converts the columns and diagonals that heads keep of a row to the lists of its tiles.
 
 A tile keeps the blocks that a kept diagonal crosses as blocks, and the kept columns outside of them as stripes.
 """
@@ -28,18 +28,18 @@ KEY_BYTES = 24
 class Lines(NamedTuple):
     """The kept lines of n heads in each row; diagonals are of keys (bands of 1) or of blocks of 64 (bands of 64).
 
-    Rows are those of a slab [first_row, end_row). What has a place for each key has row i's from
-    ``key_starts[i] - key_starts[first_row]`` on, blocks and bands each place divided by their size.
+    Rows are those of a slab [first_row, end_row). In arrays by key, row i begins at
+    ``key_starts[i] - key_starts[first_row]``; in arrays by block or band, at that place divided by their size.
     """
 
     columns: Any  # [num_rows, n, k] int32: ascending key positions
-    num_columns: Any  # [num_rows, n] int32: how many of them there are
+    num_columns: Any  # [num_rows, n] int32: number of columns
     whole: Any  # [n, capacity / 64] uint8: blocks that are kept whole; None: none
-    bands_upto: Any  # [n, capacity / band] int32: how many bands are kept up to and with each
+    bands_upto: Any  # [n, capacity / band] int32: number of kept bands up to and including each band
 
 
 def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Return the rows to select together: as many as SLAB_BYTES hold, at least 1.
+    """Return the rows to select together: as many as fit into SLAB_BYTES, at least 1.
 
     Args:
         rows: The rows of a step.
@@ -93,7 +93,7 @@ def write_lines(
         index: The index, whose lists of ``heads`` are overwritten.
         rows: First row, and the row after the last one.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        lines: Lines, what each head keeps of each row.
+        lines: Lines that each head keeps of each row.
         band: 1: diagonals of keys; 64: of blocks.
         patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
     """
@@ -122,16 +122,15 @@ def _write_lines_kernel(
 ):  # fmt: skip
     """Write the lists of one (tile, head).
 
-    Blocks are those crossed by a kept diagonal, whole blocks and diagonal blocks.
-
-    Of the columns kept one by one those before the tile's diagonal blocks and in no kept block become stripes.
-    Heads whose ``patterns`` [heads, rows] is not 0 are written elsewhere.
+    Blocks crossed by a kept diagonal, whole blocks and diagonal blocks become blocks of the list. The other kept
+    columns become stripes if they lie before the tile's diagonal blocks and outside kept blocks. Entries of
+    ``patterns`` [heads, rows] other than 0 are written elsewhere.
 
     Grid: (tiles of the slab, n). Bound by the latency of dependent loads; it reads counts of bands and columns once.
 
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
-        lines: Lines, what each head keeps of each row.
+        lines: Lines that each head keeps of each row.
         max_columns: Capacity of a list of columns.
         rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
         first_row: First row of the slab.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sorted lists on the device: how every selection method turns flags into the lists of a SparseIndex."""
+"""Sorted lists on the device: converts the flags of a selection method to the lists of a SparseIndex."""
 
 import torch
 import triton
@@ -15,13 +15,13 @@ FIELDS = tl.constexpr(TILE_FIELDS)
 
 @triton.jit
 def append(target, count, b_values, b_kept):
-    """Store the kept values behind the first ``count`` of ``target``, in order.
+    """Append the kept values to the first ``count`` values of ``target``, in order.
 
     Args:
         target: Pointer to the list.
         count: Length of the list.
         b_values: [n].
-        b_kept: [n], which of them are kept.
+        b_kept: [n], whether each value is kept.
 
     Returns:
         The new count.
@@ -81,7 +81,7 @@ def list_of(index, i_head, i_tile):
 def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.Tensor) -> None:
     """Write the block lists of ``heads`` from flags.
 
-    The flag of block b of tile t stands at ``block_offsets[t] + b``. Diagonal blocks are kept whatever their flags say.
+    The flag of block b of tile t is at ``block_offsets[t] + b``. Diagonal blocks are kept regardless of their flags.
 
     Args:
         kept: uint8 or bool [n, block_capacity], laid out as ``block_ids``; None keeps every causal block.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method's parameters: checked on the host, and those of several heads on the device."""
+"""Checks of a method's parameters on the host, and copies of several heads' parameters on the device."""
 
 from functools import lru_cache
 
@@ -8,7 +8,7 @@ import torch
 from vllm_sparse_kernels.rows import to_device
 
 MOST = 1 << 24
-"""Maximum of parameters in tokens, blocks or lines: float32, in which they are copied, has all integers up to it."""
+"""Maximum of parameters in tokens, blocks or lines. They are copied as float32, which has all integers up to it."""
 
 
 def require(condition: bool, field: str, value: object, expected: str) -> None:

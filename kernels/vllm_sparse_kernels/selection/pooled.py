@@ -24,22 +24,22 @@ from vllm_sparse_kernels.selection.slabs import rows_within
 from vllm_sparse_kernels.workspace import Workspace
 
 KEY_BLOCK_TOKENS = 64
-"""Keys that one pooled key stands for."""
+"""Number of keys in a pooled key."""
 
 SLAB_BYTES = 128 << 20
-"""Most that a slab's products take, and its pooled keys; more where one tile, or one row's keys, needs more."""
+"""Maximum bytes of a slab's products, and of its pooled keys, unless a single tile or row needs more."""
 
 SPLIT_BLOCKS = 8
 """Blocks that one program pools one after the other."""
 
 ALIGNED = tl.constexpr(64)
-"""Rows of products are padded to a multiple of this, so that their loads can be wide."""
+"""Rows of products are padded to a multiple of this, which allows wide loads."""
 
 ROW_FIELDS = tl.constexpr(3)
 """Columns of the rows' table on the device: a row's keys, its first block and first split, counted over all rows."""
 
 HEADS_AT_ONCE = tl.constexpr(128)
-"""Selected heads that ``is_read`` looks at in a step."""
+"""Number of selected heads that ``is_read`` checks per step."""
 
 UNSPECIALIZED = (
     "num_heads", "num_tiles", "first_tile", "end_tile", "first_row", "num_blocks", "num_splits", "width",
@@ -52,9 +52,9 @@ class PooledSlab(NamedTuple):
 
     first_row: int
     end_row: int
-    num_blocks: int  # of 64 keys, in these rows
-    max_blocks: int  # in the longest of them
-    runs: list[tuple[int, int]]  # of tiles, [first, end)
+    num_blocks: int  # blocks of 64 keys in these rows
+    max_blocks: int  # blocks in the longest row
+    runs: list[tuple[int, int]]  # runs of tiles, [first, end)
 
     @property
     def width(self) -> int:
@@ -122,7 +122,7 @@ def row_table(rows: Rows) -> torch.Tensor:
 
 
 def _warps(head_dim: int) -> int:
-    """Return the fewest warps that hold 64 tokens in registers, because sums over fewer warps wait less."""
+    """Return the minimum number of warps that hold 64 tokens in registers. Sums over fewer warps wait less."""
     return max(2, triton.next_power_of_2(head_dim) // 64)
 
 
@@ -140,7 +140,7 @@ def pool_queries(
         similar: Whether to measure the similarity of a block's tokens.
 
     Returns:
-        [n, num_tiles · per_tile, ...]; tile t's begin at t · per_tile. Undefined where a short tile has no queries.
+        [n, num_tiles · per_tile, ...]; those of tile t begin at t · per_tile. Undefined if a short tile has no queries.
     """
     num_pooled, head_dim = rows.num_tiles * per_tile, q.shape[2]
     means = workspace.empty(len(heads), num_pooled, head_dim)
@@ -218,13 +218,13 @@ def pooled_products(
         heads: [n] int32 on the device, numbers of the selected query heads.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         per_tile: Pooled queries of a tile.
-        min_similarity: [n] float32, below which a block's score is −∞; None: none.
+        min_similarity: [n] float32, similarity below which a block's score is −∞; None for no limit.
         centered: Whether to subtract the row's mean key first.
 
     Returns:
-        For each run its first tile; scale · q̂ k̂ᵀ [n, tiles · per_tile, a multiple of 64] float32, undefined where
-        none of a tile's queries may look, −∞ for blocks less similar than ``min_similarity``; and how alike the queries
-        of all tiles are [n, num_tiles], or None. The tensors share their memory: use each before the next.
+        For each run: its first tile; scale · q̂ k̂ᵀ [n, tiles · per_tile, a multiple of 64] float32, undefined outside
+        the tile's causal reach, and −∞ for blocks less similar than ``min_similarity``; and the similarity of the
+        queries of all tiles [n, num_tiles], or None. Runs share their memory: use each tensor before the next run.
     """
     rows, num_entries, similar = index.rows, len(heads), min_similarity is not None
     queries = pool_queries(q, rows, heads, per_tile, index.workspace, similar)
@@ -330,8 +330,8 @@ def _pool_queries_kernel(
 ):  # fmt: skip
     """Average POOL queries of one tile and head and, on request, compute the mean cosine of all their pairs.
 
-    means [heads, pooled, HEAD_DIM] and similarity [heads, pooled] float32; PER_TILE pooled queries a tile, the
-    last ones of a short tile untouched.
+    means is [heads, pooled, HEAD_DIM], and similarity [heads, pooled] float32, with PER_TILE pooled queries per tile.
+    The last ones of a short tile stay unchanged.
 
     Grid: (n, pooled queries). Bound by memory: it reads each query once.
 
@@ -373,9 +373,9 @@ def _pool_keys_kernel(
     keys, row_table, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers, SHAPE,
     GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pool SPLIT blocks of one kv head of one row: means, their sum and similarity, each unless its tensor is None.
+    """Pool SPLIT blocks of one kv head of one row: means, their sum and similarity. Tensors that are None are skipped.
 
-    With ``centers`` similarity is that of the keys less their row's center.
+    With ``centers``, the row's center is subtracted from the keys before their similarity is computed.
 
     Grid: (kv heads, splits of the longest row, rows). Bound by memory: it reads each key once.
 
@@ -395,10 +395,10 @@ def _pool_keys_kernel(
         GROUP: Query heads of a kv head.
         STAGES: Steps that are loaded ahead.
     """
-    # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
+    # Programs of neighbouring kv heads run together: in vLLM's usual layout, the kv heads of a token are neighbours.
     i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if centers is not None:
-        # What the launch before has read last is still in the cache.
+        # The keys that the previous launch read last are still in the cache.
         i_kv, i_split = tl.num_programs(0) - 1 - i_kv, tl.num_programs(1) - 1 - i_split
         i_row = tl.num_programs(2) - 1 - i_row
     row = row_table + (first_row + i_row) * ROW_FIELDS

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thresholds of long arrays by parallel passes.
 
-A threshold is the k-th largest value, or the largest value such that the values that reach it hold γ of the sum.
+A threshold is the k-th largest value, or the largest value for which the values that reach it hold γ of the sum.
 
 Values are sums of weights and never negative. They count as equal if their mantissas agree in ten bits, because
-rounding of scores to bf16, which has seven, changes them by more. This leaves keys of 16 bits, processed in two digits
-of 8 bits. A pass considers the values that agree with the threshold in its higher digit, and sums their weights by next
-digit, one program per chunk: 1 for the k-th largest, the value itself for γ of a sum. The next pass adds up the chunks,
-in order, and then knows one more digit. Nothing is copied to the host, and results are deterministic.
+rounding of scores to bf16, which has seven, changes them by more. This leaves keys of 16 bits, processed as two digits
+of 8 bits. A pass considers the values that agree with the threshold in its higher digit, and sums their weights by the
+next digit, one program per chunk. A weight is 1 for the k-th largest, and the value itself for γ of a sum. The next
+pass adds up the chunks, in order, and then knows one more digit. Nothing is copied to the host, and results are
+deterministic.
 
 Arrays are those of ``Sums``: column sums (kind 0) and sums of diagonals or bands (kind 1) of n heads and several rows;
 job i is kind i // n of head i % n.
@@ -26,7 +27,7 @@ from vllm_sparse_kernels.selection.last_query_kernels import sums_of
 from vllm_sparse_kernels.selection.topk import ALIGNED
 
 CHUNK = 4096
-"""Values at a time: an array of up to 16 times as many is one chunk a program, longer ones are longer chunks."""
+"""Values processed at a time. Arrays of up to 16 times as many have chunks of this size, others longer chunks."""
 
 MOST_CHUNKS = tl.constexpr(16)
 DIGITS = tl.constexpr(256)
@@ -38,7 +39,7 @@ EQUAL_BITS = tl.constexpr(13)
 """Values are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
 
 HALF_EQUAL = tl.constexpr(1 << 12)
-"""Half of what those bits hold."""
+"""Half of the range of these bits."""
 
 LEAST_KEY = tl.constexpr((127 - 57) << 10)
 """Values below 2⁻⁵⁷ also count as equal, which leaves 16 bits for keys of masses up to 2⁷."""
@@ -48,11 +49,11 @@ UNSPECIALIZED = ("num_entries", "first_row", "num_rows", "capacity", "chunks", "
 
 
 class Digits(NamedTuple):
-    """Results of the passes; the sums of the last one are not joined yet.
+    """Results of the passes. The sums of the last pass are not joined yet.
 
     ``weights`` [passes, num_rows, 2 n, chunks, 256] by digit, int32 counts or float32 masses; ``above`` [num_rows, 2 n,
-    chunks] int32 values of each chunk whose higher digits exceed the threshold's; ``prefixes`` and ``left`` [passes,
-    num_rows, 2 n]: higher digits, and the weight that they leave to be reached. Undefined past an array's chunks.
+    chunks] int32, number of values in each chunk whose higher digits exceed the threshold's; ``prefixes`` and ``left``
+    [passes, num_rows, 2 n]: higher digits, and the remaining weight to reach. Undefined past an array's chunks.
     """
 
     weights: torch.Tensor
@@ -62,7 +63,7 @@ class Digits(NamedTuple):
 
 
 def num_chunks(length: int) -> int:
-    """Return the number of chunks of an array: 4,096 values each, more in arrays of more than 16 of these.
+    """Return the number of chunks of an array. A chunk has 4,096 values, or more if there would be more than 16 chunks.
 
     Args:
         length: Number of values.
@@ -101,16 +102,17 @@ def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
 def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch.Tensor | None = None) -> Digits:
     """Run the passes over all jobs: find the digits of each job's threshold.
 
-    Without ``forced``, for the largest values that hold that share of the job's sum; all values for an infinite share.
+    Without ``forced``, thresholds are those of the largest values that hold a share of the job's sum. An infinite share
+    means all values.
 
     Args:
         index: The index, whose rows and workspace are used.
         sums: The arrays, sums of Â.
-        goals: [2 n] float32, how many of the largest, or which share.
-        forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
+        goals: [2 n] float32, number of the largest values, or share of the sum.
+        forced: [2 n] float32, number of first values that count as infinite; None to sum masses.
 
     Returns:
-        What the passes found; the last one's sums have not been joined yet.
+        The results of the passes. The sums of the last pass are not joined yet.
     """
     digits = _room(index, sums, torch.float32 if forced is None else torch.int32)
     chunks = digits.weights.shape[3]
@@ -140,8 +142,8 @@ def job_of(
         CHUNK: Values of a chunk that is not longer.
 
     Returns:
-        (place of its first value, number of values, the chunk's first value, its end, chunks that are used, the job's
-        number among all rows').
+        (place of its first value, number of values, the chunk's first value, its end, number of used chunks, number of
+        the job among those of all rows).
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     place, length = sums_of(
@@ -157,7 +159,7 @@ def job_of(
 
 @triton.jit
 def _load_weights(digits, i_state, chunks, used):
-    """Load weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]."""
+    """Load weights by chunk and digit [16, 256], with 0 past the ``used`` chunks."""
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     source = digits.weights + i_state.to(tl.int64) * chunks * DIGITS
     return tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
@@ -172,7 +174,7 @@ def next_digit(b_weight, left):
         left: Weight to reach.
 
     Returns:
-        (digit, what the digits above it leave of ``left``).
+        (digit, part of ``left`` that remains after the digits above it).
     """
     o_digit = tl.arange(0, DIGITS)
     b_reached = tl.cumsum(b_weight, 0, reverse=True)
@@ -187,15 +189,14 @@ def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constex
     Args:
         digits: Digits.
         i_pass: The pass.
-        i_job: The job's number among all rows'.
+        i_job: Number of the job among those of all rows.
         chunks: Chunks of the longest array.
         used: Chunks of the job.
         goal: Weight to reach, at the first pass.
         RELATIVE: Whether ``goal`` is a share of the sum.
 
     Returns:
-        (digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights
-        [16, 256]).
+        (digits up to that of ``i_pass``, remaining weight to reach, last digit, weights of the pass [16, 256]).
     """
     i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
     b_w = _load_weights(digits, i_state, chunks, used)
@@ -215,7 +216,7 @@ def _digits_kernel(
     sums, num_entries, first_row, num_rows, capacity, goals, forced, digits, chunks,
     PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Run one pass over one chunk, of counts, or of masses if ``forced`` is None.
+    """Run one pass over one chunk: of counts, or of masses if ``forced`` is None.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each value once a pass.
 
@@ -225,9 +226,9 @@ def _digits_kernel(
         first_row: First row of the slab.
         num_rows: Rows of the step.
         capacity: Keys of the slab's rows, each row padded to a multiple of 64.
-        goals: [2 n] float32, how many, or which share, of each job's values.
-        forced: [2 n] float32: so many of the first count as infinite; None: masses are summed.
-        digits: Digits, what the passes find; this one's part is written.
+        goals: [2 n] float32, number of each job's values, or share of their sum.
+        forced: [2 n] float32, number of first values that count as infinite; None to sum masses.
+        digits: Digits, the results of the passes. This pass writes its part.
         chunks: Chunks of the longest array.
         PASS: Number of the pass, 0 or 1.
         BAND: 1: diagonals of keys; 64: of blocks.
@@ -262,7 +263,7 @@ def _digits_kernel(
 
 @triton.jit
 def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr):
-    """Count the values of row[first : end] that agree with ``prefix`` by next digit, and the values above it."""
+    """Count the values of row[first : end] that agree with ``prefix``, by next digit, and the values above it."""
     b_count = tl.zeros([DIGITS], tl.int32)
     above = 0
     for start in range(first, end, CHUNK):
@@ -293,7 +294,7 @@ def mass_keys(b_x):
 
 @triton.jit
 def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
-    """Load ``mass_keys`` + 1 of a chunk: the most for the row's first ``forced``, 0 from ``end`` on.
+    """Load ``mass_keys`` + 1 of a chunk: the maximum for the row's first ``forced`` values, 0 from ``end``.
 
     Args:
         row: Pointer to float32, readable up to ``end`` rounded up to 64.
@@ -313,7 +314,7 @@ def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
 
 @triton.jit
 def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum masses row[first : end] by the next digit of their keys, those that agree with ``prefix``.
+    """Sum the masses row[first : end] whose keys agree with ``prefix``, by the next digit.
 
     Args:
         row: Pointer to float32.
@@ -358,8 +359,8 @@ def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constex
 def add_by_high_digit(b_sum, b_x):
     """Add masses to sums by the halves of a digit.
 
-    A product of matrices: one has the masses where the upper half of a digit is i, the other 1 where the lower is j.
-    Masses are rounded to TF32's ten bits of the mantissa, up as often as down.
+    The sum is a product of two matrices: one has the masses at the upper half i of their digit, the other a 1 at the
+    lower half j. Masses are rounded to TF32's ten bits of the mantissa, without bias.
 
     Args:
         b_sum: [n, 16, 16] float32.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slabs, rows whose keys fit a buffer and are rounded together, and runs, tiles of a slab whose scores fit another one.
+"""Slabs and runs. A slab has rows whose keys are rounded together; a run has tiles that one launch scores.
 
-Keys of a row are never split between slabs, nor the scores of a tile between runs. The division of a row's tiles into
-runs depends on that row only. Therefore the selection of a tile does not depend on the other rows of the step.
+Neither the keys of a row nor the scores of a tile are split, between slabs or between runs. The division of a row's
+tiles into runs depends only on that row. Therefore the selection of a tile does not depend on other rows of the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +17,18 @@ STEP_TOKENS = 128
 """Keys of a row are rounded in whole steps."""
 
 SLAB_TOKENS = 1 << 17
-"""Keys that are rounded at a time, unless one row has more: with 8 kv heads 67 MB of 64 channels for top_p, and 160 MB
-of 128 channels for SALE with 32 heads."""
+"""Number of keys that are rounded at a time, unless a single row has more. With 8 kv heads they take 67 MB for top_p
+(64 channels), and 160 MB for SALE (128 channels, 32 heads)."""
 
 RUN_BYTES = 272 << 20
-"""Memory of one launch's tiles, unless a single tile needs more. For top_p with 32 heads that is 64 tiles after 32,768
-tokens on Hopper, or 16 after 131,072. Smaller launches leave a card waiting at their end."""
+"""Bytes of one launch's tiles, unless a single tile needs more. For top_p with 32 heads on Hopper, these are 64 tiles
+at 32,768 tokens, or 16 at 131,072. Smaller launches leave a card idle at their end."""
 
 PAIR_FIELDS = 3
 
 
 TileBytes = Callable[[int, int], int]
-"""(number of selected heads, keys that the tile may see) → bytes that one tile takes while its run is measured."""
+"""(number of selected heads, keys in the tile's causal reach) → bytes of one tile while its run is processed."""
 
 
 class Run(NamedTuple):
@@ -36,8 +36,8 @@ class Run(NamedTuple):
 
     first_tile: int
     end_tile: int
-    reach: int  # keys that the furthest of them may see
-    pairs: torch.Tensor  # [num_pairs, PAIR_FIELDS] int32: for each two tiles of a row ``pairs_of``
+    reach: int  # keys in the longest causal reach of these tiles
+    pairs: torch.Tensor  # [num_pairs, PAIR_FIELDS] int32: ``pairs_of``
 
     @property
     def num_tiles(self) -> int:
@@ -133,9 +133,9 @@ def ranges_of_runs(
 ) -> Iterator[TileRange]:
     """Return the tiles of each run of some rows.
 
-    A row is cut by itself (``pieces_of_row``). A run then joins pieces of neighbouring rows while ``RUN_BYTES`` holds
-    all of their tiles at the longest reach among them, and at most one piece of each row: what runs beside a row never
-    moves its cuts.
+    Each row is cut separately (``pieces_of_row``). A run then joins pieces of neighbouring rows, at most one piece of
+    each row, as long as all of their tiles fit into ``RUN_BYTES`` at the longest reach among them. Other rows therefore
+    never change where a row is cut.
 
     Args:
         rows: The rows of a step.
@@ -167,7 +167,7 @@ def ranges_of_runs(
 def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[TileRange]:
     """Divide a row's tiles into as few pieces as ``RUN_BYTES`` allows, of about equal size and at least one tile.
 
-    A piece has an even number of tiles, except for a row's last piece and where only a single tile fits.
+    A piece has an even number of tiles, except for a row's last piece, or if only a single tile fits.
 
     Args:
         rows: The rows of a step.
@@ -190,7 +190,8 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
 def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: TileBytes) -> int:
     """Return an upper bound of the memory of a slab's runs.
 
-    The bound never falls as tiles or keys are added. The exact need does: it depends on how evenly tiles fill runs.
+    The bound never falls as tiles or keys are added. The exact need may fall, because it depends on how evenly tiles
+    fill runs.
 
     Args:
         num_tiles: Tiles of the slab.

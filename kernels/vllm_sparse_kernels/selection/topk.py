@@ -4,7 +4,7 @@
 Floats become integers of the same order, whose bits yield the k-th largest. This threshold then determines the values
 to keep in each chunk, with ties in order of index.
 
-Nothing is sorted, nothing goes back to the host, and the result is the same however often it is computed.
+Nothing is sorted, nothing is copied to the host, and the result is deterministic.
 """
 
 import triton
@@ -30,7 +30,7 @@ def ordered_bits(b_values):
 
 @triton.jit
 def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
-    """Load ``ordered_bits`` of row[start : start + CHUNK]: the first ``forced`` as if infinite, 0 from ``length`` on.
+    """Load ``ordered_bits`` of row[start : start + CHUNK]: infinity for the first ``forced`` values, 0 from ``length``.
 
     Args:
         row: Pointer to float32, readable up to ``length`` rounded up to 64.
@@ -60,7 +60,7 @@ def kept_in_chunk(b_bits, threshold, num_ties, above_seen, ties_seen):
         ties_seen: Values equal to the threshold in earlier chunks.
 
     Returns:
-        (flags, how many are kept up to and with each, values above the threshold so far, values at it so far).
+        (flags, number of kept values up to and including each, values above the threshold so far, ties so far).
     """
     b_above = b_bits > threshold
     b_tie = (b_bits == threshold) & (b_bits != 0)

@@ -61,7 +61,7 @@ def test_files_of_other_tools(make: Callable[[], Any], expected: list[Any], sour
     [
         ("{", "its content cannot be read: Expecting property"),
         ("[" * 100_000, "its content cannot be read: "),
-        ('[{"0": 1, "0": 2}]', "its content cannot be read: an object has a key twice"),
+        ('[{"0": 1, "0": 2}]', "its content cannot be read: an object has the same key twice"),
         ("{}", "given 0 entries of type dict, expected MInference's patterns, a list of one object for each layer; or"),
         ("3", "given one value of type int, expected MInference's patterns"),
     ],
@@ -102,7 +102,10 @@ WRONG = {
     clusters: [
         (lambda c: c.pop("shared_clusters"), "shared_clusters: missing"),
         (lambda c: c["clusters"].update({"09": []}), "clusters.09: given '09', expected"),
-        (joined("7", [3, 0]), "clusters: given layer 3, head 0, 1 times, expected those of M with 3 layers"),
+        (
+            joined("7", [3, 0]),
+            "clusters: given layer 3, head 0, 1 times, expected each layer and head of M with 3 layers",
+        ),
         (joined("7", [2, 3]), "clusters: given layer 2, head 3, 2 times"),
         (states("shared_clusters", ["9", "8"]), "shared_clusters: given '8', expected one of 42, 7, 9"),
     ],

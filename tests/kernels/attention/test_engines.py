@@ -269,7 +269,7 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
     batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
     index = random_index(batch, 64, 1.0)
     q, out = torch.zeros(q_shape, device=device), torch.zeros(out_shape, device=device)
-    with pytest.raises(ValueError, match=r"must be \[num_tokens, 2, 64\] with heads a multiple of the cache's 1"):
+    with pytest.raises(ValueError, match=r"expected both as \[num_tokens, 2, 64\], with a multiple of the cache's 1"):
         engine.attend(q, batch.cache, index, out, 1.0)
 
 
@@ -401,8 +401,8 @@ SPEC = AttendSpec(
         (128, 128, None),
         (256, 32, None),
         (256, 64, None),
-        (256, 128, "blocks of 128 keys with head_dim 256 do not fit shared memory"),
-        (96, 64, "head_dim 64, 128 and 256, not torch.float16 and 96"),
+        (256, 128, "blocks of 128 keys with head_dim 256 do not fit into shared memory"),
+        (96, 64, "head_dim 64, 128 and 256, not torch.float16 with 96"),
     ],
 )
 def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):

@@ -28,12 +28,17 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "anchor_attention": [
         {"theta": 3.0, "step_tiles": 1},
         {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True, "window_tokens": 128},
+        {"theta": 3.0, "step_tiles": 2, "first_group": True},
     ],
     "block_sparse": [{"top_blocks": 1}],
     "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
     "sale": [{"tau": 0.3}, {"tau": 0.3, "channels": "half"}],
     "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
-    "sparge_attn": [{"kept_mass": 0.6, "min_similarity": 0.1}, {"kept_mass": 0.5, "smooth_keys": False}],
+    "sparge_attn": [
+        {"kept_mass": 0.6, "min_similarity": 0.1},
+        {"kept_mass": 0.5, "smooth_keys": False},
+        {"top_share": 0.3, "min_similarity": -0.1},
+    ],
     "top_p": [
         {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128, "channels": "all"},
         {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
@@ -126,7 +131,7 @@ def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
     assert {name for name in summary if name in shared} == shared
     with pytest.raises(ValueError, match="one for each of the 3 heads"):
         default.merged([default, METHODS[name].full]).of_heads(3)
-    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor"}:
+    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor", "dense_tail", "first_group"}:
         with pytest.raises(ValueError, match="methods that differ from"):
             default.merged([default, replace(default, **{field: not getattr(default, field)})])
 
@@ -150,6 +155,7 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "sparge_attn": {
         "kept_mass": (0.0, 1.01, NAN), "min_similarity": (-1.5, 2.0), "skip_margin": (0.0, 1.0, -math.inf, NAN),
+        "top_share": (0.0, -0.5, 1.01, NAN),
     },
     "top_p": {
         "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most",),

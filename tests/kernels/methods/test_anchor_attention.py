@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention: the kernel against the reference, the reference against the paper, and what follows from both."""
 
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 import pytest
 import torch
@@ -25,14 +26,10 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
     return batch
 
 
-def group_start(tile, method: AnchorAttention) -> int:
-    return window_start(tile, method.step_tiles, method.window_tokens)
-
-
 def groups_of(batch: Batch, method: AnchorAttention):
     """(row, window start, [(tile id, tile)]) of every group."""
-    numbered = enumerate(batch.rows.tile_list)
-    for (row, start), members in groupby(numbered, lambda it: (it[1].row, group_start(it[1], method))):
+    starts = [(tile.row, window_start(method, batch.rows, tile)) for tile in batch.rows.tile_list]
+    for (row, start), members in groupby(enumerate(batch.rows.tile_list), lambda numbered: starts[numbered[0]]):
         yield row, start, list(members)
 
 
@@ -44,8 +41,8 @@ def in_blocks(kept: torch.Tensor, block_tokens: int) -> torch.Tensor:
 def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
     """Equation 2's left side in ``dtype``: [tiles, candidates]."""
     k = row_parts(batch, row, head, dtype)[1]
-    settings = batch.scale, method.use_anchor, method.sample_tokens
-    return anchor_differences([tile for _, tile in tiles], batch.q[:, head].to(dtype), k, start, *settings).double()
+    q = batch.q[:, head].to(dtype)
+    return anchor_differences(method, [tile for _, tile in tiles], q, k, start, batch.scale).double()
 
 
 def assert_listed_as_blocks(index: SparseIndex) -> None:
@@ -66,11 +63,11 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
     for row, start, tiles in groups_of(batch, method):
         for head in range(batch.num_heads):
             doubtful = torch.zeros(start, dtype=torch.bool, device=DEVICE)
-            if start > module.INITIAL_TOKENS:
+            if start > method.initial_tokens:
                 exact = group_differences(batch, method, row, start, tiles, head, torch.float64)
                 eager = group_differences(batch, method, row, start, tiles, head, batch.q.dtype)
                 margin = 2 * (eager - exact).abs().max()
-                doubtful[module.INITIAL_TOKENS :] = (exact - method.theta).abs().amin(0) <= margin
+                doubtful[method.initial_tokens :] = (exact - method.theta).abs().amin(0) <= margin
                 if method.whole_blocks:
                     doubtful = in_blocks(doubtful, index.block_tokens)
             for i_tile, _ in tiles:
@@ -78,8 +75,8 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
                 differ = ours ^ theirs
                 differ[:start] &= ~doubtful
                 assert not differ.any(), f"head {head}, tile {i_tile}, keys {differ.nonzero().flatten().tolist()}"
-                kept += int(ours[module.INITIAL_TOKENS : start].sum())
-                candidates += max(start - module.INITIAL_TOKENS, 0)
+                kept += int(ours[method.initial_tokens : start].sum())
+                candidates += max(start - method.initial_tokens, 0)
     assert candidates == 0 or 0.02 < kept / candidates < 0.98, f"{kept} of {candidates}: this data tells little"
 
 
@@ -103,6 +100,14 @@ BEYOND = [
     {"whole_blocks": True, "theta": 2.0},
     {"sample_tokens": 128, "window_tokens": 256, "whole_blocks": True, "theta": 1.0},
 ]
+# Options of the authors' code. A prompt goes on for so many tokens after its row; 0: the row ends it.
+RELEASED = [
+    ({"first_group": True, "theta": 3.0}, 0),
+    ({"dense_tail": True, "theta": 2.5}, 500),
+    ({"dense_tail": True, "first_group": True, "sample_tokens": 64, "theta": 0.2}, 0),
+    ({"dense_tail": True, "whole_blocks": True, "sample_tokens": 128, "theta": 1.0}, 63),
+    ({"dense_tail": True, "first_group": True, "theta": 2.5, "window_tokens": 128}, 4000),
+]
 LONG = [([(3 * module.SPLIT_TOKENS // 2, 60)], 2, 1, 64, 16, 64, "NHD", 16)]  # lists are written in stretches
 
 
@@ -122,6 +127,24 @@ def test_kernel_agrees_with_reference(case, dtype, settings):
     index = select(method, batch, block_tokens)
     assert_agree(batch, method, index, select(method, batch, block_tokens, by_reference=True))
     assert not method.whole_blocks or method.stripe_layout(batch.rows).capacity == 0
+
+
+def continued(batch: Batch, more_tokens: int) -> Batch:
+    """The batch, whose rows are chunks of prompts that go on for ``more_tokens``."""
+    ends = tuple(seq_len + more_tokens for seq_len in batch.rows.seq_lens)
+    return replace(batch, rows=replace(batch.rows, prompt_lens=ends))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "dtype", "option"), by_turns(CASES, DTYPES, RELEASED), ids=str)
+def test_kernel_agrees_with_reference_on_options_of_the_released_code(case, dtype, option):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
+    settings, more_tokens = option
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
+    batch = continued(batch, more_tokens)
+    method = AnchorAttention(**{"theta": 0.5, "step_tiles": step_tiles} | settings)
+    index = select(method, batch, block_tokens)
+    assert_agree(batch, method, index, select(method, batch, block_tokens, by_reference=True))
 
 
 @pytest.mark.full
@@ -154,10 +177,18 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
     q, k = row_parts(batch, row, head)
     positions = torch.arange(len(k), device=DEVICE)
     group_of = [(context_len + i // 128 * 128) // span for i in range(query_len)]  # of each query's tile
+    if method.dense_tail:
+        tail_start = rows.prompt_ends[row] // span * span
+        tile_ends = [context_len + min(i // 128 * 128 + 128, query_len) for i in range(query_len)]
+        group_of = [None if end > tail_start else group for end, group in zip(tile_ends, group_of)]
     kept = torch.zeros(query_len, len(k), dtype=torch.bool, device=DEVICE)
     scores = (q @ k.T * batch.scale).masked_fill(kept.logical_not().triu(context_len + 1), -torch.inf)
     for group in set(group_of):
-        anchor_region = (positions < 128) | (positions >= group * span - method.window_tokens)
+        if group is None:
+            kept[[i for i in range(query_len) if group_of[i] is None]] = True
+            continue
+        initial = span if method.first_group else 128
+        anchor_region = (positions < initial) | (positions >= group * span - method.window_tokens)
         queries = [i for i in range(query_len) if group_of[i] == group]
         stripes = torch.zeros_like(anchor_region)
         for _, tile in groupby(queries, lambda i: i // 128):
@@ -185,12 +216,16 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
         {"theta": 0.0, "sample_tokens": 16},
         {"theta": 0.0, "sample_tokens": 64, "whole_blocks": True, "step_tiles": 1},
         {"theta": 2.5, "window_tokens": 128, "step_tiles": 1},
+        {"theta": 2.5, "first_group": True},
+        {"theta": 2.5, "dense_tail": True},
+        {"theta": 2.5, "dense_tail": True, "first_group": True, "window_tokens": 128},
     ],
     ids=str,
 )
 def test_reference_states_the_paper(settings):
-    """And what is beyond it: each as its definition says, over whole score matrices."""
-    batch = make_batch([(0, 500), (333, 200)], num_heads=4, num_kv_heads=2)
+    """And what is beyond it, or of the released code: each as its definition says, over whole score matrices."""
+    batch = make_batch([(0, 700), (333, 400)], num_heads=4, num_kv_heads=2)
+    batch = replace(batch, rows=replace(batch.rows, prompt_lens=(700, 2000)))
     method = AnchorAttention(**{"step_tiles": 2} | settings)
     index = select(method, batch, by_reference=True)
     for row in range(2):
@@ -265,7 +300,76 @@ def test_chunks_cut_between_groups_select_as_the_whole_prompt():
     assert all_lists(select(method, batch, rows=chunk)) == all_lists(select(method, batch), range(4, 8))
 
 
+def chunks_of(batch: Batch, borders: list[int]) -> list[Rows]:
+    """The steps that prefill a prompt of one row, cut at these positions."""
+    (num_tokens,) = batch.rows.seq_lens
+    spans = pairwise([0, *borders, num_tokens])
+    table = batch.rows.block_table
+    return [Rows((begin,), (end - begin,), (begin,), table, (num_tokens,)) for begin, end in spans]
+
+
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+@pytest.mark.parametrize("borders", [[256, 768], [200, 700, 900], [512, 640], [999]], ids=str)
+def test_the_dense_tail_is_the_prompts_whatever_the_chunks(borders, by_reference):
+    """Queries from 768 on: the last incomplete group of 1,000 tokens. No chunk's own end is one."""
+    batch = make_batch([(0, 1000)], num_heads=2)
+    method = AnchorAttention(theta=2.0, step_tiles=2, dense_tail=True)
+    sparse_tiles = 0
+    for rows in chunks_of(batch, borders):
+        index = select(method, batch, 64, None, by_reference, rows)
+        mask = mask_of(index, 0)
+        causal = torch.ones_like(mask[0]).tril_(rows.context_lens[0])
+        tail = max(768 - rows.context_lens[0], 0)
+        assert torch.equal(mask[:, tail:], causal[tail:].expand_as(mask[:, tail:]))
+        for i_tile, tile in enumerate(rows.tile_list):
+            if tile.position >= 256 and tile.last_position < 768:
+                kept = [bool(tile_keys(index, head, i_tile).all()) for head in range(2)]
+                sparse_tiles += kept.count(False)
+    assert sparse_tiles >= 6
+
+
+def test_chunks_cut_between_groups_select_as_the_whole_prompt_with_a_dense_tail():
+    batch, method = make_batch([(0, 1000)], num_heads=1), AnchorAttention(theta=2.0, step_tiles=2, dense_tail=True)
+    whole = all_lists(select(method, batch))
+    in_chunks = [all_lists(select(method, batch, rows=rows)) for rows in chunks_of(batch, [256, 768])]
+    assert [[tile for (tiles,) in in_chunks for tile in tiles]] == whole
+
+
+def test_positions_after_the_prompt_are_dense():
+    """A preempted request prefills its output again: 300 tokens of it here, after a prompt of whole groups."""
+    batch = make_batch([(256, 812)], num_heads=1)
+    batch = replace(batch, rows=replace(batch.rows, prompt_lens=(768,)))
+    mask = mask_of(select(AnchorAttention(theta=2.0, step_tiles=2, dense_tail=True), batch), 0)[0]
+    causal = torch.ones_like(mask).tril_(256)
+    assert torch.equal(mask[512:], causal[512:])
+    assert not torch.equal(mask[256:512], causal[256:512])
+
+
+@pytest.mark.parametrize("dense_tail", [False, True])
+@pytest.mark.parametrize("first_group", [False, True])
+@pytest.mark.parametrize(("step_tiles", "window_tokens"), [(1, 0), (2, 0), (3, 128), (2, 384)])
+def test_the_length_up_to_which_no_key_is_left_out(step_tiles, window_tokens, first_group, dense_tail):
+    """Of 128 keys one scores high and all others low: no vote wants these, which the anchor region alone keeps."""
+    method = AnchorAttention(1.0, step_tiles, True, window_tokens, dense_tail=dense_tail, first_group=first_group)
+
+    def density(num_tokens: int) -> float:
+        batch = make_batch([(0, num_tokens)], num_heads=1)
+        plant(batch, {(0, position, 0): 30.0 for position in range(0, num_tokens, 128)})
+        batch.q[:, 0, 0] = batch.scale**-1
+        return density_of(select(method, batch, by_reference=True))
+
+    assert density(method.least_prompt_tokens) == 1.0
+    assert density(method.least_prompt_tokens + 128) < 1.0
+
+
+def test_a_prompt_length_for_each_row():
+    batch = make_batch([(0, 70), (0, 30)])
+    with pytest.raises(ValueError, match=r"given prompt_lens \(70,\), expected one for each of 2 rows, or None"):
+        replace(batch.rows, prompt_lens=(70,))
+
+
 def test_defaults_are_the_papers():
     assert AnchorAttention() == AnchorAttention(
-        theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, whole_blocks=False
-    )
+        theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, whole_blocks=False,
+        dense_tail=False, first_group=False,
+    )  # fmt: skip

@@ -26,7 +26,7 @@ TWO = (replace(SPEC, name="one"), replace(SPEC, name="two"))
 USE = """
 import json
 from pathlib import Path
-from vllm_sparse_backend.demo.run import settings_of
+from vllm_sparse_backend.demo.run import demo_settings
 from vllm_sparse_backend.evaluation.crossover_bench import method_label, methods_of_settings
 from vllm_sparse_backend.calibration.calibration_loop import calibratable_methods, independent_methods
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -43,7 +43,7 @@ print(json.dumps({
     "listed": "strided" in METHODS,
     "plan": [name_of(group.method), group.method.stride_tokens, list(group.heads)],
     "schema": "strided" in names,
-    "demo": settings_of("strided", bundled=False)["params"],
+    "demo": demo_settings("strided", bundled=False)["params"],
     "calibrated": "strided" in calibratable_methods() and "strided" in independent_methods(),
     "measured": method_label(methods_of_settings([{"method": "strided", "params": {"stride_tokens": 512}}], shape)[0]),
 }))
@@ -89,7 +89,7 @@ def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
     from tests.helpers import scenario
     from tests.helpers.tiny_models import make_model
     from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-    from vllm_sparse_backend.evaluation.metrics_scrape import parse
+    from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
     from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 
     params = {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512}
@@ -98,7 +98,7 @@ def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
     path = {"PYTHONPATH": environment["PYTHONPATH"]}
     with Server(make_model(tmp_path / "model"), args, env=path) as server:
         scenario.ask(server, scenario.prompt(2001, seed=11))
-        report = parse(server.get(FRESH_METRICS_PATH))
+        report = parse_metrics(server.get(FRESH_METRICS_PATH))
     assert report.problem() is None
     assert all(0 < layer.density < 0.7 for layer in report.layers.values())
 

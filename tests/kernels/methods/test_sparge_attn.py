@@ -82,7 +82,8 @@ def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) 
     kept = causal = doubtful = 0
     for row in range(batch.rows.num_rows):
         q, k = row_inputs(batch, row)
-        p, always, _ = reference.compressed_map(method, q, k, batch.scale)
+        scores, always, _ = reference.compressed_scores(method, q, k, batch.scale)
+        p = reference.softmax_of(scores)
         fewest, most = (reference.top_cdf(p, method.kept_mass + side) for side in (-MARGIN, MARGIN))
         largest_left = p.masked_fill(fewest, 0).amax(-1, keepdim=True)
         smallest_kept = p.masked_fill(~most, torch.inf).amin(-1, keepdim=True)
@@ -140,7 +141,9 @@ def test_similarity_is_the_mean_cosine_over_pairs():
     assert reference.compress(tokens[:3], 2)[1][0, 1] == 1.0
 
 
-def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False) -> torch.Tensor:
+def keep_top_mass(
+    scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False, top_share=0.0
+) -> torch.Tensor:
     """The last kernel alone on rows of base-2 scores [heads, blocks] of one query each: bool of the same shape.
 
     The query's own block comes after the others, with a score of −∞: it is kept and counts nothing.
@@ -155,9 +158,9 @@ def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, simil
     padded[:, 0, :num_blocks] = scores
     padded[:, 0, num_blocks : wide // KEY_BLOCK_TOKENS] = -1e30
     padded[:, 0, wide // KEY_BLOCK_TOKENS] = -torch.inf
-    limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, 0.5))
+    limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, top_share, 0.5))
     heads = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
-    module.keep_top_mass(padded, similar, index, 0, heads, *limits, sink)
+    module.keep_top_blocks(padded, similar, index, 0, heads, module.HeadLimits(*limits), sink)
     index.check()
     flags = torch.stack([kept_blocks(index, head, 0) for head in range(num_heads)])
     return flags[:, : wide // block_tokens]
@@ -176,6 +179,36 @@ def test_top_mass_is_exact(num_blocks):
         assert torch.equal(keep_top_mass(scores, kept_mass, sink=True), with_sink)
         mass = scores.double().exp2()
         assert bool(((mass * wanted).sum(-1) >= kept_mass * mass.sum(-1)).all())
+
+
+@pytest.mark.parametrize("num_blocks", [1, 70, 2047, 5000])
+def test_top_share_is_exact(num_blocks):
+    """Ties, scores whose probabilities float32 cannot tell from 0, and blocks outside the softmax."""
+    generator = torch.Generator(DEVICE).manual_seed(num_blocks)
+    scores = 40.0 * torch.randint(-9, 1, (2, num_blocks), generator=generator, device=DEVICE)
+    scores[torch.rand(2, num_blocks, generator=generator, device=DEVICE) < 0.1] = -math.inf
+    for top_share in (0.01, 0.3, 0.5, 0.9):
+        count = reference.num_top_blocks(top_share, num_blocks + 1)  # the query's own block counts
+        wanted = reference.top_blocks(scores, count) | scores.isneginf()
+        assert torch.equal(keep_top_mass(scores, 0.9, top_share=top_share), wanted)
+        with_sink = wanted.clone()
+        with_sink[:, 0] = True
+        assert torch.equal(keep_top_mass(scores, 0.9, top_share=top_share, sink=True), with_sink)
+
+
+def test_number_of_top_blocks():
+    """Rounded down, as float32 multiplies, which takes 0.7 · 10 for 7 where float64 does not; 1 at least."""
+    assert [reference.num_top_blocks(0.5, n) for n in (1, 2, 3, 33, 34)] == [1, 1, 1, 16, 17]
+    assert reference.num_top_blocks(0.01, 10) == 1
+    assert reference.num_top_blocks(0.7, 10) == 7
+
+
+def test_top_share_replaces_the_cumulative_cut():
+    """A τ beside it would be ignored, so it is refused."""
+    with pytest.raises(ValueError, match=r"^kept_mass: given 0\.5, expected no kept_mass beside top_share"):
+        SpargeAttn(kept_mass=0.5, top_share=0.5)
+    assert SpargeAttn(top_share=1.0).keeps_all
+    assert not SpargeAttn(top_share=0.5).keeps_all
 
 
 def test_top_mass_at_its_edges():
@@ -205,6 +238,127 @@ def test_unlike_blocks_are_always_computed(min_similarity):
     flags = kept_blocks(select(method, batch), 0, 0)
     assert bool(flags[unlike].all())
     assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
+
+
+# The paper's rule and the released code's, written once more from the paper and from the behaviour of that code
+
+
+def block_scores(q: torch.Tensor, k: torch.Tensor, theta: float) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """For each tile: S^, −∞ for dissimilar and future blocks; which key blocks are similar; and whether the tile is."""
+
+    def mean_cosine(tokens: torch.Tensor) -> float:
+        lengths = tokens.norm(dim=1)
+        return float((tokens @ tokens.T / (lengths[:, None] * lengths)).mean())
+
+    centered = k - k.mean(0)
+    similar = torch.tensor([mean_cosine(block) >= theta for block in centered.split(64)])
+    tiles = []
+    for first, tile in enumerate(q.split(128)):
+        last = len(k) - len(q) + 128 * first + len(tile) - 1
+        scores = torch.stack([tile.mean(0) @ block.mean(0) / math.sqrt(q.shape[1]) for block in k.split(64)])
+        scores[~similar] = -math.inf
+        scores[last // 64 + 1 :] = -math.inf
+        tiles.append((scores, similar, mean_cosine(tile) >= theta))
+    return tiles
+
+
+def ruled_map(q: torch.Tensor, k: torch.Tensor, theta: float, rule) -> torch.Tensor:
+    """Bool [tiles, key blocks]; ``rule`` returns how many of the sorted probabilities it keeps."""
+    maps = []
+    for i_tile, (scores, similar, is_tile_similar) in enumerate(block_scores(q, k, theta)):
+        last = len(k) - len(q) + min(128 * i_tile + 128, len(q)) - 1
+        probabilities, order = torch.nan_to_num(scores.softmax(0)).sort(descending=True)
+        kept = ~similar if is_tile_similar else torch.ones_like(similar)
+        kept[order[: rule(probabilities)]] = True
+        kept[last // 64 + 1 :] = False
+        maps.append(kept)
+    return torch.stack(maps)
+
+
+def papers_cut(tau: float):
+    """Section 3.2: "the top values whose cumulative sum reaches τ · ΣP^"."""
+    return lambda sorted_p: int((sorted_p.cumsum(0) < tau * sorted_p.sum()).sum()) + 1
+
+
+def released_cut(tau: float):
+    """The search in the sums from the right: blocks whose sum is at most τ, 1 at least."""
+    return lambda sorted_p: max(1, int((sorted_p.cumsum(0) <= tau).sum()))
+
+
+def released_share(share: float):
+    """A share of all key blocks, those in the future too."""
+    return lambda sorted_p: max(1, math.floor(share * len(sorted_p)))
+
+
+def selected_map(index: SparseIndex, batch: Batch, row: int, head: int) -> torch.Tensor:
+    maps = torch.zeros(len(batch.rows.tiles_of(row)), ceil_div(batch.rows.seq_lens[row], 64), dtype=torch.bool)
+    for i, i_tile in enumerate(batch.rows.tiles_of(row)):
+        maps[i, index.blocks_of(head, i_tile).long().cpu()] = True
+    return maps
+
+
+def diagonal_map(batch: Batch, row: int) -> torch.Tensor:
+    context, new, total = (
+        lengths[row] for lengths in (batch.rows.context_lens, batch.rows.query_lens, batch.rows.seq_lens)
+    )
+    maps = torch.zeros(ceil_div(new, 128), ceil_div(total, 64), dtype=torch.bool)
+    for i, first in enumerate(range(0, new, 128)):
+        maps[i, (context + first) // 64 : (context + min(first + 128, new) - 1) // 64 + 1] = True
+    return maps
+
+
+RULE_CASES = {
+    "1": ([(0, 1)], 1, 1),
+    "63": ([(0, 63)], 2, 2),
+    "2049": ([(0, 2049)], 1, 1),
+    "chunk": ([(1024, 300)], 4, 2),
+    "mixed-4": ([(37, 63), (530, 1), (700, 150)], 4, 1),
+    "mixed-8": ([(0, 64), (449, 130)], 8, 1),
+}
+"""Lengths (context, new), query heads and kv heads."""
+
+
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+@pytest.mark.parametrize("name", RULE_CASES)
+def test_selection_equals_both_rules_but_for_what_is_documented(name, by_reference):
+    """IoU of masks: top_share with the released rule, the cumulative cut with the paper's, diagonals added to both.
+
+    The released cumulative cut keeps one block less than the paper's, and nothing else differs.
+    """
+    lengths, num_heads, num_kv_heads = RULE_CASES[name]
+    batch = make_batch(lengths, num_heads, num_kv_heads)
+    theta = clear_of_ties(METHOD, batch).min_similarity
+    settings = {
+        "top_share": (SpargeAttn(top_share=0.5, min_similarity=-0.1, keep_sink=False), -0.1, released_share(0.5)),
+        "both": (SpargeAttn(top_share=0.2, min_similarity=theta, keep_sink=False), theta, released_share(0.2)),
+        "cut": (SpargeAttn(kept_mass=0.7, min_similarity=theta, keep_sink=False), theta, papers_cut(0.7)),
+    }
+    for method, theta, rule in settings.values():
+        index = select(method, batch, 64, None, by_reference)
+        common = union = 0
+        for row in range(batch.rows.num_rows):
+            for head in range(num_heads):
+                q, k = (tensor.cpu() for tensor in row_parts(batch, row, head))
+                expected = ruled_map(q, k, theta, rule) | diagonal_map(batch, row)
+                kept = selected_map(index, batch, row, head)
+                common, union = common + int((kept & expected).sum()), union + int((kept | expected).sum())
+                if rule is settings["cut"][2]:
+                    released = ruled_map(q, k, theta, released_cut(0.7))
+                    assert not bool((released & ~kept).any())
+                    assert int((expected & ~diagonal_map(batch, row) & ~released).sum(1).max()) <= 1
+        assert common >= 0.999 * union
+
+
+def test_the_rules_differ_where_they_should():
+    """The test above would show nothing if every rule kept the same blocks: counts of one long row."""
+    batch = make_batch([(0, 2049)], 1, 1)
+    q, k = (tensor.cpu() for tensor in row_parts(batch, 0, 0))
+    paper, released, share = (
+        ruled_map(q, k, -0.1, r) for r in (papers_cut(0.7), released_cut(0.7), released_share(0.5))
+    )
+    assert int(released.sum()) < int(paper.sum()) < int(share.sum()) < 17 * 33
+    # Half of all blocks, of 33: the first tiles keep all that they see, the last ones 16.
+    assert share.sum(1).tolist() == [min(2 * i + 2, 16) for i in range(16)] + [16]
 
 
 def test_what_heads_ask_of_attention():

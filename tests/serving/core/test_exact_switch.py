@@ -37,14 +37,15 @@ for hook in hooks.HOOKS:
 
 def level_of(core: Core, extra_args: Any = None) -> Any:
     """What a new request has in the engine, and whose cached blocks it reads."""
-    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args))
+    params = SimpleNamespace(extra_args=extra_args)
+    request = SimpleNamespace(sampling_params=params, abort_immediately=False)
     return Mark.read(core.preprocess_add_request(request).sampling_params.extra_args)
 
 
 def test_one_rank_tells_and_requests_for_pooling_are_left_alone(configured: Callable[..., Any]) -> None:
     """That new requests are exact until it is switched back, tests/server/test_serve.py has."""
     core = Core(configured(method="a_shape", min_tokens=320))
-    assert level_of(core) is None
+    assert level_of(core) == Mark()
     assert core.collective_rpc(SWITCH_METHOD, None, ("exact",)) == [""]
     exact, fast = (Mark(level, None, Salt(level, 320)) for level in ("exact", "fast"))
     assert level_of(core) == level_of(core, fast.write(None)) == exact
@@ -61,7 +62,7 @@ def test_a_store_that_tells_no_levels_apart_keeps_it_from_being_switched(
     core = Core(config)
     (refused,) = core.collective_rpc(SWITCH_METHOD, None, ("exact",))
     assert "LMCacheConnectorV1" in refused
-    assert level_of(core) is None
+    assert level_of(core) == Mark()
 
 
 class TestAddress:

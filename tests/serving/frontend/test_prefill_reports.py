@@ -3,26 +3,23 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.vllm_objects import make_step, recorder_of
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.request_levels import Ticket
 from vllm_sparse_backend.serving.frontend import prefill_reports
-from vllm_sparse_backend.serving.worker import request_tallies
+from vllm_sparse_backend.serving.worker.request_tallies import MOST_KEPT, RequestTallies, ticket_in
+from vllm_sparse_backend.serving.worker.shared_worker import Worker
+from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
 
 MIN_TOKENS = 120
-
-
-@pytest.fixture(autouse=True)
-def none_before() -> Iterator[None]:
-    yield
-    request_tallies.TALLIES.clear()
 
 
 class TestTally:
@@ -35,24 +32,25 @@ class TestTally:
         for i, lengths in enumerate(steps):
             before, step = pairs(builder), make_step(layers[0], lengths)
             if i == 1:
-                request_tallies.begin("1", DEFAULT, "ticket")
+                layers[0].impl.worker.requests.tallies.begin("1", DEFAULT, "ticket")
             metadata = builder.build(0, step.common)
             for layer in layers:
                 step.forward(layer, metadata)
             if i == 1:
                 counted = {name: n - before[name] for name, n in pairs(builder).items()}
-        (tally,) = request_tallies.about("ticket")
+        (tally,) = worker_tallies(SimpleNamespace(vllm_config=layers[0].impl.worker.vllm_config), "ticket")
         assert (tally["level"], tally["dense_tokens"], tally["sparse_tokens"]) == (DEFAULT, 0, 131)
         assert {name: tally[name] for name in counted} == counted
         assert 0 < tally["kept_pairs"] < tally["causal_pairs"]
 
     def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
         """Whatever their ids, which clients choose: also such as begin with another's, or are another's."""
+        tallies = RequestTallies()
         tickets = {"cmpl-a-0-ff00": "t", "cmpl-a-1-ff01": "t", "cmpl-a-1-1-ff02": "u", "cmpl-a-0": "tt", "t": "v"}
         for req_id, ticket in tickets.items():
-            request_tallies.begin(req_id, DEFAULT, ticket)
-        request_tallies.begin("cmpl-a", DEFAULT)  # of one whose report is in the log alone
-        assert [len(request_tallies.about(ticket)) for ticket in ("t", "u", "tt", "cmpl-a", "cmpl-a-0", "")] == [
+            tallies.begin(req_id, DEFAULT, ticket)
+        tallies.begin("cmpl-a", DEFAULT)  # of one whose report is in the log alone
+        assert [len(tallies.with_ticket(ticket)) for ticket in ("t", "u", "tt", "cmpl-a", "cmpl-a-0", "")] == [
             2,
             1,
             1,
@@ -60,9 +58,16 @@ class TestTally:
             0,
             0,
         ]
-        for i in range(request_tallies.MOST_KEPT):
-            request_tallies.begin(str(i), DEFAULT)
-        assert (len(request_tallies.TALLIES), request_tallies.about("t")) == (request_tallies.MOST_KEPT, [])
+        for i in range(MOST_KEPT):
+            tallies.begin(str(i), DEFAULT)
+        assert (len(tallies), tallies.with_ticket("t")) == (MOST_KEPT, [])
+
+    def test_workers_of_one_process_do_not_share_them(self, configured: Callable[..., Any]) -> None:
+        config = configured(method="a_shape")
+        first, second = (Worker(config, torch.device("cpu")) for _ in range(2))
+        first.requests.tallies.begin("1", DEFAULT, "t")
+        assert len(first.requests.tallies.with_ticket("t")) == 1
+        assert second.requests.tallies.with_ticket("t") == []
 
 
 def pairs(builder: Any) -> dict[str, float]:
@@ -76,12 +81,13 @@ def pairs(builder: Any) -> dict[str, float]:
 def test_each_http_request_has_a_report_of_its_own() -> None:
     """Two clients at a time with the same id, of which one's begins as the other's: neither reads other counts."""
     sent: dict[str, list[bytes]] = {"a": [], "b": []}
+    tallies = RequestTallies()
 
     class Client:
         engine_core = SimpleNamespace()
 
         async def collective_rpc(self, method: str, timeout: Any, args: Any) -> Any:
-            return [request_tallies.about(*args)]
+            return [tallies.with_ticket(*args)]
 
     async def answer(name: str, num_requests: int, pause_s: float) -> None:
         async def keep(message: dict[str, Any]) -> None:
@@ -92,8 +98,8 @@ def test_each_http_request_has_a_report_of_its_own() -> None:
         for number in range(num_requests):
             extra_args = prefill_reports.plain_ticket({"sparse_prefill_report": ticket, "other": 1})
             assert extra_args is not None
-            request_tallies.begin(f"cmpl-x-{number}-{name}", DEFAULT, request_tallies.ticket_in(extra_args) or "")
-            request_tallies.TALLIES[f"cmpl-x-{number}-{name}"].dense_tokens = 10 if name == "a" else 1
+            tally = tallies.begin(f"cmpl-x-{number}-{name}", DEFAULT, ticket_in(extra_args) or "")
+            tally.dense_tokens = 10 if name == "a" else 1
             await asyncio.sleep(pause_s)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": b'{"id": "cmpl-x"}'})

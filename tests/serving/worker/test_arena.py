@@ -29,8 +29,8 @@ from vllm_sparse_backend.serving.worker.arena import (
     Memory,
     Room,
     Row,
+    kernel_rows,
     largest_steps,
-    rows_of,
 )
 from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.worker.step import Slab
@@ -71,7 +71,7 @@ def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
 
 def small_room(times: float) -> Room:
     """So many times what a tile of the longest row needs."""
-    one_tile = Room(needs(), 0).needed(rows_of([Row(0, 0, 128, LONGEST - 128)]))
+    one_tile = Room(needs(), 0).needed(kernel_rows([Row(0, 0, 128, LONGEST - 128)]))
     return Room(needs(), int(one_tile * times))
 
 
@@ -84,7 +84,7 @@ class TestSlabs:
         assert all(room.fits(row) for row in rows)
         slabs = dealt(room, rows)
         for slab in slabs:
-            assert room.needed(rows_of(slab)) <= room.num_bytes
+            assert room.needed(kernel_rows(slab)) <= room.num_bytes
             assert len({row.number for row in slab}) == len(slab)
         for row in rows:
             chunks = [chunk for slab in slabs for chunk in slab if chunk.number == row.number]
@@ -98,7 +98,7 @@ class TestSlabs:
             assert all(chunk.context_len - chunk.token == row.context_len - row.token for chunk in chunks)
 
     def test_heads_that_differ_need_room_for_the_one_that_keeps_most(self) -> None:
-        slab = rows_of(in_turn([(5000, 500)]))
+        slab = kernel_rows(in_turn([(5000, 500)]))
         merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])
         groups = ((HeadGroup((0, 1, 2), merged),), (HeadGroup((0, 1, 2), VerticalSlash(4000)),))
         of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0).needed(slab) for g in groups)
@@ -119,7 +119,7 @@ class TestEveryStep:
     def test_a_step_that_does_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Rows that are taken unchecked into a smaller arena."""
         worker = Worker((10, 2, 128), 8192, share=0.5)
-        monkeypatch.setattr(Room, "slabs", lambda self, rows, table: (Slab(rows_of(rows, table)),))
+        monkeypatch.setattr(Room, "slabs", lambda self, rows, table: (Slab(kernel_rows(rows, table)),))
         with without_launches():
             worker.run([Row(0, 0, 8192, 100_000)])
         assert worker.num_misses > 0
@@ -232,7 +232,7 @@ class TestForward:
         params = {"sink_tokens": 64, "local_tokens": 128}
         (layer,), builder = built(0, method="a_shape", params=params, check_index=True)
         step, room = make_step(layer, self.LENGTHS), builder.room
-        num_bytes = room.needed(rows_of([Row(0, 0, 128, 8000)]))
+        num_bytes = room.needed(kernel_rows([Row(0, 0, 128, 8000)]))
         outputs = []
         for memory in (
             layer.impl.worker.memory,
@@ -249,7 +249,7 @@ class TestForward:
 
     def test_a_row_without_room_is_dense_and_counted(self, built: Callable[..., Any]) -> None:
         (layer,), builder = built(0)
-        needed = builder.room.needed(rows_of([Row(0, 0, 1, 2000)]))
+        needed = builder.room.needed(kernel_rows([Row(0, 0, 1, 2000)]))
         use_room(builder, Room(builder.room.layers, needed))
         common = make_common([(1000, 300), (5000, 300)])
         rows = builder.row_classifier.classify(common, 0, max_decode_tokens=1)

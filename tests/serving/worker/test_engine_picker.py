@@ -73,7 +73,7 @@ def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | 
 
 
 def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:
-    """Refused or found wrong: ``flash`` has no skip of products, whose trial can find nothing but NaN."""
+    """Refused or found wrong: ``flash`` supports no skipped products, whose trial can find nothing but NaN."""
     wrong = broken(lambda out: out.mul_(1.01), "hopper")
     picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
     options = AttendOptions.from_heads([-1.0, None], [False, False], CPU)
@@ -87,7 +87,7 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
     assert last == "sparse-prefill: attention: layers 3 on hopper; layers 0-1,5 on flash"
     assert reasons
     for line in reasons:
-        assert line.startswith("sparse-prefill: engine hopper not taken: its result in a trial is off by")
+        assert line.startswith("sparse-prefill: engine hopper not used: its result in a trial is off by")
 
 
 def test_an_engine_that_forgets_sinks_is_not_taken_for_layers_that_have_them() -> None:
@@ -150,7 +150,7 @@ def test_selection_is_tried_at_start_up(change, says: str | None, monkeypatch, l
     picker.report_selection({0: replace(LAYER, select_engines=(engine,))})
     assert lines[-1] == f"sparse-prefill: selection by top_p: layers 0 on {engine.name}"
     if says is not None:
-        assert lines[0].startswith(f"sparse-prefill: selection engine hopper not taken: {says}")
+        assert lines[0].startswith(f"sparse-prefill: selection engine hopper not used: {says}")
 
 
 def test_no_engine_is_left_to_select(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,13 +191,13 @@ def test_tensor_parallel_ranks_take_the_same_engines(monkeypatch: pytest.MonkeyP
     assert [picker.settle(reports) for picker in pickers] == [False, False]
     assert [choose(0), choose(1)] == [("portable", "portable")] * 2
     assert all(picker.settle([picker.passed_over for picker in pickers]) for picker in pickers)
-    assert sum("as all tensor-parallel ranks take the same: on rank 1 it fails" in line for line in lines) == 2
+    assert sum("as all tensor-parallel ranks must use the same: on rank 1 it fails" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        ("hopper", "no engine is named 'hopper'; there are flash, portable"),
+        ("hopper", "no engine is named 'hopper', expected one of flash, portable"),
         ("flash", "flash: there is no FlashAttention for this device"),
         ("portable", "portable: its result in a trial holds NaN"),
     ],
@@ -213,7 +213,7 @@ def test_an_engine_that_is_asked_for_and_cannot_be_had(wanted: str, says: str) -
 def test_on_a_cpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "IS_CPU", True)
     refuse_on_cpu("auto")
-    with pytest.raises(ConfigurationError, match="given 'flash', expected 'auto': vLLM runs on a CPU here"):
+    with pytest.raises(ConfigurationError, match="given 'flash', expected 'auto': on a CPU, attention runs in torch"):
         refuse_on_cpu("flash")
     assert compat.flash_attention() is None
     monkeypatch.setattr(compat, "IS_CPU", False)

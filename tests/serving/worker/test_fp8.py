@@ -16,7 +16,7 @@ from tests.helpers.worker_layers import HAS_CUDA, SHAPE, make_impls
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat, startup
-from vllm_sparse_backend.serving.worker.arena import rows_of
+from vllm_sparse_backend.serving.worker.arena import kernel_rows
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
 from vllm_sparse_backend.serving.worker.warmup import consecutive_rows
@@ -59,7 +59,7 @@ def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatc
     positions = torch.arange(seq_len)
     written = torch.cat((rounded(k, K_SCALE), rounded(v, V_SCALE)), -1).view(torch.uint8)
     physical[table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS] = written
-    slab = Slab(rows_of(consecutive_rows([(seq_len - query_len, query_len)]), table[None]))
+    slab = Slab(kernel_rows(consecutive_rows([(seq_len - query_len, query_len)]), table[None]))
     out = torch.full((query_len, heads, dim), float("nan"), dtype=torch.float16)
     impl = impls[0]
     metadata = SimpleNamespace(sparse=SparseStep(slabs=(slab,), dense_runs=()))

@@ -23,9 +23,9 @@ from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.config.settings import GuardConfig, load_config
-from vllm_sparse_backend.serving.worker.arena import Row, rows_of
+from vllm_sparse_backend.serving.worker.arena import Row, kernel_rows
 from vllm_sparse_backend.serving.worker.counters import HostCopy, Recorder
-from vllm_sparse_backend.serving.worker.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Check, Guard, pick_queries
+from vllm_sparse_backend.serving.worker.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Guard, PendingCheck, pick_queries
 from vllm_sparse_backend.serving.worker.step import Slab
 
 needs_cpu_build = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM's CPU build")
@@ -77,7 +77,7 @@ class TestWhatIsChecked:
 
     def test_any_queries_of_any_row(self) -> None:
         rows = [Row(0, 7, 300, 50), Row(1, 307, 20, 400), Row(2, 400, 128, 0)]
-        slabs = [Slab(rows_of(rows[:2])), Slab(rows_of(rows[2:]))]
+        slabs = [Slab(kernel_rows(rows[:2])), Slab(kernel_rows(rows[2:]))]
         picked = Counter((tokens.start, tokens.stop) for tokens in (pick_queries(s, slabs) for s in range(500)))
         # Where a row ends within a tile, the tile before lends it queries.
         assert set(picked) == {(7, 135), (135, 263), (179, 307), (307, 327), (400, 528)}
@@ -167,7 +167,7 @@ class TestJudgement:
 class TestNothingWaits:
     def test_what_has_not_arrived_is_left_alone(self) -> None:
         guard = make_guard()
-        guard._checks += [Check(PLACE, HostCopy(torch.ones(2, 4))) for _ in range(3)]
+        guard._checks += [PendingCheck(PLACE, HostCopy(torch.ones(2, 4))) for _ in range(3)]
         guard._checks[1].sums.arrived = lambda: False  # type: ignore[method-assign]
         guard.judge_arrived()
         assert told(guard)["guard_checks"] == 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extra keys in the hashes of cached blocks, by which requests of different levels do not share sparse keys and values.
+"""Extra keys in the hashes of cached blocks. They keep requests of different levels from sharing sparse KV blocks.
 
-A block's hash includes that of the block before it. A key in the first block past the exact positions therefore tells
-apart all later blocks as well.
+A block's hash includes the hash of the block before it. A key in the first block past the exact positions therefore
+separates all later blocks too.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ ExtraKeys = tuple[Any, ...] | None
 def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx: int) -> ExtraKeys:
     """Add the key of a request's level to the extra keys of one of its blocks.
 
-    A request does not say which engine it belongs to. In a process with other engines, a mark in a request of theirs
-    salts its blocks as well, which changes no answer.
+    A request does not name its engine. If the process runs other engines, a marked request of such an engine gets
+    salted blocks as well. This changes no answer.
 
     Args:
         keys: vLLM's own extra keys of the block.

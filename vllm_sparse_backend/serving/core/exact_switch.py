@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core's side of the exact switch: all new requests run exact, or at their own levels again.
+"""The engine core's side of the exact switch: makes all new requests exact, or lets them run at their own levels.
 
-The core decides as requests come in. It is one process, whichever API server a request or the switch came through, and
-every rank and pipeline stage learns a request's level from it. ``frontend/switch_endpoint.py`` is the HTTP side.
+The core applies the switch to each request on arrival. All API servers of an engine share its core, and every rank and
+pipeline stage learns a request's level from the core. ``frontend/switch_endpoint.py`` is the HTTP side.
 """
 
 import logging
@@ -20,21 +20,21 @@ SWITCHED_MARK = "sparse_prefill_switched"
 
 
 def set_switch(core: Any, position: str) -> str:
-    """Switch an engine, from the next request on.
+    """Switch an engine. The switch takes effect with the next request.
 
     Args:
         core: vLLM's ``EngineCore``.
         position: ``exact``, or ``on`` for the requests' own levels.
 
     Returns:
-        Why the engine cannot be switched; empty if it was.
+        Why the engine cannot be switched; empty on success.
     """
     known = choices(core.vllm_config)
     if position == EXACT and known.refusal is not None:
         return known.refusal
     mark = known.mark(RequestLevel(EXACT)) if position == EXACT else None
     setattr(core, SWITCHED_MARK, mark)
-    logger.warning("sparse-prefill: switched: all new requests %s", "are exact" if mark else "have what they ask for")
+    logger.warning("sparse-prefill: switched: all new requests run %s", "exact" if mark else "at their own levels")
     return ""
 
 

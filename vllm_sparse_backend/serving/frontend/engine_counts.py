@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last counts of an engine in an API server process, and how processes of a server share them.
+"""The last counts of an engine in an API server process, and a way to share them with sibling processes.
 
 An engine answers between two steps, so an answer may take as long as a step. ``EngineReader`` therefore polls in the
-background, with at most one poll under way, and keeps the last counts for /metrics.
+background, with at most one poll at a time, and keeps the last counts for /metrics.
 
 Several API server processes behind a port poll at different times. Prometheus takes a falling counter for a restart, so
 a process must never show older counts than another has shown: ``SiblingCounts`` shares them through files.
@@ -25,10 +25,10 @@ from vllm_sparse_backend.serving.frontend.engine_rpc import Call
 logger = logging.getLogger(LOGGER)
 
 TIMEOUT_S = 4.0
-"""Seconds without an answer after which an engine is shown as down."""
+"""Seconds without an answer after which /metrics shows an engine as down."""
 
 LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Pauses between further calls while a worker's counts are being copied from its device."""
+"""Pauses in seconds between further calls, while a worker copies its counts from the device."""
 
 Answers = list[dict[str, Any]]
 """For each worker of an engine: ``worker_samples.worker_samples``."""
@@ -81,7 +81,7 @@ def _speakers(name: str, workers: Answers) -> Answers:
 
 
 class EngineReader:
-    """The last counts of an engine, and the poll under way, of which there is at most one."""
+    """The last counts of an engine, and its current poll, if any."""
 
     def __init__(self) -> None:
         self.counts: EngineCounts | None = None
@@ -167,7 +167,7 @@ class EngineReader:
                     break
                 await asyncio.sleep(pause_s)
                 is_behind = await self._call(call, False, on_counts)
-        except Exception as error:  # an engine that fails must not keep other engines, or vLLM's text, from the page
+        except Exception as error:  # the page must still show other engines and vLLM's text
             self._failure = f"{type(error).__name__}: {error}"
         finally:
             self._waiting_since = None

@@ -12,14 +12,14 @@ Call = Callable[..., Awaitable[Any]]
 def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
     """Return how to call a method of the workers of each engine.
 
-    ``collective_rpc`` of a client calls all engines, but returns the first one's answer only.
+    The client's ``collective_rpc`` calls all engines but returns only the first engine's answer.
 
     Args:
         engine_client: vLLM's client of all engines of the server.
         method: Name of a method of the workers.
 
     Returns:
-        The calls by number of the engine. Each is awaited for the list of all workers' answers.
+        The calls by engine number. Awaiting a call returns the list of all workers' answers.
     """
     core = engine_client.engine_core
     numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
@@ -35,7 +35,7 @@ def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
 async def call_engines(
     engine_client: Any, method: str, *args: Any, timeout_s: float
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Call a method of the workers of all engines at once.
+    """Call a method of the workers of all engines concurrently.
 
     Args:
         engine_client: vLLM's client of all engines of the server.
@@ -44,7 +44,7 @@ async def call_engines(
         timeout_s: Seconds to wait for all answers.
 
     Returns:
-        The workers' answers by engine, and why other engines have none: their exception, or the time that passed.
+        The workers' answers by engine; and for each engine without an answer the reason, an exception or a timeout.
     """
     calls = engine_calls(engine_client, method)
     tasks = {engine: asyncio.ensure_future(call(*args)) for engine, call in calls.items()}

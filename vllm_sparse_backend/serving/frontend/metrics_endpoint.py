@@ -2,11 +2,11 @@
 """The API server's /metrics: adds the counts of the engines' workers to vLLM's own text.
 
 vLLM's text never waits for an engine. A scrape gets this process's last counts if they are younger than
-``metrics_interval_s``. Otherwise the engines are polled in the background, and the scrape waits ``WAIT_S`` at most for
+``metrics_interval_s``. Otherwise the engines are polled in the background, and the scrape waits at most ``WAIT_S`` for
 their answers before it gets the last counts. Only an engine in the middle of a step therefore has late counts. An
 engine that does not answer is shown with ``up`` 0 and its last counts.
 
-``GET /metrics?sparse_prefill=fresh`` waits for counts that were requested after its arrival, for tools that compare.
+``GET /metrics?sparse_prefill=fresh`` waits for counts polled after its arrival, for tools that compare two scrapes.
 """
 
 import asyncio
@@ -74,8 +74,8 @@ class MetricsPage:
         try:
             if polls := self.refresh():
                 await asyncio.wait(polls, timeout=START_S)
-        except Exception:  # the server starts whatever becomes of our counters
-            logger.exception("sparse-prefill: cannot ask the engines for their counters yet")
+        except Exception:  # the server must start even if our counters fail
+            logger.exception("sparse-prefill: no counters from the engines at start-up; /metrics asks again")
 
     def refresh(self) -> list[asyncio.Task[None]]:
         """Poll each engine whose counts are older than the interval.
@@ -91,7 +91,7 @@ class MetricsPage:
         return [poll for poll in polls if poll is not None]
 
     async def text(self) -> bytes:
-        """Return the engines' counts, after ``WAIT_S`` at most.
+        """Return the engines' counts within ``WAIT_S``.
 
         Returns:
             Prometheus's text format.
@@ -103,7 +103,7 @@ class MetricsPage:
         return self._render()
 
     async def fresh_text(self) -> bytes:
-        """Return counts that are polled after this call.
+        """Poll the engines and return the counts.
 
         Returns:
             Prometheus's text format, with the last counts of an engine that does not answer in time.
@@ -168,13 +168,13 @@ class MetricsPage:
 
 
 class MetricsMiddleware:
-    """ASGI middleware that adds a page's text to the app's answer to GET /metrics, and passes all else through.
+    """ASGI middleware that adds a page's text to the app's answer to GET /metrics, and passes everything else through.
 
-    vLLM's own text comes from different registries, depending on the number of processes. Here they are all the same.
+    vLLM's own text comes from different registries, depending on the number of processes. This works with all of them.
 
     Args:
         app: The ASGI app.
-        page: Has the text.
+        page: Provides the text.
     """
 
     def __init__(self, app: Any, page: MetricsPage) -> None:
@@ -210,8 +210,8 @@ class MetricsMiddleware:
     async def _text(self, is_fresh: bool) -> bytes:
         try:
             return await (self.page.fresh_text() if is_fresh else self.page.text())
-        except Exception:  # vLLM's own metrics must be served whatever happens to ours
-            logger.exception("sparse-prefill: no counters on /metrics this time")
+        except Exception:  # vLLM's own metrics must be served even if ours fail
+            logger.exception("sparse-prefill: this answer to /metrics has no counters")
             return b""
 
 
@@ -251,7 +251,7 @@ class MetricsEndpoint:
         app.add_middleware(MetricsMiddleware, page=self.page)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open the page, and the route of the exact switch if the settings allow it, if the server runs this backend.
+        """Open the page if the server runs this backend, and add the exact switch's route if the settings allow it.
 
         Args:
             engine_client: vLLM's client of all engines of the server.

@@ -40,8 +40,8 @@ PREFILLING = {
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank",
 }  # fmt: skip
-"""vLLM's paths that prefill prompts, or that turn a body into one for such a path. A path that a release adds refuses
-levels until it is listed here."""
+"""vLLM's paths that prefill prompts, or that turn a body into one for such a path. Paths of later releases refuse
+levels until they are listed here."""
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
@@ -49,22 +49,22 @@ SMALL_BYTES = 1 << 16
 """Bodies up to this size are parsed on the event loop. Longer ones are ignored on paths that do not prefill."""
 
 MOST_KEYS = 200_000
-"""A body with more keys, some of which may be ours, is refused unparsed: parsing it would block the event loop."""
+"""Maximum number of keys of a body that may contain ours: parsing a larger one would block the event loop."""
 KEY_END = re.compile(rb'"[ \t\r\n]*:')
-"""The end of a key, unless it follows a backslash: then it is a quote within a string."""
+"""The end of a key. After a backslash it is a quote within a string instead."""
 MOST_INSPECTED = 250_000
-"""Maximum number of keys and elements of a body that are inspected, the outermost first."""
+"""Maximum number of inspected keys and elements of a body. The outermost are inspected first."""
 MOST_ELEMENTS = 10_000
-"""Maximum number of elements of a list that are inspected. Prompts are long lists of numbers."""
+"""Maximum number of inspected elements of a list. Prompts are long lists of numbers."""
 MOST_SLIPS = 100
-"""Maximum number of a body's keys that are compared with ours for misspellings."""
+"""Maximum number of a body's keys that are compared with ours to find misspellings."""
 
 SCHEMAS = {"tools", "functions", "response_format", "structured_outputs", "text", "guided_json"}
-"""Fields that hold JSON schemas, in which users choose the names. They are not inspected, nor are the arguments of tool
-calls in a conversation."""
+"""Fields that hold JSON schemas, in which users choose the names. They are not inspected, and neither are the arguments
+of tool calls in a conversation."""
 
 ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
-"""JSON may write any letter of a key in this form."""
+"""Prefix of an escaped letter: JSON allows it for any letter of a key."""
 
 
 class Refused(HTTPException):
@@ -72,7 +72,7 @@ class Refused(HTTPException):
 
 
 class LevelsMiddleware:
-    """ASGI middleware that reads levels. It runs inside of vLLM's own, which has checked the API key before.
+    """ASGI middleware that reads levels. It runs inside vLLM's own middleware, which has already checked the API key.
 
     Args:
         app: The ASGI app.
@@ -116,7 +116,7 @@ class Post:
         self.prefills = self.path in PREFILLING
         self.request = HttpRequest()
         self.refusal: str | None = None
-        """What is wrong with the request's level; sent in place of the app's answer."""
+        """Error about the request's level; sent in place of the app's answer."""
         self._receive, self._send = receive, send
         self._headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self._content_type = self._headers.get(b"content-type", "").strip().lower()
@@ -163,9 +163,9 @@ class Post:
         return message
 
     def _take(self, chunk: bytes) -> None:
-        """Keep a part of the body, and note whether the body may contain a key of ours or a misspelling of it.
+        """Store a part of the body, and note whether the body may contain a key of ours or a misspelling of it.
 
-        Bodies without such a key cost no more than this test.
+        A body without such a key costs only this test.
         """
         self._chunks.append(chunk)
         if self._may_hold_ours:
@@ -173,7 +173,7 @@ class Post:
         seen = (self._tail + chunk).lower()
         self._tail = chunk[-8:] if len(chunk) >= 8 else (self._tail + chunk)[-8:]
         self._may_hold_ours = any(part.encode() in seen for part in TYPO_PARTS) or (
-            # A NUL byte: JSON in UTF-16 or UTF-32, which vLLM takes as well.
+            # A NUL byte: JSON in UTF-16 or UTF-32, which vLLM accepts too.
             not self._is_form and (b"\0" in seen or ESCAPED_ASCII.search(seen) is not None)
         )
 
@@ -214,7 +214,7 @@ class Post:
         await self._send(message)
 
     async def refuse(self) -> None:
-        """Answer with status 400, in vLLM's form of an error."""
+        """Answer with status 400, in vLLM's error format."""
         if self._has_begun:  # the app has answered before it read the body
             return
         about = {"message": self.refusal, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
@@ -234,16 +234,16 @@ def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
         ValueError: The body has too many keys.
     """
     body = b"".join(chunks)
-    if b"\0" in body[:4]:  # UTF-16 or UTF-32, as vLLM takes it
+    if b"\0" in body[:4]:  # UTF-16 or UTF-32, which vLLM accepts too
         with contextlib.suppress(ValueError):
             body = body.decode(json.detect_encoding(body)).encode()
-    # Lazily: other threads may run between two matches.
+    # Lazily, so that other threads run between two matches.
     ends = (match.start() for match in KEY_END.finditer(body))
     keys = (end for end in ends if body[end - 1 : end] != b"\\")
     if sum(1 for _ in islice(keys, MOST_KEYS + 1)) > MOST_KEYS:
         raise ValueError(
-            f"the request: given more than {MOST_KEYS:,} keys, of which some may be {FIELD!r} or a slip of it, "
-            "expected fewer; a level stands in vllm_xargs"
+            f"the request: given more than {MOST_KEYS:,} keys, some of which may be {FIELD!r} or a misspelling of it, "
+            "expected fewer; put the level into vllm_xargs"
         )
     fields = _parsed(body)
     return fields if isinstance(fields, dict) else {}
@@ -279,7 +279,7 @@ def form_fields(scope: dict[str, Any], chunks: Sequence[bytes]) -> dict[str, Any
 def _parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # vLLM reports what is wrong with it
+    except (ValueError, RecursionError):  # vLLM reports the error
         return None
 
 
@@ -349,12 +349,12 @@ def read_keys(fields: Mapping[str, Any]) -> dict[str, BodyKey]:
         if body_key.place not in READ_AT:
             hint = ""
             if body_key.place.split(".")[0] == "extra_body":
-                hint = " (extra_body is an argument of openai's Python client, which sends what is in it without it)"
+                hint = " (extra_body is an argument of openai's Python client, which sends its content at the top)"
             expected = "expected it in vllm_xargs, a field at the top of the request"
-            raise ValueError(f"{where}: given {body_key.key!r} there, {expected}{hint}")
+            raise ValueError(f"{where}: given {body_key.key!r}, {expected}{hint}")
         if body_key.key in read:
             first = read[body_key.key]
-            raise ValueError(f"{first.place} {body_key.key}: given in {where} too, expected it in one place")
+            raise ValueError(f"{first.place} {body_key.key}: given in {where} too, expected it in only one place")
         read[body_key.key] = body_key
     return read
 
@@ -395,7 +395,7 @@ class LevelsEndpoint:
             return
         choices, served = cached_choices(input_processor_of(engine_client)), served_names(args)
         unknown = [name for name in choices.models if name not in served]
-        if unknown and not getattr(args, "enable_lora", False):  # whose adapters may be loaded later
+        if unknown and not getattr(args, "enable_lora", False):  # adapters may be loaded later
             raise ConfigurationError(f"{OPTION} {KEY}.requests.models: {not_one_of(unknown[0], served)}")
         self.choices, self.model = choices, next(iter(served), None)
         self.client = engine_client
@@ -403,7 +403,7 @@ class LevelsEndpoint:
 
     @property
     def reads_models(self) -> bool:
-        """Whether a request's level depends on the model that it names, so that each body is parsed."""
+        """Whether a request's level depends on the model that it names. If so, every body is parsed."""
         return self.choices is not None and bool(self.choices.models)
 
     def settle(self, path: str, fields: Mapping[str, Any]) -> tuple[RequestLevel | None, bool]:
@@ -426,7 +426,7 @@ class LevelsEndpoint:
         if path not in PREFILLING:
             if choice is not None:
                 problem = unexpected(choice.value, "no level")
-                raise ValueError(f"{choice.place} {FIELD}: {problem}, as POST {path} prefills nothing; leave it out")
+                raise ValueError(f"{choice.place} {FIELD}: {problem}: POST {path} prefills no prompt; remove it")
             return None, report
         model = fields.get("model")
         if not isinstance(model, str) or not model:
@@ -438,7 +438,7 @@ class LevelsEndpoint:
         if body_key is None or not asks_report({REPORT: body_key.value}):
             return False
         if path not in PREFILLING or self.is_silent or fields.get("use_beam_search"):
-            raise ValueError(f"{body_key.place} {REPORT}: given, but nothing reports on such a request; leave it out")
+            raise ValueError(f"{body_key.place} {REPORT}: given, but this request cannot have a report; remove it")
         return True
 
 

@@ -43,7 +43,7 @@ def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**extra_args, REPORT: str(value) if isinstance(value, Ticket) else True}
 
 
-async def report(client: Any, ticket: str) -> dict[str, Any] | None:
+async def build_report(client: Any, ticket: str) -> dict[str, Any] | None:
     """Build the report of an HTTP request from all workers' tallies.
 
     Args:
@@ -110,7 +110,7 @@ class Reporting:
         await send_with_body(self.send, self.start, await self._with_report(self.held))
 
     async def _event(self, message: dict[str, Any]) -> None:
-        """Hold back each event, a message of its own, until the next shows whether it was the last."""
+        """Hold back each event (one message) until the next event shows whether it was the last."""
         body, before = message.get("body", b""), self.held
         if body.startswith(b"data: [DONE]"):
             before = b"data: " + await self._with_report(before.removeprefix(b"data: ")) + b"\n\n" if before else b""
@@ -128,4 +128,6 @@ class Reporting:
             return body
         if not isinstance(answer, dict) or "id" not in answer:
             return body
-        return json.dumps({**answer, REPORT: await report(self.client, str(self.ticket))}, ensure_ascii=False).encode()
+        return json.dumps(
+            {**answer, REPORT: await build_report(self.client, str(self.ticket))}, ensure_ascii=False
+        ).encode()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/sparse_prefill/switch: exact for all new requests, and back, without a restart, if the settings allow it.
+"""POST /v1/sparse_prefill/switch: makes all new requests exact, or undoes that, without a restart of the server.
 
-The answer waits for the cores of all data-parallel engines (``core/exact_switch.py``).
+The route exists if the settings allow it. The answer waits for the cores of all data-parallel engines
+(``core/exact_switch.py``).
 """
 
 import json
@@ -21,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 class SwitchEndpoint:
-    """What answers requests to ``SWITCH_PATH``.
+    """Answers requests to ``SWITCH_PATH``.
 
     Args:
         engine_client: vLLM's client of all engines of the server.
@@ -48,7 +49,7 @@ class SwitchEndpoint:
         answers, failed = await call_engines(self.engine_client, SWITCH_METHOD, body["to"], timeout_s=TIMEOUT_S)
         refused = {engine: answer[0] for engine, answer in answers.items() if answer[0]}
         if problems := "; ".join(f"engine {engine}: {why}" for engine, why in sorted({**failed, **refused}.items())):
-            return _error(504 if failed else 409, f"{problems}{'; ask again' if failed else ''}")
+            return _error(504 if failed else 409, f"{problems}{'; try again' if failed else ''}")
         return JSONResponse({FIELD: body["to"]})
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check at start-up that all workers go sparse from the lengths that the front process salts cached blocks by.
+"""A start-up check that all workers and the front process agree on the lengths from which rows go sparse.
 
-Workers that get their configuration from the front process do, whatever their device. A node that starts with
-``--headless`` builds its own configuration. With other settings, another table or another device there, blocks that all
-levels share would hold sparse keys and values. The server therefore compares all workers' lengths with its own before
-it serves.
+The front process salts cached blocks by these lengths. Workers that get their configuration from it agree with it on
+any device. A node started with ``--headless`` builds its own configuration. If its settings, table or device differ,
+blocks that all levels share would hold sparse keys and values. The server therefore compares all workers' lengths with
+its own before it serves.
 """
 
 import logging
@@ -103,7 +103,7 @@ class AgreementEndpoint:
         answers, failed = await call_engines(engine_client, AGREEMENT_METHOD, timeout_s=TIMEOUT_S)
         for engine, why in failed.items():
             logger.warning(
-                "sparse-prefill: engine %s: cannot tell whether its workers agree with this process from which lengths "
-                "on rows go sparse: %s", engine, why,
+                "sparse-prefill: engine %s: cannot check that its workers use this process's min_tokens and "
+                "min_query_tokens: %s", engine, why,
             )  # fmt: skip
         refuse_disagreement(resolve(config).numbers(), answers)

@@ -2,16 +2,16 @@
 """The memory of selection and attention: one arena per worker, which its layers use one after the other.
 
 The arena is sized on the host, from the configuration, and allocated in vLLM's profile run, so that vLLM counts it
-before it sizes the KV cache. It holds any row that the scheduler can form, and as many rows at once as half a GiB
-takes. Steps with more rows run in several slabs, each of which selects and attends by itself. A row whose selection is
-larger than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if
-single tiles of it do not fit. How a row is cut depends on no other row. The memory of a row is computed for every row
-of every step, because it need not grow with the row's length.
+before it sizes the KV cache. It holds any row that the scheduler can form, and several rows at once up to half a GiB.
+Steps with more rows run in several slabs, and each slab selects and attends by itself. A row whose selection is larger
+than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if single
+tiles of it do not fit. How a row is cut does not depend on other rows. The memory of every row is computed in every
+step, because it does not always grow with the row's length.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -36,21 +36,21 @@ from vllm_sparse_kernels.rows import ceil_div
 logger = logging.getLogger(LOGGER)
 
 SEVERAL_ROWS_BYTES = 512 << 20
-"""Size in bytes up to which the arena grows for steps of several rows, past what the longest row needs."""
+"""Size in bytes up to which the arena grows beyond the longest row's need, for steps of several rows."""
 
 SLACK = 1.01
 """Factor on the arena's size. A row that is shorter by a tile may need slightly more than the longest row, because
 methods distribute room for stripes among tiles."""
 
 KNOWN_LENGTHS = 1 << 14
-"""Number of row lengths for which it is cached whether a row fits by itself."""
+"""Number of cached answers to whether a row of some length fits by itself."""
 
 DEVICE_SHARE = 1 / 16
 """Maximum size of the arena, as a share of the device's memory."""
 
 
 class Arena(Workspace):
-    """A workspace that allocates with torch what does not fit, and logs the first such tensor.
+    """A workspace that allocates tensors that do not fit with torch, and logs the first of them.
 
     Attributes:
         overflows: Number of tensors that did not fit.
@@ -59,7 +59,7 @@ class Arena(Workspace):
     overflows = 0
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return an uninitialised tensor in the arena; outside of it if it does not fit, which must not end a server.
+        """Return an uninitialised tensor in the arena, or outside it if it does not fit: this must not end a server.
 
         Args:
             *shape: Shape of the tensor.
@@ -73,8 +73,8 @@ class Arena(Workspace):
         except MemoryError as error:
             if self.overflows == 0:
                 logger.warning(
-                    "sparse-prefill: a tensor did not fit into the arena and took other memory (%s); please report it "
-                    "with the plan that the log shows at start-up (logged once)", error,
+                    "sparse-prefill: a tensor did not fit into the arena and was allocated outside it (%s); please "
+                    "report this with the plan that the log shows at start-up (logged once)", error,
                 )  # fmt: skip
             self.overflows += 1
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -169,12 +169,14 @@ class Row:
         token: Position of its first query among the queries of the step.
         query_len: Number of new tokens.
         context_len: Number of tokens before them.
+        prompt_len: Tokens of its request's prompt; None where no method needs it. Memory does not depend on it.
     """
 
     number: int
     token: int
     query_len: int
     context_len: int
+    prompt_len: int | None = None
 
     @staticmethod
     def sparse_of(row: BatchRow, number: int) -> "Row":
@@ -187,7 +189,10 @@ class Row:
         Returns:
             The sparse part of the row.
         """
-        return Row(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
+        num_dense = row.dense_end - row.token
+        return Row(
+            number, row.dense_end, row.query_len - num_dense, row.context_len + num_dense, prompt_len=row.prompt_len
+        )
 
     def chunks(self, query_tokens: int) -> list["Row"]:
         """Cut the row into chunks.
@@ -200,13 +205,18 @@ class Row:
         """
         starts = range(0, self.query_len, query_tokens)
         return [
-            Row(self.number, self.token + i, min(query_tokens, self.query_len - i), self.context_len + i)
+            replace(
+                self,
+                token=self.token + i,
+                query_len=min(query_tokens, self.query_len - i),
+                context_len=self.context_len + i,
+            )
             for i in starts
         ]
 
 
 class Room:
-    """Deals out rows into slabs that fit into the arena.
+    """Divides rows into slabs that fit into the arena.
 
     Args:
         layers: Need of each layer. Equal ones count once.
@@ -243,9 +253,9 @@ class Room:
     def slabs(
         self, rows: Sequence[Row], block_table: torch.Tensor, request: RequestLevel = SERVER_LEVEL
     ) -> tuple[Slab, ...]:
-        """Deal out rows into as few slabs as fit into the arena.
+        """Divide rows into as few slabs as possible, each of which fits into the arena.
 
-        How a row is cut into chunks does not depend on the other rows, so that it keeps bitwise the same in any batch.
+        How a row is cut into chunks does not depend on other rows. The row therefore keeps the same keys in any batch.
 
         Args:
             rows: Rows that fit (``fits``), at least one.
@@ -257,7 +267,7 @@ class Room:
         """
         chunks = [chunk for row in rows for chunk in self.chunks(row)]
         if len(chunks) == len(rows):
-            whole = rows_of(rows, block_table)
+            whole = kernel_rows(rows, block_table)
             if self.needed(whole) <= self.num_bytes:
                 return (Slab(whole, request),)
         packed: list[list[Row]] = []
@@ -267,7 +277,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(Slab(rows_of(part, block_table), request) for part in packed)
+        return tuple(Slab(kernel_rows(part, block_table), request) for part in packed)
 
     def chunks(self, row: Row) -> list[Row]:
         """Cut a row into as few chunks of equal size as fit into the arena, one at a time.
@@ -289,10 +299,10 @@ class Room:
         return self._fits([Row(0, 0, query_len, context_len)])
 
     def _fits(self, rows: Sequence[Row]) -> bool:
-        return self.needed(rows_of(rows)) <= self.num_bytes
+        return self.needed(kernel_rows(rows)) <= self.num_bytes
 
 
-def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
+def kernel_rows(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
     """Convert rows to the form that kernels take.
 
     Args:
@@ -306,16 +316,18 @@ def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Row
         block_table = torch.empty(len(rows), 0, dtype=torch.int32)
     else:
         block_table = block_table[rows[0].number : rows[-1].number + 1]
+    prompt_lens = tuple(row.prompt_len for row in rows if row.prompt_len is not None)
     return Rows(
         tokens=tuple(row.token for row in rows),
         query_lens=tuple(row.query_len for row in rows),
         context_lens=tuple(row.context_len for row in rows),
         block_table=block_table,
+        prompt_lens=prompt_lens if len(prompt_lens) == len(rows) else None,
     )
 
 
 def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[Row]:
-    """Return the two rows of which a method takes most memory: no other row takes more, up to ``SLACK``.
+    """Return the two rows that need the most memory of all rows that the scheduler can form, up to ``SLACK``.
 
     These are the row with the most new and cached tokens, and the row that begins a token earlier. A method that groups
     tiles by absolute position (AnchorAttention) has one more group in the latter.
@@ -396,7 +408,7 @@ class ArenaSize(NamedTuple):
         """
 
         def needed(rows: Sequence[Row]) -> int:
-            return max(layer.num_bytes(rows_of(rows)) for layer in layers)
+            return max(layer.num_bytes(kernel_rows(rows)) for layer in layers)
 
         longest = [needed([row]) for row in longest_rows(max_tokens, max_len, thresholds) if layers]
         if not longest:
@@ -411,7 +423,7 @@ class Memory:
 
     Attributes:
         arena: The arena.
-        room: Deals out rows into slabs that fit into it.
+        room: Divides rows into slabs that fit into it.
     """
 
     arena: Arena
@@ -442,11 +454,11 @@ class Memory:
         if size is None:
             return None
         num_bytes = min(size.num_bytes, int(compat.device_memory_bytes() * DEVICE_SHARE))
-        # In inference mode, as in the profile run, it would be a tensor that nothing outside of it may write to.
+        # The profile run is in inference mode; a tensor created in it could not be written to outside of it.
         with torch.inference_mode(False):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             if device.type == "cpu":
-                buffer.zero_()  # else the host would map its pages one by one while serving
+                buffer.zero_()  # otherwise the host would map its pages one by one while serving
         if rank == 0:
             logger.info(
                 "sparse-prefill: an arena of %d MiB for selection and attention; the longest row takes %d, the largest "

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SparsePrefillBackend(DenseBackend):
-    """vLLM's dense backend with sparse prefill. What is not overridden here is as in the dense backend."""
+    """vLLM's dense backend with sparse prefill. Everything that is not overridden here is as in the dense backend."""
 
     @staticmethod
     def get_name() -> str:
@@ -46,7 +46,7 @@ class SparsePrefillBackend(DenseBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Return False: selection depends on how the scheduler cuts a prompt into chunks, and that on other requests.
+        """Return False: selection depends on the scheduler's chunks of a prompt, and these depend on other requests.
 
         Returns:
             False.
@@ -55,7 +55,7 @@ class SparsePrefillBackend(DenseBackend):
 
     @classmethod
     def supports_rswa(cls) -> bool:
-        """Return False: rows that the dense backend runs one by one would lose the lengths of their prompts.
+        """Return False: dense rows of a mixed batch run without the prompt lengths that R-SWA needs.
 
         Returns:
             False.

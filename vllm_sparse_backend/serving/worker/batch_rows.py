@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a batch, each with what decides how it runs."""
+"""The rows of a batch, each with the lengths, level and kind that decide how it runs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from vllm_sparse_backend.serving.worker.counters import DECODE, PADDING, SPARSE
 
 
 class RowKind(NamedTuple):
-    """What one row of a batch runs on.
+    """How a row of a batch runs.
 
     Attributes:
         path: The way the row runs, ``counters.DECODE``, ``DENSE``, ``SPARSE`` or ``PADDING``.
@@ -38,9 +38,10 @@ class BatchRow:
         token: Position of its first query among the queries of the step.
         query_len: Number of new tokens.
         context_len: Number of tokens before them.
-        kind: What the row runs on.
+        kind: How the row runs.
         min_tokens: Number of leading positions of a sparse row that are dense; 0 for other rows.
         request: Level of its request.
+        prompt_len: Tokens of its request's prompt; None where no method needs it.
     """
 
     token: int
@@ -49,6 +50,7 @@ class BatchRow:
     kind: RowKind
     min_tokens: int = 0
     request: RequestLevel = SERVER_LEVEL
+    prompt_len: int | None = None
 
     @property
     def end(self) -> int:
@@ -62,7 +64,7 @@ class BatchRow:
 
     @property
     def dense_end(self) -> int:
-        """The dense backend takes the row's tokens before this one; in a sparse row, those within ``min_tokens``."""
+        """Position after the tokens that the dense backend takes: of a sparse row, those within ``min_tokens``."""
         if self.kind.path != SPARSE:
             return self.end
         return self.token + max(self.min_tokens - self.context_len, 0)

@@ -2,7 +2,7 @@
 """Counts the compilations of this project's kernels, and warns of each that happens after the server reported ready.
 
 Triton calls a listener when a process first launches a kernel for a kind of arguments, whether it compiles the kernel
-or loads it from disk. Both keep a request waiting, so both count.
+or loads it from disk. Both delay a request, so both count.
 """
 
 import logging
@@ -39,7 +39,7 @@ class Listener:
         self.counts[when] += 1
         if when == "serving":
             logger.warning(
-                "sparse-prefill: kernel %s was compiled while serving, after warm-up; please report it",
+                "sparse-prefill: kernel %s was compiled while serving, after warm-up; please report this",
                 getattr(kernel, "__name__", kernel),
             )
 
@@ -71,7 +71,7 @@ def counts() -> dict[str, int]:
 
 @contextmanager
 def warming_up() -> Iterator[None]:
-    """Count what is compiled within as warm-up.
+    """Count compilations within the context as warm-up.
 
     Yields:
         Nothing.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what ran sparse. Each worker counts, partly on its device, and the server collects the counts.
+"""Counts sparse and dense rows and their pairs. Each worker counts, partly on its device; the server collects.
 
-Nothing here waits for the device, and counting sends nothing: the server asks when somebody reads its /metrics
-(``metrics_endpoint``). The counts that it gets are of one moment: those of host and device were taken together.
+Nothing here waits for the device, and counting sends nothing. The server calls its workers when somebody reads its
+/metrics (``metrics_endpoint``). The counts of host and device in an answer are of the same moment.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,14 +20,14 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
 
 Sample = tuple[str, list[str], float]
-"""A metric's name, the values of its labels, and its value: a float, as messages between processes hold no integer past
-2^64."""
+"""A metric's name, the values of its labels, and its value: a float, because messages between processes hold no integer
+past 2^64."""
 
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""
 
 RowLabels = tuple[str, Fallback | None, str]
-"""What a row ran on, why it ran dense, and the name of its level, empty for a decode."""
+"""How a row ran, why it ran dense, and the name of its level (empty for a decode)."""
 
 PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
 
@@ -39,7 +39,7 @@ _dummies = 0
 
 @contextmanager
 def not_counting() -> Iterator[None]:
-    """Count nothing within: for what a worker runs for no request, such as warm-up, graph capture and dummy steps.
+    """Suspend counting within the context, for runs without requests: warm-up, graph capture and dummy steps.
 
     Yields:
         Nothing.
@@ -89,7 +89,7 @@ class HostCopy:
 
 
 class PendingCounts(NamedTuple):
-    """Counts of one moment, whose device part may still be on its way to the host."""
+    """Counts of one moment. The copy of the device's part to the host may still be running."""
 
     host_counts: dict[Key, float]
     """Counted on the host, as integers of any size."""
@@ -102,8 +102,8 @@ class Recorder:
 
     Args:
         device: Where pairs are counted.
-        is_first_rank: Whether this is the first tensor-parallel rank. It alone counts what is the same on all ranks,
-            which share the heads of each layer.
+        is_first_rank: Whether this is the first tensor-parallel rank. Only this rank counts rows, which are the same on
+            all ranks.
     """
 
     def __init__(self, device: torch.device, is_first_rank: bool = True) -> None:
@@ -113,7 +113,7 @@ class Recorder:
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._last_listed: list[int] = []
         self._total_listed: list[int] = []
-        """Totals of all that the device has counted, however often its 64 bits wrapped around."""
+        """Totals of the device's counts, corrected for wrap-around of its 64 bits."""
         self._counts: dict[Key, float] = {}
         self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
@@ -133,7 +133,7 @@ class Recorder:
         """Count rows that ran in the same way. Padding rows are not counted.
 
         Args:
-            labels: What they ran on, why dense, and their level.
+            labels: How they ran, why dense, and their level.
             rows: Number of rows.
         """
         path, reason, level = labels
@@ -145,7 +145,7 @@ class Recorder:
 
         Args:
             layer: Number of the layer.
-            index: What it selected for rows of one level.
+            index: The keys that it selected for rows of one level.
             level: Name of the level.
         """
         if not is_counting():
@@ -166,7 +166,7 @@ class Recorder:
         Args:
             name: Name of a counter in ``config.metrics``.
             labels: Values of all its labels.
-            amount: What to add.
+            amount: The amount to add.
         """
         self._add(*_key(name, "counter", labels), amount)
 
@@ -217,7 +217,7 @@ class Recorder:
             self._pending = None
 
     def _add_listed(self, listed: list[int]) -> None:
-        """Add what the device has counted since it was last read, less than ``COUNTER_RANGE`` for each place."""
+        """Add the device's counts since the last call. Each has grown by less than ``COUNTER_RANGE``."""
         new_places = [0] * (len(listed) - len(self._total_listed))
         last_listed, totals = self._last_listed + new_places, self._total_listed + new_places
         self._total_listed = [
@@ -229,5 +229,5 @@ class Recorder:
 def _key(name: str, kind: str, labels: Mapping[str, object]) -> Key:
     metric = METRICS.get(name)
     if metric is None or metric.type != kind or set(metric.labels) != set(labels):
-        raise ValueError(f"Recorder: given {kind} {name!r} with labels {sorted(labels)}, expected one of METRICS")
+        raise ValueError(f"Recorder: given {kind} {name!r} with labels {sorted(labels)}, expected a metric of METRICS")
     return name, tuple(str(labels[label]) for label in metric.labels)

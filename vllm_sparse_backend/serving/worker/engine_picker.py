@@ -2,9 +2,9 @@
 """Chooses the engines of each layer's selection and attention: the fastest that supports the layer and passes a trial.
 
 A trial is one call on the warm-up batch. Attention is compared with float64 over the same index, selection with the
-method's portable engine. So an engine that a new compiler or driver breaks costs speed, never a server or a wrong
-answer. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An exception of an engine in
-a later step surfaces.
+method's portable engine. If a new compiler or driver breaks an engine, the server is therefore slower, but it starts
+and its answers are right. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An
+exception of an engine in a later step surfaces.
 """
 
 import logging
@@ -34,7 +34,7 @@ FIELD = "--additional-config sparse_prefill.engine"
 
 
 Report = dict[str, dict[str, str]]
-"""Choices of a rank: by subject, which all ranks name alike, the engines that were passed over, and why."""
+"""Engines that a rank passed over: the reason by name, by subject. All ranks name a subject alike."""
 
 
 class EnginePicker:
@@ -42,7 +42,7 @@ class EnginePicker:
 
     Args:
         wanted: Name of the attention engine in the settings, or ``auto``.
-        table: Attention engines by name, the fastest first; None for those of this process.
+        table: Attention engines by name, the fastest first; None for all engines of this process.
     """
 
     def __init__(self, wanted: str = AUTO, table: Mapping[str, Engine] | None = None) -> None:
@@ -57,7 +57,7 @@ class EnginePicker:
 
         Args:
             batch: The warm-up batch.
-            index: What such a layer selected of the batch.
+            index: The keys that such a layer selected for the batch.
             options: Options of its attention; None without any.
 
         Returns:
@@ -105,7 +105,7 @@ class EnginePicker:
         return tuple(chosen)
 
     def _pick_selection_of(self, method: Method, heads: torch.Tensor, layer: Layer, batch: Batch) -> SelectEngine:
-        # Methods of the same size run the same kernels, so that a single trial is enough.
+        # Methods of the same size run the same kernels, so a single trial is enough.
         spec = SelectSpec(method.size_key, heads.device, batch.cache.head_dim)
         if spec not in self._selection:
             excluded = self._excluded.get(_subject(spec), {})
@@ -113,7 +113,7 @@ class EnginePicker:
             portable = method.select_engines[-1]
             by_portable = layer.index(batch.rows)
             is_right = selection_failure(portable, method, sharp, by_portable, heads, None) is None
-            expected = by_portable if is_right else None  # if it is wrong, its own trial reports why
+            expected = by_portable if is_right else None  # otherwise the portable engine's own trial reports why
 
             def trial(engine: SelectEngine) -> str | None:
                 index, reference = layer.index(batch.rows), None if engine.name == portable.name else expected
@@ -134,8 +134,8 @@ class EnginePicker:
     def settle(self, reports: Sequence[Report]) -> bool:
         """Make all tensor-parallel ranks choose the same engine for the same subject.
 
-        An engine that any rank passes over is excluded on all ranks, and the log says so. Choices that this changes are
-        dropped, so that ``pick`` and ``pick_selection`` have to be called again.
+        An engine that any rank passes over is excluded on all ranks, and the log says so. This drops the choices that
+        change: call ``pick`` and ``pick_selection`` again.
 
         Args:
             reports: ``passed_over`` of every rank, in the order of ranks. All ranks get the same reports.
@@ -155,7 +155,7 @@ class EnginePicker:
             news = {name: why for name, why in merged.get(subject, {}).items() if name not in passed_over}
             for name, why in news.items():
                 logger.warning(
-                    "sparse-prefill: engine %s is not taken for %s, as all tensor-parallel ranks take the same: %s",
+                    "sparse-prefill: engine %s is not used for %s, as all tensor-parallel ranks must use the same: %s",
                     name, subject, why,
                 )  # fmt: skip
             self._excluded.setdefault(subject, {}).update(news)
@@ -180,8 +180,8 @@ class EnginePicker:
         narrow = [s.block_tokens for s, c in self._attention.items() if c.engine.name == PORTABLE.name]
         if self.wanted == AUTO and min(narrow, default=64) < 64:
             logger.warning(
-                "sparse-prefill: engine portable takes longer for blocks of %d keys, which suit engines that were not "
-                "taken, than for the fewer blocks of 64 keys that %s 'portable' gives it", min(narrow), FIELD,
+                "sparse-prefill: engine portable runs with index blocks of %d keys, which are meant for engines that "
+                "are not used here; set %s to 'portable' for blocks of 64 keys, which are faster", min(narrow), FIELD,
             )  # fmt: skip
 
     def report_selection(self, layers: Mapping[int, Layer]) -> None:
@@ -207,11 +207,11 @@ class EnginePicker:
     def _report_passed_over(choices: Iterable[EngineChoice[Any]], what: str) -> None:
         reasons = (item for choice in choices for item in choice.passed_over.items())
         for name, reason in dict.fromkeys(reasons):
-            logger.info("sparse-prefill: %s %s not taken: %s", what, name, reason)
+            logger.info("sparse-prefill: %s %s not used: %s", what, name, reason)
 
 
 def _subject(spec: AttendSpec | SelectSpec) -> str:
-    """Return the subject of a choice in words that are the same on all ranks, whose devices differ."""
+    """Name the subject of a choice, without the device, so that all ranks give it the same name."""
     if isinstance(spec, SelectSpec):
         return f"selection ({spec.method}, heads of {spec.head_dim})"
     return f"attention ({replace(spec, device=torch.device(spec.device.type))})"
@@ -238,7 +238,7 @@ def refuse_on_cpu(wanted: str) -> None:
     """
     if compat.IS_CPU and wanted != AUTO:
         raise ConfigurationError(
-            f"{FIELD}: {unexpected(wanted, f'{AUTO!r}: vLLM runs on a CPU here, and attention in torch, on no engine')}"
+            f"{FIELD}: {unexpected(wanted, f'{AUTO!r}: on a CPU, attention runs in torch, without an engine')}"
         )
 
 
@@ -249,7 +249,7 @@ def forecast(spec: AttendSpec) -> tuple[str | None, dict[str, str]]:
         spec: The kind of layer.
 
     Returns:
-        Name of the engine, None if no engine supports the layer; and by name why other engines do not.
+        Name of the engine, None if no engine supports the layer; and for each other engine the reason by name.
     """
     refusals = {name: engine.refusal(spec) for name, engine in engines(compat.flash_attention()).items()}
     taken = next((name for name, why in refusals.items() if why is None), None)

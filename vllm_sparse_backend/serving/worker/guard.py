@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The online guard: measures the error of sparse attention on live prompts, layer by layer, and acts on it.
 
-In one of ``period_steps`` steps with sparse rows of a level, a layer is checked: the dense backend computes up to 128
-queries of one such row too, over all keys, and the two outputs are compared. If the error is too large in several
-checks in a row, the layer falls back to dense attention for rows of that level; it does so at once if its output holds
-NaN or infinity, which is a fault and no loss of accuracy. The layer is still checked while it is held dense, and its
-sparse output is computed for the check only, so that its recovery is measured as well.
+In one of ``period_steps`` steps with sparse rows of a level, a layer is checked: the dense backend also computes up to
+128 queries of one such row, over all keys, and the two outputs are compared. If the error is too large in several
+consecutive checks, the layer falls back to dense attention for rows of that level. It falls back at once if its output
+has NaN or infinity, because that is a fault rather than a loss of accuracy. The layer is still checked while it is held
+dense. Its sparse output is then computed for the check only, so that its recovery is measured as well.
 
-* **Queries**: any 128 consecutive ones among the level's sparse queries of the step, not always the last of a row.
-  Methods that estimate from a chunk's last queries are most accurate there.
-* **Steps**: one of every ``period_steps``, chosen by a hash of the period and the layer. So the chunks of prompts
-  cannot fall in step with the checks, and no layer is left out by chance. Tensor-parallel ranks see the same steps and
-  check the same queries.
+* **Queries**: any 128 consecutive sparse queries of the level in the step, not always the last of a row. Methods that
+  estimate from a chunk's last queries are most accurate there.
+* **Steps**: one of every ``period_steps``, chosen by a hash of the period and the layer. Checks therefore do not
+  synchronise with the chunks of prompts, and no layer is left out by chance. Tensor-parallel ranks see the same steps
+  and check the same queries.
 * **Requests**: a request that sets its own p is checked only if that p is at least the server's own. A request with a
   smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is dense for
   these requests too.
@@ -41,13 +41,13 @@ from vllm_sparse_kernels import TILE_TOKENS
 logger = logging.getLogger(LOGGER)
 
 PROBE_TOKENS = TILE_TOKENS
-"""Maximum number of queries of a check: one tile of FlashAttention, so that fewer would take as long."""
+"""Maximum number of queries of a check: one tile of FlashAttention. Fewer queries would take as long."""
 
 RECOVERY_SHARE = 0.8
 """Share of ``bound`` below which an error counts towards recovery."""
 
 MOST_DOUBLINGS = 6
-"""Maximum number of doublings of ``recover``. Without them, a layer near the bound would switch for ever."""
+"""Maximum number of doublings of ``recover``. Without doubling, a layer near the bound would keep switching."""
 
 RECENT_CHECKS = 10
 """Number of checks whose mean error is exported."""
@@ -56,8 +56,8 @@ Place = tuple[int, str]
 """Number of a layer, and name of a level."""
 
 
-class Check(NamedTuple):
-    """One check whose result is on its way to the host."""
+class PendingCheck(NamedTuple):
+    """One check whose result is being copied to the host."""
 
     place: Place
     sums: HostCopy
@@ -66,7 +66,7 @@ class Check(NamedTuple):
 
 @dataclass
 class LayerState:
-    """What the guard knows of a layer at a level.
+    """The guard's state of a layer at a level.
 
     Attributes:
         is_dense: Whether the guard holds it dense.
@@ -98,7 +98,7 @@ class Guard:
         self.held: frozenset[Place] = frozenset()
         self._where = f" (tensor-parallel rank {rank})" if rank else ""
         self._states: dict[Place, LayerState] = {}
-        self._checks: deque[Check] = deque()
+        self._checks: deque[PendingCheck] = deque()
         if rank == 0:
             logger.info(
                 "sparse-prefill: the guard checks each layer once in %d steps with sparse rows of a level; a layer "
@@ -129,7 +129,7 @@ class Guard:
         """
         exact = dense.float()
         sums = torch.stack([(sparse.float() - exact).square().sum((0, 2)), exact.square().sum((0, 2))])
-        self._checks.append(Check(place, HostCopy(sums)))
+        self._checks.append(PendingCheck(place, HostCopy(sums)))
 
     def judge_arrived(self) -> None:
         """Judge the checks whose results have arrived. Runs on the host, between steps."""
@@ -137,12 +137,12 @@ class Guard:
             place, copy = self._checks.popleft()
             sums = copy.host
             self.recorder.count("guard_checks", place_labels(place))
-            # A dense output that is not finite comes from the layer's input, which is no fault of this layer.
+            # A dense output that is not finite comes from the layer's input. It is not a fault of this layer.
             if bool(sums[1].isfinite().all()):
                 self._judge(place, *relative_errors(sums))
 
     def _judge(self, place: Place, error: float, head_errors: list[float]) -> None:
-        """Update the state of a layer by the error of a check, of all heads together and of single heads."""
+        """Update the state of a layer with the error of a check, of all heads together and of single heads."""
         state = self._states.setdefault(place, LayerState())
         bound = self.settings.bound * (RECOVERY_SHARE if state.is_dense else 1)
         is_good = error <= bound  # NaN is not
@@ -151,14 +151,14 @@ class Guard:
         if is_fault or len(state.errors) >= self._needed(state):
             furthest = max(range(len(head_errors)), key=lambda head: (math.isnan(head_errors[head]), head_errors[head]))
             self._change(place, state, f"head {furthest} had {head_errors[furthest]:.2f} in the last")
-        # An error that is not finite is exported as 1, the error of an output of zeros.
+        # An error that is not finite is exported as 1, which is the error of an all-zero output.
         state.recent_errors.append(error if math.isfinite(error) else 1.0)
         labels = place_labels(place)
         self.recorder.gauge("guard_error", labels, sum(state.recent_errors) / len(state.recent_errors))
         self.recorder.gauge("guard_dense", labels, float(state.is_dense))
 
     def _needed(self, state: LayerState) -> int:
-        """Return the number of consecutive checks that it takes to change the state."""
+        """Return the number of consecutive checks that change the state."""
         if not state.is_dense:
             return self.settings.patience
         return self.settings.recover << min(state.trips - 1, MOST_DOUBLINGS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules the guard's checks: which layers of a group are checked in which step, on which queries."""
+"""Schedules the guard's checks: the layers and queries of a group that each step checks."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from vllm_sparse_backend.serving.worker.step import Slab
 
 
 class ScheduledCheck(NamedTuple):
-    """Queries of one row for which layers are compared with the dense backend in the current step."""
+    """Queries of one row for which the current step compares layers with the dense backend."""
 
     level: str
     """Name of the row's level."""
@@ -30,8 +30,7 @@ class GuardSchedule:
         guard: The worker's guard.
         layers_by_level: Layers of the group that can go sparse, by level.
         judged_share: Lowest share p of attention at which rows are checked. A request that sets a smaller p accepts
-            larger errors. Its rows say nothing about a layer: otherwise one client could turn a layer dense for all
-            others that set a p.
+            larger errors. If its rows were checked, one client could turn a layer dense for all others that set a p.
     """
 
     def __init__(self, guard: Guard, layers_by_level: Mapping[str, frozenset[int]], judged_share: float) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention layer: dense rows run on vLLM's own implementation, the rest through select and attend.
+"""One attention layer: dense rows run on vLLM's own implementation, sparse rows through select and attend.
 
 The cache has been written when ``forward`` is called. Nothing in ``forward`` waits for the device.
 """
@@ -32,17 +32,17 @@ class SparsePrefillImpl(compat.DenseImpl):
 
     Attributes:
         fallback: Why the layer can never go sparse; None if it can.
-        worker: What all layers of the worker share; None until the layer needs it.
-        levels: What the layer does at each level, by the level's name; empty while it runs dense.
+        worker: State that all layers of the worker share; None until the layer needs it.
+        levels: Methods and engines of the layer by level; empty while it runs dense.
         number: Number of the layer in the model, once it is adopted.
     """
 
     out_dtype: torch.dtype | None = None
-    """Dtype of the output, which differs from the query's if that is in fp8."""
+    """Dtype of the output. It differs from the query's dtype if that is fp8."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # By name, whichever arguments this release of vLLM has and however it passes them.
+        # Bound by name, because releases of vLLM differ in their arguments and in how they pass them.
         arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self.config = config = get_current_vllm_config()
         self.out_dtype = config.model_config.dtype
@@ -66,12 +66,12 @@ class SparsePrefillImpl(compat.DenseImpl):
 
     @property
     def layer(self) -> Layer:
-        """The methods and engines of the server's own level, of a layer that goes sparse."""
+        """The methods and engines at the server's own level. The layer must go sparse."""
         return self.levels[DEFAULT].layer
 
     @property
     def attention_name(self) -> str:
-        """What computes the attention of this layer's prefills."""
+        """Name of the backend or engine that computes the attention of this layer's prefills."""
         return self.layer.attention_name if self.is_adopted else "dense"
 
     def dense_reason(self, plans: Sequence[LayerPlan]) -> Fallback | None:
@@ -98,17 +98,17 @@ class SparsePrefillImpl(compat.DenseImpl):
 
         Args:
             number: Number of the layer in the model.
-            levels: What it does at each level, the server's own among them.
-            worker: What all layers of the worker share.
+            levels: Its methods and engines at each level, including the server's own.
+            worker: State that all layers of the worker share.
         """
         self.number = number
         self.levels = dict(levels)
         self.worker = worker
 
     def shared_worker(self, vllm_config: VllmConfig, device: torch.device, planned: bool = False) -> Worker:
-        """Return what the worker's layers share, which the first layer that needs it creates.
+        """Return the object that the worker's layers share. The first layer that needs it creates it.
 
-        A profile run may have created it from the configuration of a part of the model. Its arena is kept then.
+        A profile run may have created it from the configuration of a part of the model. Its arena is then kept.
 
         Args:
             vllm_config: vLLM's configuration.
@@ -149,11 +149,11 @@ class SparsePrefillImpl(compat.DenseImpl):
         *scales: torch.Tensor | None,
         **kwargs: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute the attention of one step over a cache that has been written already.
+        """Compute the attention of one step. vLLM has already written the cache.
 
         Args:
             layer: vLLM's attention layer, which has the scales of an fp8 cache.
-            query: [num_tokens, num_heads, head_dim]; in fp8 if the cache is, rounded by vLLM's layer.
+            query: [num_tokens, num_heads, head_dim]; fp8, rounded by vLLM's layer, if the cache is fp8.
             key: [num_tokens, num_kv_heads, head_dim]; None if the layer reads another layer's cache.
             value: Of the shape of ``key``; None where ``key`` is.
             kv_cache: As vLLM's dense backend lays it out.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up of the layers of one cache group: each gets its part of the plan, its memory, its engines and kernels."""
+"""Start-up of the layers of one cache group: each gets its part of the plan, its memory, engines and kernels."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
-from vllm_sparse_backend.serving.startup import slow_path
+from vllm_sparse_backend.serving.startup import other_decode, slow_path
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
@@ -21,13 +21,14 @@ from vllm_sparse_backend.serving.worker.guard import Guard
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.model_layers import ModelLayer
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
+from vllm_sparse_kernels.cards import status_note
 
 logger = logging.getLogger(LOGGER)
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share a block table, as vLLM hands them to a metadata builder.
+    """Layers that share a block table, as vLLM passes them to a metadata builder.
 
     Attributes:
         vllm_config: vLLM's configuration.
@@ -46,11 +47,11 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class AdoptedLayers:
-    """The layers of a cache group that go sparse, and what their steps need.
+    """The layers of a cache group that go sparse, and the data that their steps need.
 
     Attributes:
         numbers: Their numbers in the model, ascending.
-        worker: What all layers of this worker share.
+        worker: State that all layers of this worker share.
         memory: The worker's arena; None if no row ever goes sparse.
         guard: The worker's guard; None if it is off.
         thresholds: Lengths in tokens from which rows go sparse, by level.
@@ -86,7 +87,7 @@ class LayerAdoption:
         self._group_layers = [model_layers[name] for name in group.layer_names if name in model_layers]
 
     def adopt(self) -> AdoptedLayers | None:
-        """Hand each layer its part of the plan, allocate the arena, compile kernels, and log what runs how.
+        """Give each layer its part of the plan, allocate the arena, compile kernels, and log how each layer runs.
 
         Returns:
             The layers that go sparse; None if all layers of the group stay dense.
@@ -139,11 +140,25 @@ class LayerAdoption:
             return
         from vllm_sparse_backend.serving.worker.warmup import warm_up
 
-        slow = slow_path(spec.block_size, compat.device_capability())
-        if slow is not None and worker.should_log(slow):
-            logger.warning("sparse-prefill: %s", slow)
+        capability = compat.device_capability()
+        status = None if capability is None else status_note(capability)
+        for line in (status, slow_path(spec.block_size, capability), self._other_decode(impls[0])):
+            if line is not None and worker.should_log(line):
+                logger.warning("sparse-prefill: %s", line)
         order = compat.page_order(self._group.vllm_config)
         warm_up(impls, spec, self._group.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
+
+    def _other_decode(self, impl: SparsePrefillImpl) -> str | None:
+        """Return why decodes of the group run on another backend than stock vLLM's; None if they do not."""
+        vllm_config = self._group.vllm_config
+        stock = compat.stock_backend(
+            vllm_config,
+            self._group.cache_spec.head_size,
+            vllm_config.model_config.dtype,
+            impl.kv_cache_dtype,
+            has_sink=impl.sinks is not None,
+        )
+        return other_decode(stock, compat.DenseBackend.get_name())
 
     def _thresholds(self, impls: Sequence[SparsePrefillImpl], worker: Worker) -> dict[str, Thresholds]:
         """Return the lengths from which rows of each level go sparse on the engines that the layers got."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A level of an attention layer: what the layer does with the rows of requests at that level."""
+"""A level of an attention layer: how the layer runs the rows of requests at that level."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ class LayerLevel:
 
     Attributes:
         layer: Methods of the heads at this level, and the engines that they run on.
-        stays_dense: Whether the plan of this level leaves the layer out. ``layer`` keeps all pairs then; it runs if a
-            step has rows of another level at which the layer goes sparse.
+        stays_dense: Whether the plan of this level leaves the layer dense. ``layer`` then keeps all pairs. It runs only
+            in steps that also have rows of another level at which the layer goes sparse.
     """
 
     layer: Layer

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the metadata of each step: which tokens the dense backend takes, and which run on our kernels.
+"""Builds the metadata of each step: the tokens for the dense backend, and the rows for our kernels.
 
 Nothing here waits for the device. A batch without a sparse row gets the dense backend's own metadata, unchanged.
 
-The first ``min_tokens`` positions of every row are dense, so that their cached keys and values depend on no method and
-on no chunk size. A row that crosses that border is cut there: its first tokens run dense, the others go sparse.
+The first ``min_tokens`` positions of every row are dense, so their cached keys and values do not depend on the method
+or the chunk size. A row that crosses that border is cut there: its first tokens run dense, the others go sparse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,11 +43,11 @@ from vllm_sparse_backend.serving.worker.step import (
 class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     """vLLM's metadata builder of one group of layers, which adds the sparse part of each step."""
 
-    # Metadata of another cache group would carry this group's sparse rows along.
+    # Metadata that is reused for another cache group would contain this group's sparse rows.
     supports_update_block_table = False
 
     sparse_layers: tuple[int, ...] = ()
-    """Numbers of the layers of this group that go sparse. Without any, all metadata is the dense backend's own."""
+    """Numbers of the layers of this group that go sparse. If empty, all metadata is the dense backend's own."""
 
     # Set if there are such layers.
     row_classifier: RowClassifier
@@ -74,14 +74,14 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         require_sparse_layer(vllm_config)
-        # Builders that vLLM derives from this one cut up requests or lengthen them: what they build stays whole.
+        # Builders that vLLM derives from this one split or lengthen requests. Their metadata stays dense.
         if type(self) is SparsePrefillMetadataBuilder:
             layers = model_layers(vllm_config)
             if any(name in layers for name in layer_names):
                 compat.outside_memory_pool(vllm_config, device, lambda: self._adopt(layers))
 
     def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
-        """Make the layers of this group go sparse where they can."""
+        """Make the layers of this group go sparse if they can."""
         group = CacheGroup(
             self.vllm_config, self.device, self.layer_names, self.kv_cache_spec, getattr(self, "isa", "")
         )
@@ -91,7 +91,9 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         worker, guard = adopted.worker, adopted.guard
         self.sparse_layers = adopted.numbers
         self.room = None if adopted.memory is None else adopted.memory.room
-        self.row_classifier = RowClassifier(adopted.thresholds, self.room, worker.requests)
+        self.row_classifier = RowClassifier(
+            adopted.thresholds, self.room, worker.requests, worker.resolved.reads_prompt_length
+        )
         self.row_counter = RowCounter(
             worker.recorder,
             worker.requests,
@@ -122,7 +124,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             return super().build(common_prefix_len, common, fast_build)
         if self.guard_schedule is not None:
             self.guard_schedule.guard.judge_arrived()
-        if common.max_query_len <= 1:  # every output token comes through here, so no row is looked at
+        if common.max_query_len <= 1:  # the path of every output token: rows are not inspected
             self.row_counter.count_decodes(common)
             return super().build(common_prefix_len, common, fast_build)
         rows = self.row_classifier.classify(common, common_prefix_len, self.reorder_batch_threshold or 1)
@@ -134,13 +136,13 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         slabs = self._slabs(common, rows)
         probes = self._probes(common, rows, slabs)
         held = frozenset() if self.guard_schedule is None else self.guard_schedule.guard.held
-        # Last, because the dense backend keeps its schedule in one persistent buffer: the whole batch's has to stay.
+        # Built last: the dense backend keeps its schedule in one persistent buffer, and the whole batch's must remain.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
         return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, held, probes, spans))
 
     def _slabs(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> tuple[Slab, ...]:
-        """Return the sparse parts of the rows, level by level, dealt out as they fit into the arena."""
+        """Return the sparse parts of the rows by level, divided into slabs that fit into the arena."""
         assert self.room is not None
         slabs: list[Slab] = []
         requests = {row.request for row in rows if row.is_sparse}
@@ -153,7 +155,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     def _probes(
         self, common: CommonAttentionMetadata, rows: Sequence[BatchRow], slabs: Sequence[Slab]
     ) -> tuple[Probe, ...]:
-        """Return the queries for which the guard compares layers with the dense backend in this step."""
+        """Return the queries for which the guard compares layers with the dense backend."""
         if self.guard_schedule is None:
             return ()
         checks = self.guard_schedule.next_checks(rows, slabs)
@@ -164,16 +166,16 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     def _dense_run(
         self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool = False
     ) -> DenseRun:
-        """Return some rows of a batch with the dense backend's metadata of their own."""
+        """Return a part of a batch, with the dense backend's metadata for this part."""
         metadata = super().build(0, self._part_of_batch(common, rows, tokens), fast_build)
         compat.keep_schedule(metadata)
         return DenseRun(rows, tokens, metadata)
 
     def _part_of_batch(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
-        """Return some rows of a batch as a batch of their own; the first and the last of them may be cut.
+        """Return a part of a batch as a separate batch. Its first and last row may be cut.
 
-        Of the first row only the last tokens are left then, over all keys, of the last only the first tokens. vLLM's
-        function for microbatches makes it, which leaves out what numbers the whole batch's rows or tokens.
+        A cut first row keeps its last tokens, with all keys. A cut last row keeps its first tokens. vLLM's function for
+        microbatches builds the part, and drops fields that number the rows or tokens of the whole batch.
         """
         (part,) = split_attn_metadata([UBatchSlice(rows, tokens)], common)
         # The device may distribute drafts among decodes: a decode can then be longer than the host knows.

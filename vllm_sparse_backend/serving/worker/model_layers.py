@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the served model's attention layers among all layers that vLLM has built on this worker."""
+"""Finds the served model's attention layers among all layers that vLLM built on this worker."""
 
 import logging
 from collections import Counter
@@ -29,8 +29,8 @@ class ModelLayer(NamedTuple):
 def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
     """Return the layers that run this backend itself.
 
-    vLLM derives backends from this one for layers that attend to something else than their own sequence (chunked and
-    cross attention, static sinks, pooled blocks). Those stay as vLLM made them.
+    vLLM derives backends from this one for layers that attend to something other than their own sequence (chunked and
+    cross attention, static sinks, pooled blocks). Those layers stay as vLLM made them.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -75,7 +75,7 @@ def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
 
 
 def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
-    """Return what the layers that go sparse on this worker share.
+    """Return the object that the sparse layers of this worker share.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -88,7 +88,7 @@ def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
 
 
 def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
-    """Count the query heads of the served model's decoder layers on this worker by how far back they attend.
+    """Count the query heads of the served model's decoder layers on this worker by attention reach.
 
     Args:
         vllm_config: vLLM's configuration.

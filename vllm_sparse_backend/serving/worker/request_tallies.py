@@ -78,9 +78,6 @@ class Tally:
         return 0 if self.listed_pairs is None else int(self.listed_pairs) - self.masked_pairs
 
 
-TALLIES: "OrderedDict[str, Tally]" = OrderedDict()
-"""Tallies of this process's worker by the engine's request id, the oldest first."""
-
 Spans = Sequence[tuple[int, int, Tally]]
 """(first token, end, tally) of the sparse tokens of each request in a step that has a tally."""
 
@@ -100,57 +97,88 @@ def ticket_in(extra_args: Mapping[str, object]) -> str | None:
     return "" if value else None
 
 
-def begin(req_id: str, level: str, ticket: str = "") -> None:
-    """Begin the tally of a request.
+class RequestTallies:
+    """Tallies of one worker, by the engine's request id. At most ``MOST_KEPT`` are kept, the latest ones."""
 
-    Args:
-        req_id: The engine's id of the request.
-        level: Name of its level.
-        ticket: Ticket of the HTTP request; empty if only the log gets the report.
-    """
-    TALLIES[req_id] = Tally(level, ticket)
-    if len(TALLIES) > MOST_KEPT:
-        TALLIES.popitem(last=False)
+    def __init__(self) -> None:
+        self._by_request: OrderedDict[str, Tally] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Return the number of tallies."""
+        return len(self._by_request)
 
-def end(req_id: str) -> None:
-    """Log the tally of a request that has ended, if it has one with tokens. Waits for the device.
+    def begin(self, req_id: str, level: str, ticket: str = "") -> Tally:
+        """Begin the tally of a request.
 
-    The tally stays, for the server may ask for it later.
+        Args:
+            req_id: The engine's id of the request.
+            level: Name of its level.
+            ticket: Ticket of the HTTP request; empty if only the log gets the report.
 
-    Args:
-        req_id: The engine's id of the request.
-    """
-    tally = TALLIES.get(req_id)
-    if tally is not None and tally.dense_tokens + tally.sparse_tokens:
-        kept = f", {tally.kept_pairs / tally.causal_pairs:.3f} of their pairs kept" if tally.causal_pairs else ""
-        logger.info(
-            "sparse-prefill: request %s, level %s: %d tokens prefilled dense, %d sparse%s",
-            req_id, tally.level, tally.dense_tokens, tally.sparse_tokens, kept,
-        )  # fmt: skip
+        Returns:
+            The new tally.
+        """
+        tally = self._by_request[req_id] = Tally(level, ticket)
+        if len(self._by_request) > MOST_KEPT:
+            self._by_request.popitem(last=False)
+        return tally
 
+    def end(self, req_id: str) -> None:
+        """Log the tally of a request that has ended, if it has a tally with tokens. Waits for the device.
 
-def spans_of(rows: Sequence[BatchRow], req_ids: Sequence[str | None], count_tokens: bool) -> Spans:
-    """Return which tokens of a step belong to a tally, and add the tokens to their tallies.
+        The tally stays, because the server may ask for it later.
 
-    Args:
-        rows: All rows of the step.
-        req_ids: The engine's id of each row's request; may be shorter than ``rows``.
-        count_tokens: Whether to add tokens. Only one builder of a worker does.
+        Args:
+            req_id: The engine's id of the request.
+        """
+        tally = self._by_request.get(req_id)
+        if tally is not None and tally.dense_tokens + tally.sparse_tokens:
+            kept = f", {tally.kept_pairs / tally.causal_pairs:.3f} of their pairs kept" if tally.causal_pairs else ""
+            logger.info(
+                "sparse-prefill: request %s, level %s: %d tokens prefilled dense, %d sparse%s",
+                req_id, tally.level, tally.dense_tokens, tally.sparse_tokens, kept,
+            )  # fmt: skip
 
-    Returns:
-        The sparse tokens that belong to a tally.
-    """
-    spans = []
-    for row, req_id in zip(rows, req_ids):
-        tally = TALLIES.get(req_id or "")
-        if tally is None:
-            continue
-        if count_tokens:
-            tally.add_tokens(row)
-        if row.is_sparse:
-            spans.append((row.dense_end, row.end, tally))
-    return spans
+    def spans_of(self, rows: Sequence[BatchRow], req_ids: Sequence[str | None], count_tokens: bool) -> Spans:
+        """Return the tokens of a step that belong to a tally, and add them to their tallies.
+
+        Args:
+            rows: All rows of the step.
+            req_ids: The engine's id of each row's request; may be shorter than ``rows``.
+            count_tokens: Whether to add tokens. Only one builder of a worker does.
+
+        Returns:
+            The sparse tokens that belong to a tally.
+        """
+        spans = []
+        for row, req_id in zip(rows, req_ids):
+            tally = self._by_request.get(req_id or "")
+            if tally is None:
+                continue
+            if count_tokens:
+                tally.add_tokens(row)
+            if row.is_sparse:
+                spans.append((row.dense_end, row.end, tally))
+        return spans
+
+    def with_ticket(self, ticket: str) -> list[dict[str, Any]]:
+        """Return the tallies of an HTTP request, for the server. Waits for the device.
+
+        The request's id is not used: clients choose ids, and may choose those of other clients.
+
+        Args:
+            ticket: Ticket of the HTTP request.
+
+        Returns:
+            A tally for each prompt and choice of the HTTP request, as values that msgpack can encode.
+        """
+        tallies = [tally for tally in self._by_request.values() if ticket and tally.ticket == ticket]
+        return [
+            {
+                "level": tally.level, "dense_tokens": tally.dense_tokens, "sparse_tokens": tally.sparse_tokens,
+                "kept_pairs": tally.kept_pairs, "causal_pairs": tally.causal_pairs,
+            } for tally in tallies
+        ]  # fmt: skip
 
 
 def add_pairs(spans: Spans, index: SparseIndex) -> None:
@@ -164,23 +192,3 @@ def add_pairs(spans: Spans, index: SparseIndex) -> None:
         for first, stop, tally in spans:
             if first <= token < stop:
                 tally.add_pairs(index, row)
-
-
-def about(ticket: str) -> list[dict[str, Any]]:
-    """Return the tallies of an HTTP request, for the server. Waits for the device.
-
-    Request ids do not matter: clients choose them, and may choose those of others.
-
-    Args:
-        ticket: Ticket of the HTTP request.
-
-    Returns:
-        A tally for each prompt and choice of the HTTP request, as values that msgpack can encode.
-    """
-    tallies = [tally for tally in TALLIES.values() if ticket and tally.ticket == ticket]
-    return [
-        {
-            "level": tally.level, "dense_tokens": tally.dense_tokens, "sparse_tokens": tally.sparse_tokens,
-            "kept_pairs": tally.kept_pairs, "causal_pairs": tally.causal_pairs,
-        } for tally in tallies
-    ]  # fmt: skip

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what each row of a batch runs on: decode and dense rows on the dense backend, sparse rows on our kernels.
+"""Decides how each row of a batch runs: decode and dense rows on the dense backend, sparse rows on our kernels.
 
-Lengths that the host knows decide, so nothing here waits for the device.
+The decision uses lengths that the host knows, so nothing here waits for the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,17 +28,20 @@ class RowClassifier:
     Attributes:
         thresholds: Lengths in tokens from which rows go sparse, by level.
         room: Decides whether a row fits into the arena; None if no row ever goes sparse.
-        requests: Levels of the requests of the worker's current step.
+        requests: Levels and prompts of the requests of the worker's current step.
+        reads_prompt_length: Whether a method needs the length of a row's prompt. Rows whose prompt is not known are
+            dense then.
     """
 
     thresholds: Mapping[str, Thresholds]
     room: Room | None
     requests: RunnerRequests
+    reads_prompt_length: bool = False
 
     def classify(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
     ) -> list[BatchRow]:
-        """Decide what each row of a batch runs on.
+        """Decide how each row of a batch runs.
 
         Args:
             common: vLLM's metadata of the batch.
@@ -61,6 +64,13 @@ class RowClassifier:
         if levels is None:
             levels = [SERVER_LEVEL] * common.num_reqs
             batch_reason = Fallback.UNNAMED
+        prompt_lens: Sequence[int | None] = [None] * common.num_reqs
+        if self.reads_prompt_length:
+            known_lens = self.requests.prompt_lens_of_rows(common)
+            if known_lens is None:
+                batch_reason = Fallback.UNNAMED
+            else:
+                prompt_lens = known_lens
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
         prefix_lm = common.mm_req_doc_ranges or {}
         rows = []
@@ -78,7 +88,9 @@ class RowClassifier:
                 kind = RowKind(SPARSE if reason is None else DENSE, reason, level)
                 if reason is None:
                     min_tokens = self.thresholds[level].min_tokens or 0
-            rows.append(BatchRow(start, query_len, seq_len - query_len, kind, min_tokens, levels[i]))
+            rows.append(
+                BatchRow(start, query_len, seq_len - query_len, kind, min_tokens, levels[i], prompt_len=prompt_lens[i])
+            )
         return rows
 
     def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the rows of each step: for /metrics, for the log and for requests that ask for a report."""
+"""Counts the rows of each step, for /metrics, the log and requests that ask for a report."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, BatchRow, RowKind
 from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, Recorder, is_counting
 from vllm_sparse_backend.serving.worker.guard import Guard
-from vllm_sparse_backend.serving.worker.request_tallies import TALLIES, Spans, spans_of
+from vllm_sparse_backend.serving.worker.request_tallies import Spans
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
 
 logger = logging.getLogger(LOGGER)
@@ -21,14 +21,14 @@ logger = logging.getLogger(LOGGER)
 class RowCounter:
     """Counts rows for one group of layers.
 
-    Every group of a worker sees all rows, so only one group counts them.
+    All groups of a worker see the same rows, so only one group counts them.
 
     Args:
         recorder: The worker's counts.
         requests: The requests of the worker's current step.
         guard: The worker's guard, which may hold layers dense; None if it is off.
         layers_by_level: Layers of the worker that can go sparse, by level.
-        heads_by_reach: Query heads of all layers of the worker, by how far back they attend.
+        heads_by_reach: Query heads of all layers of the worker, by attention reach.
         counts_rows: Whether this group is the one that counts.
     """
 
@@ -79,7 +79,7 @@ class RowCounter:
             logger.info("sparse-prefill: a row prefills dense: %s (logged once)", reason.explain)
 
     def _counted_kind(self, kind: RowKind) -> RowKind:
-        """Return what a row counts as: dense if the guard holds every layer that would go sparse at its level."""
+        """Return the kind to count for a row: dense if the guard holds all layers that would go sparse at its level."""
         if self._guard is None or kind.path != SPARSE:
             return kind
         places = {(layer, kind.level) for layer in self._layers_by_level[kind.level]}
@@ -95,7 +95,8 @@ class RowCounter:
         Returns:
             The sparse tokens of these requests, whose pairs the layers add to the tallies.
         """
-        if not TALLIES:
+        tallies = self._requests.tallies
+        if not len(tallies):
             return ()
         counts_tokens = self._counts_rows and self._recorder.is_first_rank
-        return spans_of(rows, self._requests.ids_of_rows(common), counts_tokens)
+        return tallies.spans_of(rows, self._requests.ids_of_rows(common), counts_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of one worker share: settings, arena, counters and guard."""
+"""State that the layers of one worker share: settings, arena, counters and guard."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from vllm_sparse_kernels.layer import Layer, LayerPlan
 
 
 class Worker:
-    """What the layers of one worker share. Groups of layers and microbatches have builders of their own.
+    """State that the layers of one worker share. Each group of layers and each microbatch has its own builder.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -39,7 +39,7 @@ class Worker:
         self.rank, size = compat.tensor_parallel(vllm_config)
         self.resolved = resolve(vllm_config, self.rank, size)
         log_other_device(self.resolved, self.rank)
-        # In inference mode, as in the profile run, they would be tensors that nothing outside of it may write to.
+        # The profile run is in inference mode; tensors created in it could not be written to outside of it.
         with torch.inference_mode(False):
             self.recorder = Recorder(device, is_first_rank=self.rank == 0)
         self.memory = memory
@@ -60,7 +60,7 @@ class Worker:
         return self.resolved.plan.shape == compat.model_shape(vllm_config)
 
     def reserve_memory(self) -> Memory | None:
-        """Return the arena, which the first call allocates.
+        """Return the arena. The first call allocates it.
 
         Returns:
             The arena; None if no row ever goes sparse.
@@ -70,7 +70,7 @@ class Worker:
         return self.memory
 
     def get_guard(self) -> Guard | None:
-        """Return the guard, which the first call creates.
+        """Return the guard. The first call creates it.
 
         Returns:
             The guard; None if the settings leave it off.
@@ -95,7 +95,7 @@ class Worker:
         return self._layers[groups]
 
     def layer_levels(self, number: int, groups_by_level: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
-        """Return what a layer does at each level.
+        """Return a layer's methods and engines at each level.
 
         Args:
             number: Number of the layer in the model.
@@ -111,7 +111,7 @@ class Worker:
         }
 
     def should_log(self, line: str) -> bool:
-        """Return whether a line is yet to be logged: True once for each line.
+        """Return whether to log a line: True only for the first call with the line.
 
         Args:
             line: The line, or a key for it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker logs at start-up: dense layers, the plan of each level, and settings under which no row goes sparse.
+"""A worker's log at start-up: dense layers, the plan of each level, and settings under which no row goes sparse.
 
 docs/operations.md explains each line.
 """
@@ -26,13 +26,13 @@ logger = logging.getLogger(LOGGER)
 def log_pooling() -> None:
     """Log that a server of a pooling model prefills every row dense."""
     logger.info(
-        "sparse-prefill: this server pools: every row prefills dense, because embeddings and scores are compared with "
-        'stored ones. To let rows go sparse, set "requests": {"default": "on"}'
+        "sparse-prefill: every row of this pooling model prefills dense, because embeddings and scores are compared "
+        'with stored ones. To let rows go sparse, set "requests": {"default": "on"}'
     )
 
 
 def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
-    """Log which layers prefill dense, a line for each reason.
+    """Log the layers that prefill dense, one line for each reason.
 
     Args:
         reasons: By layer, why it prefills dense; None if it can go sparse.
@@ -44,7 +44,7 @@ def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
 
 
 def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
-    """Log the plan of each level, what requests may ask for, and a warning if no row will ever go sparse.
+    """Log the plan of each level, the levels that requests may choose, and a warning if no row can go sparse.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -57,7 +57,7 @@ def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[s
         for line in plan.describe(thresholds[level]):
             logger.info("sparse-prefill: %s", line)
     permitted = choices(vllm_config, resolved)
-    logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, permitted)
+    logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s", FIELD, permitted)
     if resolved.config.requests.model_fields_set:
         logger.info("sparse-prefill: policy for requests: %s", permitted.policy())
     _warn_if_never_sparse(vllm_config, thresholds[DEFAULT])
@@ -69,13 +69,13 @@ def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> No
         return
     max_len = vllm_config.model_config.max_model_len
     if max_len <= thresholds.min_tokens:
-        logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
+        logger.warning("sparse-prefill: requests have at most %d tokens, so all of them run dense", max_len)
         return
     limits = ChunkLimits.of(vllm_config)
     if limits.beside_decodes < thresholds.min_query_tokens:
         logger.warning(
-            "sparse-prefill: a step has %d new tokens of a request at most, and %d next to the maximum number of "
-            "decodes, and runs dense with fewer than %d: raise --max-num-batched-tokens (and "
+            "sparse-prefill: a step has at most %d new tokens of a request, and %d next to the maximum number of "
+            "decodes, but rows with fewer than %d run dense: raise --max-num-batched-tokens (and "
             "--long-prefill-token-threshold, if it is set), or lower min_query_tokens",
             limits.alone, limits.beside_decodes, thresholds.min_query_tokens,
         )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of the engine as the metadata builder hands it to the layers: its sparse rows, and runs of dense tokens."""
+"""A step of the engine as the metadata builder gives it to the layers: its sparse rows and its dense runs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
 
 TABLE_STEP = 16
-"""Block table rows have a length that is a multiple of this number of entries."""
+"""Each row of a copied block table has a multiple of this number of entries."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DenseRun:
 class Slab(NamedTuple):
     """Sparse rows of a step that select and attend together.
 
-    Most steps have a single slab for each level. A step has more if the arena has no room for all its rows at once.
+    Most steps have one slab for each level. A step has more if the arena cannot hold all its rows at once.
     """
 
     rows: Rows
@@ -49,7 +49,7 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries of a sparse row for which layers are compared with the dense backend.
+    """Queries of a sparse row for which the guard compares layers with the dense backend.
 
     Attributes:
         level: Name of the row's level.
@@ -64,7 +64,7 @@ class Probe:
 
 @dataclass
 class SparseStep:
-    """The sparse part of a step, and what is around it.
+    """The sparse part of a step, with its dense runs and the guard's checks.
 
     Attributes:
         slabs: The sparse rows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps the rows of a step to requests and their levels.
+"""Maps the rows of a step to requests, their levels and their prompts' lengths.
 
 Each worker has one ``RunnerRequests``. The hooks around its runner fill it in, and the metadata builders read it.
 """
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, Mark, RequestLevel
-from vllm_sparse_backend.serving.worker import request_tallies
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.request_tallies import RequestTallies, ticket_in
 
 REQUESTS = "sparse_prefill_requests"
 """Name of the attribute of vLLM's runner that holds its ``RunnerRequests``."""
@@ -19,7 +20,7 @@ class Step:
     """The current step of a worker's runner.
 
     Args:
-        levels: Levels of all requests of the runner that have another level than the server's own, by id.
+        levels: Levels by request id, of all requests of the runner whose level is not the server's own.
         scheduled: Number of tokens in the step by request id; empty in a dummy run.
         runner: vLLM's runner; needed only if its metadata numbers the requests of rows.
 
@@ -55,6 +56,7 @@ class RunnerRequests:
 
     Attributes:
         step: The current step; None between steps.
+        tallies: Tallies of the requests that ask for a report.
     """
 
     step: Step | None = None
@@ -62,6 +64,8 @@ class RunnerRequests:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._levels: dict[str, RequestLevel] = {}
+        self.tallies = RequestTallies()
+        self._prompt_lens: dict[str, int] = {}
 
     def levels_of_rows(self, common: Any) -> list[RequestLevel] | None:
         """Return the level of each row of a batch.
@@ -71,7 +75,7 @@ class RunnerRequests:
 
         Returns:
             The levels, the server's own for padding rows. None if requests of the step have other levels than the
-            server's own and their rows are not known. Only dense attention is right for all of them then.
+            server's own, but their rows are unknown. Then all rows have to run dense.
         """
         num_rows, step = common.num_reqs, self.step
         if step is None or not step.levels.keys() & step.scheduled.keys():
@@ -81,6 +85,24 @@ class RunnerRequests:
             return None
         levels = [step.levels.get(req_id or "", SERVER_LEVEL) for req_id in rows]
         return levels + [SERVER_LEVEL] * (num_rows - len(rows))
+
+    def prompt_lens_of_rows(self, common: Any) -> list[int] | None:
+        """Return the length of the prompt of each row's request.
+
+        Args:
+            common: vLLM's metadata of the batch.
+
+        Returns:
+            The lengths in tokens, 0 for rows of no request (padding and dummy runs). None if the requests of the rows
+            are not known.
+        """
+        if self.step is None:
+            return [0] * common.num_reqs
+        rows = self.ids_of_rows(common)
+        if not rows:
+            return None
+        lengths = [self._prompt_lens.get(req_id or "", 0) for req_id in rows]
+        return lengths + [0] * (common.num_reqs - len(rows))
 
     def ids_of_rows(self, common: Any) -> Sequence[str | None]:
         """Return the request of each row of a batch.
@@ -97,7 +119,7 @@ class RunnerRequests:
         return rows if len(rows) <= common.num_reqs else ()
 
     def name_rows(self, req_ids: Callable[[], Sequence[str]]) -> None:
-        """Set how the current step, if there is one, gets the requests of its rows when metadata is built.
+        """Set the function by which the current step, if any, gets the requests of its rows.
 
         Args:
             req_ids: Returns the engine's ids in the order of the rows.
@@ -107,7 +129,7 @@ class RunnerRequests:
 
     @contextmanager
     def at_step(self, scheduler_output: Any, runner: Any) -> Iterator[None]:
-        """Update the levels of requests, and give builders the step while it runs.
+        """Update the levels and prompts of requests, and give builders the step while it runs.
 
         Args:
             scheduler_output: What vLLM's scheduler decided for the step.
@@ -118,13 +140,15 @@ class RunnerRequests:
         """
         for req_id in scheduler_output.finished_req_ids:
             self._levels.pop(req_id, None)
-            request_tallies.end(req_id)
+            self._prompt_lens.pop(req_id, None)
+            self.tallies.end(req_id)
         for new in scheduler_output.scheduled_new_reqs:
+            self._prompt_lens[new.req_id] = compat.prompt_length(new)
             extra_args = getattr(new.sampling_params, "extra_args", None) or {}
             level = self._level_of(extra_args)
-            ticket = request_tallies.ticket_in(extra_args)
+            ticket = ticket_in(extra_args)
             if ticket is not None:
-                request_tallies.begin(new.req_id, level.name, ticket)
+                self.tallies.begin(new.req_id, level.name, ticket)
             if level == SERVER_LEVEL:
                 self._levels.pop(new.req_id, None)
             else:

@@ -2,8 +2,8 @@
 """Compiles every kernel that the plan needs before the server reports ready, so that no request waits for a compiler.
 
 Triton specialises kernels by their integer arguments: 1, a multiple of 16, or any other. Kernels exempt integers that
-change from step to step (``do_not_specialize``). The batches here vary all the same, so that an argument that was
-overlooked is compiled here and not during a request. Layers also get their engines here (``engine_picker``).
+change from step to step (``do_not_specialize``). The batches here vary nevertheless. If an argument was overlooked, its
+variants compile here rather than during a request. Layers also get their engines here (``engine_picker``).
 """
 
 import logging
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.arena import Row, rows_of
+from vllm_sparse_backend.serving.worker.arena import Row, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
@@ -40,6 +40,10 @@ BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
 """Batches of rows of (context_len, query_len): one row and several, with and without cached keys, with full and partial
 tiles, lengths that are multiples of 16, others, and 1.
 """
+
+LONGER_PROMPT = 1 << 30
+"""Length in tokens of the prompts that these rows belong to. The rows end within them, so that methods that attend the
+end of a prompt densely (``dense_tail``) select here."""
 
 
 def warm_up(
@@ -112,17 +116,17 @@ class WarmUp:
         assert impl.worker.memory is not None
         self.impl, self.layer, self.memory = impl, layer, impl.worker.memory
         self.cache, self.table = cache, table
-        # Large enough that some sinks outweigh all keys, as those of a model may.
+        # Large enough that some sinks outweigh all keys, which occurs in models.
         self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
 
     def _batch(self, lengths: Sequence[tuple[int, int]]) -> Batch:
-        rows = rows_of(consecutive_rows(lengths), copy_block_table_rows(self.table, list(range(len(lengths)))))
+        rows = kernel_rows(consecutive_rows(lengths), copy_block_table_rows(self.table, list(range(len(lengths)))))
         query = torch.randn(sum(rows.query_lens), self.impl.num_heads, self.cache.head_dim, device=self.table.device)
         dtype = self.cache.keys.dtype
         return Batch(query.to(dtype), self.cache, rows, self.impl.scale, self.impl.out_dtype, self.sinks)
 
     def _workspace(self, rows: Rows) -> Workspace:
-        """Return the arena, unless it is too small for these rows, as on a server of short requests."""
+        """Return the arena, or a new workspace if the arena is too small (as on a server of short requests)."""
         room, arena = self.memory.room, self.memory.arena
         return arena if room.needed(rows) <= room.num_bytes else Workspace(arena.device)
 
@@ -164,5 +168,5 @@ def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[Row]:
     rows: list[Row] = []
     for context_len, query_len in lengths:
         token = rows[-1].token + rows[-1].query_len if rows else 0
-        rows.append(Row(len(rows), token, query_len, context_len))
+        rows.append(Row(len(rows), token, query_len, context_len, prompt_len=LONGER_PROMPT))
     return rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metric samples of one worker, for the server that collects them."""
+"""The metric samples and request tallies of one worker, for the server that collects them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.counters import Sample
-from vllm_sparse_backend.serving.worker.model_layers import model_layers
+from vllm_sparse_backend.serving.worker.model_layers import adopted_worker, model_layers
 
 
 def _memory_samples(memory: Memory) -> list[Sample]:
@@ -54,3 +54,17 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
         "behind": behind,
         "samples": [(name, labels, float(value)) for name, labels, value in samples],
     }
+
+
+def worker_tallies(worker: Any, ticket: str) -> list[dict[str, Any]]:
+    """Return the tallies of an HTTP request on a worker. Waits for the device.
+
+    Args:
+        worker: vLLM's worker.
+        ticket: Ticket of the HTTP request.
+
+    Returns:
+        ``RequestTallies.with_ticket``; empty if no layer of the worker goes sparse.
+    """
+    shared = adopted_worker(worker.vllm_config)
+    return [] if shared is None else shared.requests.tallies.with_ticket(ticket)

@@ -72,10 +72,10 @@ class Diagonal:
         """
         o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_s.type.layout))
         o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
-        # Key of the first column, were all of the step's blocks the diagonal's.
+        # Key of the first column, if all of the step's blocks were diagonal blocks.
         begin = (self.last_block - self.to_end + 1) * self.BLOCK_N
         b_last = self.position + o_m - begin
-        # [64] last column that a query sees: all before the diagonal's blocks.
+        # [64] last column that each query sees, which includes all columns before the diagonal blocks.
         b_last = gl.maximum(b_last, (self.to_end - self.num_diagonal) * self.BLOCK_N - 1)
         return gl.where(o_n[None, :] <= b_last[:, None], b_s, MINUS_INFINITY)
 
@@ -153,9 +153,10 @@ class Walk:
 
 @aggregate
 class Softmax:
-    """The online softmax of 64 queries after a step whose product with values is still outstanding.
+    """The online softmax of 64 queries after a step. The step's product with values has not been added yet.
 
-    All are float32, but for exponents of the variant with stripes, which are 16-bit operands (see ``Group.step``).
+    All fields are float32, except exponents in the variant with stripes, which are 16-bit operands (see
+    ``Group.step``).
     """
 
     b_p: gl.tensor  # [64, STEP] exponents of the step
@@ -280,14 +281,14 @@ class Group:
 
     @gluon.jit
     def step(self, b_q, step, end, mask, state, GATHERED: gl.constexpr):
-        """Compute the scores of this step while the product of the step before runs. This step's keys have arrived.
+        """Compute the scores of this step while the product of the previous step runs. This step's keys have arrived.
 
         Exponents stay in float32 until the next step, in the registers of their scores, and are converted to an operand
-        here. Converting them at once would take 32 more registers and 32 moves per step, which cost 3 % of the time.
-        The variant for stripes has too few registers for this, and converts at once.
+        here. Converting them immediately would need 32 more registers and 32 moves per step, 3 % of the time. The
+        variant for stripes has too few registers for this and converts them immediately.
 
-        The wait for the next step's keys stands between the exponents and the wait for the product, so that ptxas does
-        not hoist the latter above the former; see ``hopper_kernel``.
+        The wait for the next step's keys comes between the exponents and the wait for the product. This keeps ptxas
+        from hoisting the wait for the product above the exponents; see ``hopper_kernel``.
 
         Args:
             b_q: Shared memory of the queries.
@@ -357,10 +358,10 @@ class Group:
 
     @gluon.jit
     def _sums(self, b_p):
-        """Sum exponents within each thread, [64, 8]; the sums of threads are added once per item.
+        """Sum exponents within each thread, [64, 8]. The sums of threads are added once per item.
 
-        Sums over all threads would take four shuffles per step, 2 to 6 % of the time at head_dim 64. The variant for
-        stripes has too few registers and sums at once, [64, 1].
+        Sums over all threads would need four shuffles per step, 2 to 6 % of the time at head_dim 64. The variant for
+        stripes has too few registers and sums over threads in each step, [64, 1].
         """
         return gl.sum(b_p, 1)[:, None] if self.config.STRIPES else gl.sum(b_p.reshape([HALF, b_p.shape[1] // 8, 8]), 1)
 
@@ -416,7 +417,7 @@ def _write(out, i_head, token, length, b_acc, b_max, b_sum, config):
     b_total = b_sum
     if out.sinks is not None:
         b_total += gl.exp2(gl.load(out.sinks + i_head).to(gl.float32) * LOG2_E - b_max)
-    b_out = (b_acc * (1.0 / b_total)[:, None]).to(out.out.dtype.element_ty)  # divides once a query, not once an output
+    b_out = (b_acc * (1.0 / b_total)[:, None]).to(out.out.dtype.element_ty)  # divides once per query, not per output
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_out = gl.convert_layout(b_out, layout)
     o_r = gl.arange(0, HALF, gl.SliceLayout(1, layout))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex on Hopper: bulk copies, asynchronous matrix products, one persistent launch.
 
-``hopper_kernel`` says how it works. Two launches: a small one places every listed block and stripe in the cache and
-puts the work in order; then as many programs as there are multiprocessors take it item by item. Which program computes
-an item, and when, changes nothing in its result.
+``hopper_kernel`` describes the algorithm. There are two launches. A small one locates every listed block and stripe in
+the cache and orders the work. In the second, one program per multiprocessor takes items of work in that order. The
+result of an item does not depend on the program that computes it, or on the time.
 """
 
 from functools import lru_cache
@@ -27,11 +27,11 @@ try:
 
     GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
     LACKS: str | None = None
-except (ImportError, AttributeError) as error:  # Gluon is young: names come and go between Triton's releases
+except (ImportError, AttributeError) as error:  # Gluon's names change between releases of Triton
     LACKS = str(error)
 
 RANKING = {"RANKED": 8, "OTHERS": 1024}
-"""Items that a program ranks, and the number of other items with which it compares them at a time."""
+"""Number of items that a program ranks, and of other items with which it compares them at a time."""
 
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
@@ -66,17 +66,17 @@ def refusal(spec: AttendSpec) -> str | None:
     if spec.capability != (9, 0):
         return "it is for GPUs of compute capability 9.0 (H100, H200)"
     if LACKS is not None:
-        return f"this Triton's Gluon lacks what it needs ({LACKS}); 3.6 to 3.9 have it"
+        return f"it needs Triton 3.6 to 3.9, whose Gluon has all names ({LACKS})"
     if spec.skips or spec.int8:
-        return "it has no skip of products and no 8-bit scores"
+        return "it supports neither skipped products nor 8-bit scores"
     if spec.dtype not in GLUON_DTYPES or spec.head_dim not in ROOM:
-        return f"it takes fp16 and bf16 and head_dim 64, 128 and 256, not {spec.dtype} and {spec.head_dim}"
+        return f"it supports fp16 and bf16 with head_dim 64, 128 and 256, not {spec.dtype} with {spec.head_dim}"
     if spec.block_tokens > ROOM[spec.head_dim]["STEP"]:
-        return f"blocks of {spec.block_tokens} keys with head_dim {spec.head_dim} do not fit shared memory"
+        return f"blocks of {spec.block_tokens} keys with head_dim {spec.head_dim} do not fit into shared memory"
     if spec.block_tokens not in BLOCKS or spec.page_size % spec.block_tokens:
         return f"blocks of {spec.block_tokens} keys do not lie within pages of {spec.page_size}"
     if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
-        return f"the cache's strides {spec.strides} make no matrix of tokens with rows of whole 16 bytes"
+        return f"the cache's strides {spec.strides} do not form a matrix of tokens with rows of multiples of 16 bytes"
     return None
 
 
@@ -127,7 +127,7 @@ def attend(
     why = refusal(AttendSpec.of(cache, index, options))
     matrix = matrix_args(cache)
     if why is not None or matrix is None or q.dtype != cache.keys.dtype:
-        raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is no matrix of tokens'}")
+        raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is not a matrix of tokens'}")
     run(q, cache, matrix, index, out, scale, lse, sinks)
 
 

@@ -7,14 +7,14 @@ HALF = gl.constexpr(64)
 """Queries of a consumer group, and also columns of 16 bits in a row of 128 bytes, the span of the swizzle."""
 
 SWEEP = gl.constexpr(8)
-"""Rows of a swizzle atom: the smallest piece of a step that is a tile in itself."""
+"""Rows of a swizzle atom, the smallest part of a step that is a valid tile."""
 
 ROOM = {
     64: {"STEP": 128, "STAGES": 4, "SLOTS": 2},
     128: {"STEP": 128, "STAGES": 2, "SLOTS": 2},
     256: {"STEP": 64, "STAGES": 2, "SLOTS": 1},
 }
-"""Sizes that fit shared memory, by head_dim: keys of a step, buffered steps, buffered query tiles."""
+"""Sizes that fit into shared memory, by head_dim: keys of a step, buffered steps, buffered query tiles."""
 
 
 @aggregate
@@ -56,7 +56,7 @@ class Config:
 
     @gluon.jit
     def first_blocks(self, num_blocks):
-        """Return the number of blocks of step 0, such that the other steps are full.
+        """Return the number of blocks of step 0 that makes all other steps full.
 
         Args:
             num_blocks: Blocks of the item.
@@ -86,17 +86,17 @@ WORDS = gl.constexpr(8)
 
 @aggregate
 class ItemSlots:
-    """Items in shared memory, which the producer hands to the consumers.
+    """Items in shared memory, through which the producer passes work to the consumers.
 
     A slot is written before the barrier that its queries complete, and read after it. Consumers do not need the tile's
-    number. Words have no names of their own: Triton compares each global constant of a kernel at every launch.
+    number. Words are numbered, not named, because Triton compares each global constant of a kernel at every launch.
     """
 
     words: gl.shared_memory_descriptor  # [SLOTS · WORDS, 1] int32
 
     @gluon.jit
     def write(self, slot, item):
-        """Store an item, and synchronise the group's warps, so that all words are written before the slot is signalled.
+        """Store an item. Synchronises the group's warps, so that all words are written before the slot is signalled.
 
         Args:
             slot: Number of the slot.
@@ -195,10 +195,10 @@ class ItemSlots:
 
 @aggregate
 class Turns:
-    """Lets the two consumer groups issue their matrix products in turn, if ``config.TURNS`` is set.
+    """Makes the two consumer groups issue their matrix products in turn, if ``config.TURNS`` is set.
 
-    One group's softmax then runs beside the other's products: at head_dim 128 long lists take 2 % less time, short ones
-    1 % more. At 64 and 256 either takes longer.
+    One group's softmax then runs in parallel with the other's products. At head_dim 128, long lists take 2 % less time,
+    and short lists 1 % more. At 64 and 256, both take longer.
     """
 
     this: gl.shared_memory_descriptor  # the barrier that gives this group its turn; unused without turns
@@ -224,7 +224,7 @@ class Turns:
 
 @aggregate
 class Barriers:
-    """The barriers of the channels, and those of the producer and of the consumers among themselves."""
+    """The barriers of the channels, of the producer, and between the consumers."""
 
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
@@ -234,13 +234,13 @@ class Barriers:
     v_empty: gl.shared_memory_descriptor
     mended: (
         gl.shared_memory_descriptor
-    )  # a single barrier: values have arrived, some of which the producer still has to zero
+    )  # a single barrier: values have arrived, and the producer still has to zero some of them
     turns: gl.shared_memory_descriptor  # see ``Turns``
 
 
 @aggregate
 class Channels:
-    """All that passes between the producer and the consumers. Each side sees the buffers as tiles of its own shape."""
+    """Buffers and barriers between producer and consumers. Each side sees the buffers as tiles of its own shape."""
 
     q_buffers: gl.shared_memory_descriptor  # the queries of SLOTS items
     k_buffers: gl.shared_memory_descriptor  # the keys of STAGES steps

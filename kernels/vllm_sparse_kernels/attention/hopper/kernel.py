@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gluon kernel of ``hopper``: one producer and two consumer groups, persistent, heaviest work first.
 
-A work item is one (query head, tile). The producer takes items off a counter, loads a tile's queries and then its keys
-and values step by step, 128 keys a step: one block of 128, two of 64 or four of 32 by bulk copies, or 128 stripes
-gathered. Each consumer group computes 64 of the tile's queries. While one step's scores go through the softmax, the
-product of the step before with its values runs; while the consumers write an item out, the producer loads the next one.
-At head_dim 128 the two groups ask for their products in turn, and one group's softmax runs beside the other's products
-as well.
+A work item is one (query head, tile). The producer takes items from a counter. It loads a tile's queries, and then its
+keys and values in steps of 128 keys: one block of 128, two of 64 or four of 32 by bulk copies, or 128 gathered stripes.
+Each consumer group computes 64 of the tile's queries. While the scores of a step go through the softmax, the product of
+the previous step with its values runs. While the consumers write an item, the producer loads the next one. At head_dim
+128, the two groups issue their products in turn, and one group's softmax also runs in parallel with the other's
+products.
 
-At head_dim 256 shared memory has room for steps of 64 keys, and for one tile of queries in place of two: the producer
-begins an item once the consumers have computed the last scores of the item before and have read all its words.
+At head_dim 256, shared memory has room for steps of 64 keys and for one tile of queries instead of two. The producer
+begins an item once the consumers have computed the last scores of the previous item and have read all its words.
 
 An item's steps run from the diagonal backwards, then through the stripes:
 
-    step 0            the list's last blocks, as many as leave whole steps before it; always masked
-    masked steps      further blocks that touch the diagonal (tiles may lie askew)
+    step 0            the list's last blocks, so many that the other steps are full; always masked
+    masked steps      further blocks that touch the diagonal (tiles and blocks may not be aligned)
     block steps       all queries see all keys
-    stripe steps      the last one, where it is not full, masked
+    stripe steps      the last step is masked if it is not full
 
-One thread of a group arrives at a barrier for all four warps, and all four wait. So before a group releases a slot, its
-warps must have met since they read it: Triton has consumers meet between their wait for a product and the arrival, and
-a group of producers meets after each wait for a slot. Tests read the former off the SASS, and launch the kernel
-thousands of times on a card, beside other processes too.
+    One thread of a group arrives at a barrier for all four warps, and all four wait. Before a group releases a slot,
+    its warps must therefore have synchronised since they read it. Triton synchronises consumers between their wait for
+    a product and the arrival, and a group of producers synchronises after each wait for a slot. Tests check the former
+    in the SASS, and launch the kernel thousands of times on a card, also next to other processes.
 
-Items do not overlap: multiplying an item's first scores while the one before is written out gave NaN on a card beside
-other processes.
+    Items do not overlap: computing an item's first scores while the previous item is written gave NaN on a card that
+    ran other processes too.
 
-ptxas tends to hoist the wait for P·V above all exponents of the step, which undoes the overlap. Waiting for the next
-step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9; a test reads it off the SASS,
-and ``make compile-matrix`` off what each release compiles.
+    ptxas tends to hoist the wait for P·V above all exponents of the step, which undoes the overlap. A wait for the next
+    step's keys between the two keeps the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
+    ``make compile-matrix`` checks the output of each release.
 
 ``hopper_item`` has the types that the kernel, its producer and its consumers share: ``Config``, ``Channels``, ``Item``.
 """
@@ -54,17 +54,17 @@ def hopper_kernel(
 ):  # fmt: skip
     """O = softmax(scale · Q Kᵀ) V over the index's keys, for all (query head, tile) items.
 
-    A program takes items until none is left. Products are of 16-bit elements; scores, sums and outputs are float32, and
+    A program takes items until none is left. Products have 16-bit operands. Scores, sums and outputs are float32, and
     outputs are stored in 16 bits.
 
-    Grid: a program for each multiprocessor, at most one for each item; two consumer groups of 4 warps, and 1 warp of
-    producers, or 4 with stripes. Bound by the matrix units, beside which the softmax runs.
+    Grid: one program per multiprocessor, at most one per item; two consumer groups of 4 warps, and 1 producer warp, or
+    4 with stripes. Bound by the matrix units; the softmax runs in parallel with them.
 
     Args:
         q_desc: Descriptor of q as the matrix [num_tokens, NUM_HEADS · D] of fp16 or bf16, boxes of [64, 64].
         k_desc: Descriptor of the cache's keys as a matrix whose rows are tokens, boxes of [BLOCK_N, 64].
         v_desc: Descriptor of the cache's values, likewise.
-        out: ``AttendArgs``: what is written, [num_tokens, NUM_HEADS, D], and the log-sum-exp; and sinks.
+        out: ``AttendArgs``: output [num_tokens, NUM_HEADS, D] and log-sum-exp, both written; and sinks.
         cache: ``KeyArgs`` with values, by pointer, for stripes.
         matrix: ``PlaceArgs``.
         index: ``IndexArgs``.
@@ -98,7 +98,7 @@ def hopper_kernel(
     v_pieces = reinterpret(v_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
     q_halves = reinterpret(q_tiles, dtype, [SLOTS * 2, HALF, D], q_layout)
 
-    # In this order, and none that nobody waits for: Triton would let data share such a barrier's memory.
+    # In this order, and without unused barriers: Triton would reuse the memory of a barrier that nothing waits for.
     q_full = new_barriers(SLOTS, 1)
     q_empty = new_barriers(SLOTS, 2)
     k_full = new_barriers(STAGES, 1)
@@ -106,7 +106,7 @@ def hopper_kernel(
     v_full = new_barriers(STAGES, 1)
     v_empty = new_barriers(STAGES, 2)
     mended = new_barriers(1, 1)
-    turns = k_full  # stands in where there are no turns
+    turns = k_full  # a placeholder if there are no turns
     if config.TURNS:
         turns = new_barriers(2, 1)
         mbarrier.arrive(turns.index(0), count=1)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``hopper`` knows before it starts: where blocks and stripes lie in the cache, and in which order work goes."""
+"""The first launch of ``hopper``: locates blocks and stripes in the cache, and orders the work."""
 
 import triton
 import triton.language as tl
 
 MOST_HEADS = tl.constexpr(1 << 16)
-"""More kv heads than a rank has."""
+"""Upper bound of the number of kv heads of a rank."""
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -14,10 +14,10 @@ def prepare_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
     OTHERS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Put the work in order, and find where listed blocks and stripes lie in the cache seen as a matrix of tokens.
+    """Order the work, and locate the listed blocks and stripes in the cache viewed as a matrix of tokens.
 
-    Grid: a program for every RANKED items, which ranks them, and then one for each item, which places its lists. Bound
-    by latency: a few loads that depend on each other.
+    Grid: one program for every RANKED items, which ranks them, followed by one for each item, which locates its lists.
+    Bound by latency: a few dependent loads.
 
     Args:
         index: ``IndexArgs``.
@@ -56,7 +56,7 @@ def prepare_kernel(
     if stripe_places is not None:
         o_stripes = tl.load(index.stripe_offsets + o_count)
         num_stripes = tl.load(index.stripe_counts + o_count)
-        # Tiles of one group share a list: the first of them places it.
+        # The tiles of a group share a list. The first tile locates it.
         is_first = i_tile == 0
         if i_tile > 0:
             other_list = tl.load(index.stripe_offsets + o_count - 1) != o_stripes
@@ -75,12 +75,12 @@ def _rank_items(
 ):  # fmt: skip
     """Rank RANKED items: store each at its place in ``order``.
 
-    Items are ordered by kv head, so that the keys of one kv head stay in the L2 cache while their readers run, and
-    within a kv head by descending number of keys. All items of a kv head walk backwards from the diagonal. Items that
-    run at the same time are about equally long, so programs start their next items together and read the same keys at
-    about the same time. In any other order they drift apart, until each block is read from memory once per reader.
-    Items with more than twice the mean number of keys go before all others, in descending powers of two, so that no
-    long item is left for the end.
+    Items are ordered by kv head, so that the keys of a kv head stay in the L2 cache while their readers run, and within
+    a kv head by descending number of keys. All items of a kv head walk backwards from the diagonal. Items that run at
+    the same time are about equally long, so programs start their next items together and read the same keys at about
+    the same time. In any other order, programs drift apart, until each block is read from memory once per reader. Items
+    with more than twice the mean number of keys come first, in descending powers of two, so that no long item remains
+    for the end.
     """
     num_items = num_tiles * NUM_HEADS
     b_total = tl.zeros([OTHERS], tl.float32)
@@ -122,17 +122,17 @@ def _item_in_order(i_item, index, num_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _keys(index, o_count, valid, BLOCK_N: tl.constexpr):
-    """Return the cost of an item, in keys; a stripe counts as one and a half."""
+    """Return the cost of an item in keys. A stripe counts as one and a half."""
     keys = tl.load(index.block_counts + o_count, mask=valid, other=0).to(tl.float32) * BLOCK_N
     return keys + tl.load(index.stripe_counts + o_count, mask=valid, other=0).to(tl.float32) * 1.5
 
 
 @triton.jit
 def _first_by(b_keys, b_kv_head, scale):
-    """Return a key that is larger for items that go earlier.
+    """Return a sort key that is larger for items that come earlier.
 
-    It orders by the power of two by which an item exceeds the mean, 0 up to twice the mean, and then by the lower kv
-    head.
+    The first criterion is the power of two by which an item exceeds the mean (0 up to twice the mean), the second the
+    lower kv head.
     """
     b_excess = tl.floor(tl.log2(tl.maximum(b_keys * scale, 1.0))).to(tl.int32)
     return b_excess * MOST_HEADS - b_kv_head

@@ -30,9 +30,9 @@ class BlockList:
 
     @gluon.jit
     def rows(self, begin, config):
-        """Return the first rows of a step's blocks: always four, however many blocks a step has.
+        """Return the first rows of a step's blocks, always four values for any number of blocks.
 
-        Past the list's end, the last block is repeated.
+        The last block is repeated past the list's end.
 
         Args:
             begin: Place of the step's first block in the list.
@@ -89,7 +89,7 @@ class Loader:
             The counter after these steps.
         """
         first_blocks = self.config.first_blocks(blocks.num_blocks)
-        # Past the row's end the cache may hold NaN, and 0 · NaN is NaN.
+        # The cache may hold NaN past the row's end, and 0 · NaN is NaN.
         if tail >= self.config.BLOCK_N:
             self._load_step(blocks, step, blocks.num_blocks - first_blocks)
         else:
@@ -101,9 +101,9 @@ class Loader:
 
     @gluon.jit
     def _load_step(self, blocks, step, begin):
-        """Load the keys and values of the blocks from ``begin`` of the list on.
+        """Load the keys and values of a step, whose first block is at ``begin`` in the list.
 
-        Their rows are looked up before the slot is free, and the parities to wait for are computed meanwhile.
+        Rows are looked up, and parities computed, before the slot is free.
         """
         keys, values = self.channels.keys(), self.channels.values()
         slot, empty_parity = step.slot(), step.parity() ^ 1
@@ -130,7 +130,7 @@ class Loader:
 
     @gluon.jit
     def _load_boxes(self, desc, column, rows, full, pieces, slot):
-        """Begin bulk copies of a step's blocks, as boxes of [BLOCK_N, 64]; ``full`` completes when all have landed.
+        """Begin bulk copies of a step's blocks, as boxes of [BLOCK_N, 64]. ``full`` completes when all have arrived.
 
         A 64-column part of a step is [STEP, 64], which its blocks fill one after the other.
         """
@@ -147,7 +147,7 @@ class Loader:
 
     @gluon.jit
     def _clear_values(self, slot, num_valid):
-        """Zero a step's values from the ``num_valid``-th on, and hand the step to the matrix units."""
+        """Zero a step's values starting at number ``num_valid``, and make the step visible to the matrix units."""
         PARTS: gl.constexpr = self.config.PARTS
         PIECES: gl.constexpr = self.config.PIECES
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -213,8 +213,8 @@ class Loader:
 def produce(q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, channels, config):
     """Take items from the counter and load their queries, keys and values, until none is left.
 
-    Looking up an item takes three dependent loads: its rank from the counter, its head and tile from the order, its
-    sizes from the index. Each is issued one item ahead, so that no item waits for them.
+    Looking up an item takes three dependent loads: its rank from the counter, its head and tile from the order, and its
+    sizes from the index. Each load is issued one item ahead, so that no item waits for it.
 
     Args:
         q_desc: Descriptor of the queries as a matrix, with boxes of [64, 64].
@@ -264,7 +264,7 @@ def produce(q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, chann
 
 @gluon.jit
 def _load_item(index, order, rank, num_tiles, config):
-    """Return the item at a place in the order; past the last place, any item."""
+    """Return the item at a place in the order. Past the last place, it is any item."""
     entry = gl.load(order + rank, mask=rank < num_tiles * config.NUM_HEADS, other=0)
     i_head, i_tile = entry % config.NUM_HEADS, entry // config.NUM_HEADS
     tile = tile_of(index.tiles, i_tile)
@@ -292,7 +292,7 @@ def _acquire_for_bulk_copies(empty, parity):
     """Wait until a slot may be written.
 
     A single warp issues the copies that follow. If another warp of the group looked at this barrier only after their
-    data had been consumed, it would find the next phase and wait forever. Therefore all warps pass before any goes on.
+    data had been consumed, it would see the next phase and wait forever. Therefore all warps pass the barrier together.
     """
     mbarrier.wait(empty, parity)
     if gl.num_warps() > 1:
@@ -301,7 +301,7 @@ def _acquire_for_bulk_copies(empty, parity):
 
 @gluon.jit
 def _arrive_gathered(full):
-    """Signal a step when all threads' copies have landed. Each thread adds itself to the count; thread 0 arrives."""
+    """Signal a step when all threads' copies have arrived. Each thread adds itself to the count; thread 0 arrives."""
     async_copy.mbarrier_arrive(full, increment_count=True)
     barrier()
     mbarrier.arrive(full, count=1)

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.compiler.compiler import max_shared_mem
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
@@ -159,20 +159,6 @@ def refusal(spec: AttendSpec) -> str | None:
             f"blocks of {spec.block_tokens} keys of {spec.head_dim} do not fit the {limit_bytes} bytes of shared memory"
         )
     return None
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Return the maximum shared memory of a program.
-
-    Args:
-        device: The GPU.
-
-    Returns:
-        Bytes; 1 << 62 if there is no limit (in the interpreter).
-    """
-    if device.type != "cuda":
-        return 1 << 62
-    return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))
 
 
 def widest_block(head_dim: int, limit_bytes: int) -> int | None:

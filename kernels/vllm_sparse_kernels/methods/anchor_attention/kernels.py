@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention on the device: row maxima, votes, and the lists that follow from them (``method.py``).
 
-The two kernels that multiply walk blocks of keys in a loop whose other operand stays in shared memory. What a vote
-leaves is a bit for each candidate key; blocks and stripes are read off the bits.
+The two kernels with matrix products loop over blocks of keys, while the other operand stays in shared memory. A vote
+writes one bit for each candidate key, and the lists of blocks and stripes are built from these bits.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +20,11 @@ WORD = tl.constexpr(32)
 ALL_KEPT = tl.constexpr(-1)
 """The word of 32 keys that are all kept."""
 
+GROUP_FIELDS = tl.constexpr(4)
+"""Columns of the groups' table: start of the window, first tile, number of tiles, offset of the list."""
 
 FIRST_TILE, NUM_TILES, LIST_OFFSET = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""Columns of the groups' table; the first one holds where the window begins."""
+"""Columns after the first of the groups' table."""
 
 
 class VoteShape(NamedTuple):
@@ -31,7 +33,7 @@ class VoteShape(NamedTuple):
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     GROUP: Any  # query heads of a kv head
-    INITIAL: Any  # keys of the initial block
+    INITIAL: Any  # keys of the initial region
     PAGE: Any  # tokens of a page
     PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
     BLOCK_N: Any  # keys of a step
@@ -55,7 +57,6 @@ class VoteSplit(NamedTuple):
     ONE_PASS: Any  # whether these are all of a group
     VOTERS: Any  # of a tile
     WHOLE_WORDS: Any  # whether a vote for one key keeps all keys of its word
-    FIELDS: Any  # columns of the groups' table
 
 
 class KeySource(NamedTuple):
@@ -80,15 +81,14 @@ class RowVoters(NamedTuple):
 
 
 class VoterArgs(NamedTuple):
-    """Output of ``anchor_kernel``: each voter with its anchor, less its head's θ.
+    """Output of ``anchor_kernel``: each voter with its anchor minus its head's θ.
 
-    Only the selected heads' parts are written.
-
-    A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
+    Only the selected heads' parts are written. A tile's voters are its mean query, or some of its queries; voters that
+    a short tile lacks have the anchor ∞.
     """
 
     queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype, fp16 where that is fp8
-    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a
+    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, x_a: mean over the tile, or of the voter
 
 
 class GroupArgs(NamedTuple):
@@ -96,6 +96,7 @@ class GroupArgs(NamedTuple):
 
     table: Any  # [num_groups, GROUP_FIELDS] int32
     row_starts: Any  # [num_rows + 1] int32, a row's first group
+    tile_groups: Any  # [num_tiles] int32, a tile's group
     words: Any  # [num_heads, num_words] int32, the lowest bit for the first key
     num_words: int  # a multiple of 16, so that no batch calls for a variant of a kernel
 
@@ -103,7 +104,7 @@ class GroupArgs(NamedTuple):
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
 @triton.jit(do_not_specialize=["num_tiles"])
 def anchor_kernel(
-    queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window, SHAPE, VOTING,
+    queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, groups, num_tiles, scale, SHAPE, VOTING,
 ):  # fmt: skip
     """Compute the voters of one tile and head, if there are keys between initial block and window.
 
@@ -120,17 +121,16 @@ def anchor_kernel(
         heads: [n] int32 on the device, numbers of the selected query heads.
         thetas: [n] float32, θ.
         voters: VoterArgs; written.
+        groups: GroupArgs.
         num_tiles: Tiles of the step.
         scale: Factor from q·k to scores, usually 1/√head_dim.
-        span: Keys of a group's span.
-        window: Keys of the window that lie before the group.
         SHAPE: VoteShape.
         VOTING: Voting.
     """
     i_tile = num_tiles - 1 - tl.program_id(0)  # the last tiles of a group have the longest windows: they come first
     i_head = tl.load(heads + tl.program_id(1))
     i_row, token, length, first = load_tile(tiles, i_tile)
-    start = first // span * span - window
+    start = tl.load(groups.table + tl.load(groups.tile_groups + i_tile) * GROUP_FIELDS)
     if start > SHAPE.INITIAL:
         o_m = tl.arange(0, VOTING.BLOCK_M)
         o_d = tl.arange(0, SHAPE.BLOCK_D)
@@ -196,9 +196,9 @@ def _load_block(source, position, SHAPE):
 
 @triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
 def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, SHAPE, VOTE):
-    """Vote on SPLIT keys of one kv head, by a set of (group, head) pairs of a row, COLUMNS voters at a time.
+    """Let a set of (group, head) pairs of a row vote on SPLIT keys of one kv head, COLUMNS voters at a time.
 
-    ``heads`` is None where all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
+    ``heads`` is None if all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
 
     Grid: (sets of pairs · kv heads, splits, rows). Bound by the matrix units, and by maxima over voters.
 
@@ -217,14 +217,14 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
         VOTE: VoteSplit.
     """
     PAIRS: tl.constexpr = VOTE.COLUMNS // VOTE.BLOCK_T
-    # Sets and kv heads of the same keys side by side: in vLLM's usual layout kv heads of a token lie beside each other.
+    # Programs that read the same keys are neighbours: in vLLM's usual layout a token's kv heads are adjacent.
     i_kv, i_row = tl.program_id(0) // num_sets, tl.program_id(2)
     begin = tl.program_id(1) * VOTE.SPLIT
     first_pair = tl.program_id(0) % num_sets * PAIRS
     o_pair = first_pair + tl.arange(0, PAIRS)
     i_first = tl.load(groups.row_starts + i_row)
     num_pairs = (tl.load(groups.row_starts + i_row + 1) - i_first) * SHAPE.GROUP
-    group = groups.table + (i_first + o_pair // SHAPE.GROUP) * VOTE.FIELDS
+    group = groups.table + (i_first + o_pair // SHAPE.GROUP) * GROUP_FIELDS
     b_end = tl.load(group, mask=o_pair < num_pairs, other=0) - SHAPE.INITIAL  # candidates of each pair's group, if any
     end = tl.minimum(tl.max(b_end, 0), begin + VOTE.SPLIT)
     if (begin < end) & is_read(i_kv, heads, num_heads, SHAPE.GROUP, 128):
@@ -232,7 +232,7 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
         b_offset = tl.load(group + LIST_OFFSET, mask=o_pair < num_pairs, other=0)
         b_word = b_head.to(tl.int64) * groups.num_words + b_offset // WORD
         source = KeySource(keys, k_matrix, matrix, i_row, i_kv, SHAPE.INITIAL + end)
-        row_voters = RowVoters(voters, groups.table + i_first * VOTE.FIELDS, num_pairs, i_kv * SHAPE.GROUP, num_tiles)
+        row_voters = RowVoters(voters, groups.table + i_first * GROUP_FIELDS, num_pairs, i_kv * SHAPE.GROUP, num_tiles)
         most = 0
         if VOTE.ONE_PASS:
             b_q, b_anchor = _voters(row_voters, first_pair, 0, SHAPE, VOTE)
@@ -268,7 +268,7 @@ def _voters(row_voters, first_pair, first, SHAPE, VOTE):
     o_c = tl.arange(0, VOTE.COLUMNS)
     o_pair, o_t = first_pair + o_c % (VOTE.COLUMNS // VOTE.BLOCK_T), first + o_c // (VOTE.COLUMNS // VOTE.BLOCK_T)
     in_row = o_pair < row_voters.num_pairs
-    group = row_voters.table + o_pair // SHAPE.GROUP * VOTE.FIELDS
+    group = row_voters.table + o_pair // SHAPE.GROUP * GROUP_FIELDS
     votes = in_row & (o_t < tl.load(group + NUM_TILES, mask=in_row, other=0) * VOTE.VOTERS)
     o_tile = (row_voters.first_head + o_pair % SHAPE.GROUP).to(tl.int64) * row_voters.num_tiles
     o_tile += tl.load(group + FIRST_TILE, mask=in_row, other=0)
@@ -290,9 +290,8 @@ def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constex
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def blocks_kernel(
-    groups, index, heads, num_tiles, span, window,
+    groups, index, heads, num_tiles,
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr,
-    GROUP_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Write the list of blocks of one tile and head: the anchor region, and blocks that the group keeps whole.
 
@@ -305,21 +304,14 @@ def blocks_kernel(
         index: IndexArgs; lists and counts are written.
         heads: [n] int32 on the device, numbers of the selected query heads.
         num_tiles: Tiles of the step.
-        span: Keys of a group's span.
-        window: Keys of the window that lie before the group.
-        INITIAL: Keys of the initial block.
+        INITIAL: Keys of the initial region.
         INDEX_N: Keys of an index block.
         CHUNK: Blocks of a step.
         ANY: Whether a block is kept for any of its keys.
-        GROUP_FIELDS: Columns of the groups' table.
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
-    i_row, _, _, first = load_tile(index.tiles, i_tile)
-    i_first = tl.load(groups.row_starts + i_row)
-    # The row's groups begin at consecutive multiples of the span, and their windows so many keys before.
-    first_group = tl.load(groups.table + i_first * GROUP_FIELDS) + window
-    group = groups.table + (i_first + (first - first_group) // span) * GROUP_FIELDS
+    group = groups.table + tl.load(groups.tile_groups + i_tile) * GROUP_FIELDS
     words = groups.words + i_head * groups.num_words + tl.load(group + LIST_OFFSET) // WORD
     start = tl.load(group) // INDEX_N  # may be negative
     _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
@@ -367,7 +359,7 @@ def _ones(b_words):
 @triton.jit(do_not_specialize=["num_tiles"])
 def stripes_kernel(
     groups, index, heads, num_tiles,
-    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write a stretch of one group's stripes for one head.
 
@@ -381,14 +373,13 @@ def stripes_kernel(
         index: IndexArgs; stripes and counts are written.
         heads: [n] int32 on the device, numbers of the selected query heads.
         num_tiles: Tiles of the step.
-        INITIAL: Keys of the initial block.
+        INITIAL: Keys of the initial region.
         INDEX_N: Keys of an index block.
         SPLIT: Keys of a stretch.
         CHUNK: Keys of a step.
-        FIELDS: Columns of the groups' table.
     """
     i_head = tl.load(heads + tl.program_id(2))
-    group = groups.table + tl.program_id(1) * FIELDS
+    group = groups.table + tl.program_id(1) * GROUP_FIELDS
     num_candidates = tl.maximum(tl.load(group) - INITIAL, 0)
     o_tile = i_head.to(tl.int64) * num_tiles + tl.load(group + FIRST_TILE)
     begin = tl.program_id(0) * SPLIT

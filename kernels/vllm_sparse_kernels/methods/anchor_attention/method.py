@@ -1,58 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention (Zhang et al., 2025: "AnchorAttention: Difference-Aware Sparse Attention with Stripe Granularity").
 
-Blocks of b_q = b_kv = 128; ``step_tiles`` tiles of queries form a group and keep one list of stripes.
+Query and key blocks have b_q = b_kv = 128 tokens. ``step_tiles`` tiles of queries form a group, which keeps one list of
+stripes (single keys).
 
-1. Equation 1: x_a, the exact row maximum of q·k·scale over the anchor region, which is the initial block and the local
-   window from the start of the tile's group to the diagonal (Algorithm 1).
-2. Equation 2: key j between initial block and group start is kept for the whole group if for any tile of it
+1. Equation 1: x_a is the exact row maximum of q·k·scale over the anchor region. The anchor region is the initial block
+   and the local window, which reaches from the start of the tile's group to the diagonal (Algorithm 1).
+2. Equation 2: key j between the initial block and the group is kept for the whole group if for any tile of the group
    avgpool(x_a) − avgpool(q)·k_j·scale ≤ θ (section 3.4, Algorithm 2). θ is in natural units, before any exp2.
-3. Anchor region (blocks) and stripes (keys) are attended (Algorithm 3, here ``attend``).
+3. Attention runs over the anchor region (as blocks) and the stripes (Algorithm 3, here ``attend``).
 
-Where the paper leaves a choice, or this departs from it:
+Choices where the paper is ambiguous, and deviations from it:
 
-* Algorithm 2 writes avgpool(Acc) for x_a; equations 1 and 2 mean the row maxima, as Algorithm 1 returns them in M.
-* Algorithm 2 tests "<", equation 2 "≤": the equation is followed.
-* Algorithm 1 begins the window at 1-based block ⌊(i − 1)/step⌋·step, the last one before the group, which Algorithm 2
-  visits too. Here the window begins at the group's start, so that no key counts twice; that block is left to the vote,
-  unless ``window_tokens`` asks for it, or for more. It matters for short groups, whose window is short.
-* Algorithm 1's partial softmax is not kept for step 3: ``attend`` computes the region again and knows no paper.
-* Groups lie at absolute positions: group g covers [g · span, (g + 1) · span), span = 128 · ``step_tiles``. Tiles are
-  counted from the row's first query of this step and may lie askew. A tile belongs to the group of its first query, and
-  its window begins at that group's start, for its queries past the group's end too. For none of them is the region that
-  is attended whole smaller than with aligned tiles, and every tile keeps at least what its own vote selects.
-* Of a group cut by a chunk's border, the tiles of this step alone vote: what earlier chunks selected is not kept.
-* A row's last tile may be short: averages run over the queries that are there.
-* A block of the index whose every key the group keeps is listed as a block and not as stripes: the same keys, but a
-  gathered key costs ``attend`` about twice one of a block. Initial block and group starts are multiples of 128, so that
-  no block has keys on both sides of a border, and a group that keeps everything has no stripes.
+* Algorithm 2 writes avgpool(Acc) for x_a. Equations 1 and 2 mean the row maxima, which Algorithm 1 returns in M. This
+  module follows the equations.
+* Algorithm 2 tests "<", equation 2 "≤". This module follows the equation.
+* Algorithm 1 begins the window at 1-based block ⌊(i − 1)/step⌋·step, the last block before the group. Algorithm 2 votes
+  on that block too, so its keys would count twice. Here the window begins with the group, and the block before it is
+  subject to the vote. ``window_tokens`` = 128 adds it to the window. Larger values help short groups, whose windows are
+  short.
+* The partial softmax of Algorithm 1 is not reused in step 3: ``attend`` is shared by all methods and computes the
+  anchor region again.
+* Groups lie at absolute positions: group g covers [g · span, (g + 1) · span) with span = 128 · ``step_tiles``. Tiles
+  are counted from the row's first query of this step, so they need not be aligned with groups. A tile belongs to the
+  group of its first query, and its window begins where that group begins. Every query therefore sees at least the
+  anchor region that it would see in aligned tiles, and every tile keeps at least what its own vote selects.
+* If a chunk ends within a group, only the tiles of the current step vote; votes of earlier chunks are not kept.
+* A row's last tile may be short: averages are over the queries that it has.
+* If a group keeps all keys of an index block, the block is listed as a block and not as stripes. The kept keys are the
+  same, but a stripe costs ``attend`` about twice as much as a key of a block. Initial region and group starts are
+  multiples of 128, so no block straddles a border, and a group that keeps everything has no stripes.
 
-**What one query looks for.** A tile's mean query cannot see it. In the layer of a trained model that copies
+**The authors' released code** differs from the paper in five ways:
+
+* It runs on the first n − n mod span tokens of a prompt of n tokens only and attends the remaining queries densely.
+  ``dense_tail`` does the same. Of 48 questions inside a prompt of 12,000 tokens (code-lm-29m-128k, θ = 12, step 16) the
+  paper's rule answers 6 and the released code 26: all 15 that are asked in the dense tail, all 6 whose fact lies in the
+  first 2,048 tokens, and none of the 22 that need other distant keys. So ``dense_tail`` helps the end of a prompt, and
+  not the method. Tests that ask at a prompt's end mostly measure the tail.
+* Its initial region is the first group (2,048 keys), not the first block (128 keys), also for x_a. ``first_group`` does
+  the same. The released code attends keys of the first group that also pass the vote twice; here they count once.
+* It never attends the 128 keys before a group: its window begins with the group, and its vote ends 128 keys before. One
+  of its kernels counts blocks from 1 as the paper does and the other from 0, so this is a mistake and not an option:
+  these are the keys nearest to the group's first queries, and leaving out 128 of thousands saves no measurable time.
+* It compares scores and anchors in half precision and in units of log2. This module compares in float32.
+* It takes no prefix or chunk: all queries of a prompt run at once.
+
+**dense_tail in a server.** The tail begins at n − n mod span, where n is the length of the request's prompt. A chunk
+cannot see that length, so ``Rows.prompt_lens`` passes it. Tail queries are therefore dense at any chunk size. Positions
+after the prompt, as a preempted request prefills them again, count as tail. A tile that begins before the tail and
+reaches into it is dense as a whole. As the tail depends on the prompt's length, cached keys and values of the last
+incomplete group do too: a longer prompt that shares this prefix reads what the shorter one wrote.
+
+**What single queries look for.** A mean query cannot show it. In the layer of a trained model that copies
 (code-lm-29m-128k, layer 5; 6,144 tokens; queries that produce answers whose facts lie between initial block and group),
-the key that two of the heads need scores 8 to 9 *above* the query's own anchor (median). The mean of 4, 8, 16 and 128
-queries has it 4, 12, 16 and 25 under the mean anchor: of 8 such facts the paper's vote finds none, at θ = 12 and at 16,
-and means of 8 queries find 4 at a density of 0.85. So, beyond the paper and off by default:
+the key that two of the heads need scores 8 to 9 *above* the query's own anchor (median), but 4, 12, 16 and 25 below the
+anchor of means of 4, 8, 16 and 128 queries. Of 8 such facts the paper's vote finds none at θ = 12 and at 16, and means
+of 8 queries find 4 at a density of 0.85. Two options go beyond the paper; both are off by default:
 
-* ``sample_tokens``: the last of every so many queries of a tile votes by its own score, held against its own x_a, not
-  against a mean (equation 2 for single queries). A key is kept for the group if any of them wants it. Such scores need
-  a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
-* ``whole_blocks``: a vote for one key keeps the block of the index around it: of 32 keys where all heads of a layer ask
-  for it and such blocks cost no more (``block_width.py``), of 64 or 128 elsewhere. What is copied is copied in order:
-  the keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
-  cost half of what stripes do, and short groups, which make for long lists of stripes, need no room for them.
+* ``sample_tokens``: the last of every ``sample_tokens`` queries of a tile votes with its own score and its own x_a,
+  instead of the tile's mean query (equation 2 for single queries). A key is kept for the group if any of these queries
+  keeps it. Such scores need a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
+* ``whole_blocks``: a vote for a key keeps the index block around it. The block has 32 keys where all heads of a layer
+  use this option and such blocks cost no more (``block_width.py``), else 64 or 128. Copied text is copied in order, so
+  the keys that unsampled queries look for lie beside those that the sampled queries find. Keys of a block also cost
+  half as much as stripes, and short groups, which make for long lists of stripes, need no room for them.
 
-With one tile a group and ``window_tokens`` = 512, the same prompt: sampled every 16 with blocks of 32, θ = 2, finds all
-8 facts, perplexity 0.6 % above dense at a density of 0.28 (the paper's: none, 5.8 %, 0.65). Sampled without blocks, θ =
-3, finds none (0.21); blocks without sampling, θ = 9, find all, at 5.3 % and 0.40; without the 512 keys of window
-perplexity is 8 % up. Of 19 such facts in 12,288 tokens, groups of 4 tiles find 18 at θ = 1 (perplexity +1.2 %, density
-0.23), 18 at θ = 2 (+0.2 %, 0.31), 19 at θ = 3 (0 %, 0.38); single tiles 16 at θ = 3 (0.31), every 8 sampled 17 (0.32).
-One prompt each, float32 on a CPU.
+With one tile in a group and ``window_tokens`` = 512, on the same prompt: sampling every 16th query with blocks of 32
+and θ = 2 finds all 8 facts at a perplexity 0.6 % above dense and a density of 0.28 (the paper's rule: none, 5.8 %,
+0.65). Sampling without blocks at θ = 3 finds none (0.21). Blocks without sampling at θ = 9 find all, at 5.3 % and 0.40.
+Without the window of 512 keys perplexity rises by 8 %. Of 19 such facts in 12,288 tokens, groups of 4 tiles find 18 at
+θ = 1 (perplexity +1.2 %, density 0.23), 18 at θ = 2 (+0.2 %, 0.31) and 19 at θ = 3 (0 %, 0.38). Single tiles find 16 at
+θ = 3 (0.31), and 17 with every 8th query sampled (0.32). Each figure is from one prompt, in float32 on a CPU.
 
-The vote's products grow by 128 / ``sample_tokens``; the anchors' shrink, as only voters need one. A group's voters,
-``step_tiles`` · 128 / ``sample_tokens``, should be no more than ``MOST_VOTERS``.
+The vote's matrix products grow by 128 / ``sample_tokens``; the anchors' shrink, because only voters need an anchor. A
+group should have no more than ``MOST_VOTERS`` voters: ``step_tiles`` · 128 / ``sample_tokens``.
 
-The mean queries are rounded to q's dtype for the matrix units, scores and thresholds are float32. No atomics: whoever
-writes a stretch of a list adds up what is kept before it, so that lists come out sorted and the same every time.
+Mean queries are rounded to q's dtype for the matrix units; scores and thresholds are float32. There are no atomics: a
+program that writes a stretch of a list first counts the kept keys before it, so lists are sorted and reproducible.
 """
 
 from dataclasses import dataclass
@@ -67,6 +92,7 @@ from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, descriptor
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
+    GROUP_FIELDS,
     WORD,
     GroupArgs,
     VoterArgs,
@@ -87,14 +113,14 @@ from vllm_sparse_kernels.selection.parameters import on_device, require
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 INITIAL_TOKENS = TILE_TOKENS
-"""Keys of the initial block, attended by every query."""
+"""Keys of the paper's initial block, which every query attends to."""
 
 VOTE_COLUMNS = 128
-"""Voters that keys meet in one product: those of several heads and groups at once, a power of two for each."""
+"""Voters, of several heads and groups, that keys meet in one product; a power of two for each head and group."""
 
 MOST_VOTERS = 128
-"""Voters of a group among them, at most; groups with more take several passes, in which they are loaded for each block
-of keys."""
+"""Largest number of a group's voters in one product. Groups with more voters take several passes, which load them for
+each block of keys."""
 
 VOTE_SPLIT = 1024
 """Candidate keys on which one program lets vote."""
@@ -105,60 +131,96 @@ SPLIT_TOKENS = 4096
 CHUNK_TOKENS = 1024
 
 MOST_THETA = 1e30
-"""Stands for infinity, which an anchor of ∞ less it would make no number."""
-
-GROUP_FIELDS = 4
-"""Columns of the groups' table on the device: start of the window, first tile, number of tiles, offset."""
+"""Replaces an infinite θ: an anchor of ∞ minus infinity is not a number."""
 
 
 class Group(NamedTuple):
-    """Tiles of one row whose first queries lie in one span: they share one window start and one list of stripes."""
+    """Tiles of one row that share a window start and a list of stripes.
 
-    start: int  # position where the window begins; of a row's first groups it may be negative
-    first_tile: int  # in Rows.tile_list
+    Attributes:
+        start: Position where the window begins. Negative in a row's first groups if the window reaches back; 0 in a
+            dense tail.
+        first_tile: Number of the first tile in ``Rows.tile_list``.
+        num_tiles: Number of tiles.
+        offset: Where the group's candidates begin among those of all groups of a head.
+        num_candidates: Keys between initial region and window, on which the group votes: the capacity of its list.
+    """
+
+    start: int
+    first_tile: int
     num_tiles: int
-    offset: int  # of the list, in a head's stripes
-
-    @property
-    def num_candidates(self) -> int:
-        """Keys between initial block and window: what the group votes on, and the capacity of its list."""
-        return max(self.start - INITIAL_TOKENS, 0)
+    offset: int
+    num_candidates: int
 
 
-def group_tiles(rows: Rows, span_tokens: int, window_tokens: int) -> list[list[Group]]:
-    """Return the groups of every row, in the order of their tiles.
+class Grouping(NamedTuple):
+    """How tiles are divided into groups.
 
-    Groups of a row begin at consecutive multiples of the span, and windows ``window_tokens`` before them.
-
-    Args:
-        rows: The rows of a step.
+    Attributes:
         span_tokens: Positions that a group covers.
         window_tokens: Keys of the window that lie before the group.
-
-    Returns:
-        Groups, by row.
+        initial_tokens: Keys at the start of a sequence that every query attends to.
+        dense_tail: Whether queries after the last complete group of a prompt attend to all keys.
     """
-    offset, grouped = 0, []
-    for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
-        groups, first_tile = [], rows.tile_starts[row]
-        for i_group in range(context_len // span_tokens, ceil_div(seq_len, span_tokens)):
-            tiles_until = ceil_div((i_group + 1) * span_tokens - context_len, TILE_TOKENS)
-            end_tile = min(rows.tile_starts[row] + tiles_until, rows.tile_starts[row + 1])
-            if first_tile < end_tile:
-                start = i_group * span_tokens - window_tokens
-                groups.append(Group(start, first_tile, end_tile - first_tile, offset))
-                offset += groups[-1].num_candidates
-                first_tile = end_tile
-        grouped.append(groups)
-    return grouped
+
+    span_tokens: int
+    window_tokens: int
+    initial_tokens: int
+    dense_tail: bool
+
+    def groups_of(self, rows: Rows) -> list[list[Group]]:
+        """Return the groups of every row, in the order of their tiles.
+
+        Groups of a row begin at consecutive multiples of the span, and their windows ``window_tokens`` before them. A
+        dense tail is one group, whose window begins at 0.
+
+        Args:
+            rows: The rows of a step.
+
+        Returns:
+            Groups, by row.
+        """
+        offset, grouped = 0, []
+        for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
+            groups, first_tile, row_end = [], rows.tile_starts[row], rows.tile_starts[row + 1]
+            tail_tile = self._tail_tile(rows, row)
+            for i_group in range(context_len // self.span_tokens, ceil_div(seq_len, self.span_tokens)):
+                tiles_until = ceil_div((i_group + 1) * self.span_tokens - context_len, TILE_TOKENS)
+                end_tile = min(rows.tile_starts[row] + tiles_until, tail_tile)
+                if first_tile < end_tile:
+                    start = i_group * self.span_tokens - self.window_tokens
+                    num_candidates = max(start - self.initial_tokens, 0)
+                    groups.append(Group(start, first_tile, end_tile - first_tile, offset, num_candidates))
+                    offset += num_candidates
+                    first_tile = end_tile
+            if tail_tile < row_end:
+                groups.append(Group(0, tail_tile, row_end - tail_tile, offset, 0))
+            grouped.append(groups)
+        return grouped
+
+    def _tail_tile(self, rows: Rows, row: int) -> int:
+        """Return the number of the row's first tile with a query in the dense tail; the row's end if there is none."""
+        row_start, row_end = rows.tile_starts[row], rows.tile_starts[row + 1]
+        tail_start = rows.prompt_ends[row] // self.span_tokens * self.span_tokens
+        if not self.dense_tail or tail_start >= rows.seq_lens[row]:
+            return row_end
+        return row_start + max(tail_start - rows.context_lens[row], 0) // TILE_TOKENS
 
 
 class Groups(NamedTuple):
-    """The groups of a step's rows, on the host and on the device."""
+    """The groups of a step's rows, on the host and on the device.
+
+    Attributes:
+        of_rows: Groups, by row.
+        table: [num_groups, GROUP_FIELDS] int32.
+        row_starts: [num_rows + 1] int32, the number of each row's first group.
+        tile_groups: [num_tiles] int32, the number of each tile's group.
+    """
 
     of_rows: list[list[Group]]
-    table: torch.Tensor  # [num_groups, GROUP_FIELDS] int32
-    row_starts: torch.Tensor  # [num_rows + 1] int32, a row's first group
+    table: torch.Tensor
+    row_starts: torch.Tensor
+    tile_groups: torch.Tensor
 
     @property
     def num_candidates(self) -> int:
@@ -171,40 +233,48 @@ class Groups(NamedTuple):
         return max(group.num_candidates for of_row in self.of_rows for group in of_row)
 
     @staticmethod
-    def of(rows: Rows, span_tokens: int, window_tokens: int) -> "Groups":
+    def of(rows: Rows, grouping: Grouping) -> "Groups":
         """Return the groups of a step, copied to the device.
 
         Args:
             rows: The rows of a step.
-            span_tokens: Positions that a group covers.
-            window_tokens: Keys of the window that lie before the group.
+            grouping: How tiles are divided into groups.
 
         Returns:
             Groups on the host and on the device.
         """
-        of_rows = group_tiles(rows, span_tokens, window_tokens)
-        row_starts = [0, *accumulate(len(groups) for groups in of_rows)]
-        flat = [field for groups in of_rows for group in groups for field in group]
-        on_device = to_device(flat + row_starts, torch.int32, rows.device)
-        return Groups(of_rows, on_device[: len(flat)].view(-1, GROUP_FIELDS), on_device[len(flat) :])
+        of_rows = grouping.groups_of(rows)
+        groups = [group for of_row in of_rows for group in of_row]
+        table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
+        row_starts = [0, *accumulate(len(of_row) for of_row in of_rows)]
+        tile_groups = [number for number, group in enumerate(groups) for _ in range(group.num_tiles)]
+        # One copy for all three. Each begins at a multiple of 16 bytes, else Triton would compile kernels anew.
+        row_starts_end = len(table) + len(row_starts)
+        padding = [0] * (-row_starts_end % GROUP_FIELDS.value)
+        on_device = to_device(table + row_starts + padding + tile_groups, torch.int32, rows.device)
+        return Groups(
+            of_rows,
+            on_device[: len(table)].view(-1, GROUP_FIELDS.value),
+            on_device[len(table) : row_starts_end],
+            on_device[row_starts_end + len(padding) :],
+        )
 
 
 @dataclass(frozen=True)
 class AnchorAttention(PerHead):
     """Parameters of AnchorAttention; the defaults are the paper's (section 4.1).
 
-    theta: θ, how far under the anchor a key's score may lie, in units of q·k·scale; infinity keeps every key.
-    step_tiles: step, tiles of 128 queries that share one selection.
-    use_anchor: False sets x_a = 0, the paper's ablation "without anchor" (table 4).
-
-    window_tokens: keys before the group that belong to its window as well, a multiple of 128. Algorithm 1 read with
-        1-based blocks has 128.
-
-    Beyond the paper, and off by default:
-
-    sample_tokens: every so-many-th query of a tile votes, with its own score and its own anchor, instead of the tile's
-        mean query; a power of two up to 128, or 0 for the mean.
-    whole_blocks: a vote for one key keeps the index's whole block around it, and no list has stripes.
+    Attributes:
+        theta: θ, how far below the anchor a key's score may lie, in units of q·k·scale; infinity keeps every key.
+        step_tiles: step, tiles of 128 queries that share one selection.
+        use_anchor: False sets x_a = 0, the paper's ablation "without anchor" (table 4).
+        window_tokens: Keys before the group that also belong to its window, a multiple of 128. Algorithm 1 read with
+            1-based blocks has 128.
+        sample_tokens: Beyond the paper: distance between the queries of a tile that vote, each with its own score and
+            its own anchor, instead of the tile's mean query; a power of two up to 128, or 0 for the mean query.
+        whole_blocks: Beyond the paper: a vote for a key keeps the index block around it, and no list has stripes.
+        dense_tail: As in the authors' code: queries after the last complete group of a prompt attend to all keys.
+        first_group: As in the authors' code: the initial region is the first group and not only the first block.
     """
 
     block_tokens = 128
@@ -216,6 +286,8 @@ class AnchorAttention(PerHead):
     window_tokens: int = 0
     sample_tokens: int = 0
     whole_blocks: bool = False
+    dense_tail: bool = False
+    first_group: bool = False
 
     def __post_init__(self) -> None:
         require(self.theta >= 0, "theta", self.theta, "a number >= 0, or infinity")
@@ -233,13 +305,40 @@ class AnchorAttention(PerHead):
 
     @property
     def finest_block_tokens(self) -> int | None:
-        """Narrow blocks keep less around a vote; single keys do not care."""
+        """Blocks of 32 keys with ``whole_blocks``: narrow blocks keep less around a vote. Stripes need no width."""
         return WORD.value if self.whole_blocks else None
 
     @property
     def span_tokens(self) -> int:
         """Positions that one group covers."""
         return self.step_tiles * TILE_TOKENS
+
+    @property
+    def initial_tokens(self) -> int:
+        """Keys at the start of a sequence that every query attends to."""
+        return self.span_tokens if self.first_group else INITIAL_TOKENS
+
+    @property
+    def grouping(self) -> Grouping:
+        """How tiles are divided into groups."""
+        return Grouping(self.span_tokens, self.window_tokens, self.initial_tokens, self.dense_tail)
+
+    @property
+    def reads_prompt_length(self) -> bool:
+        """Whether the selection depends on ``Rows.prompt_lens``."""
+        return self.dense_tail
+
+    @property
+    def least_prompt_tokens(self) -> int:
+        """Start of the first group that votes, which must be complete under ``dense_tail``."""
+        first_voting_start = self.initial_tokens + self.window_tokens + TILE_TOKENS
+        group_start = ceil_div(first_voting_start, self.span_tokens) * self.span_tokens
+        return group_start + self.span_tokens - 1 if self.dense_tail else group_start
+
+    def _bound_groups(self, rows: Rows) -> list[Group]:
+        """Return groups whose lists have room for any prompt length, which memory must not depend on."""
+        without_tail = self.grouping._replace(dense_tail=False)
+        return [group for of_row in without_tail.groups_of(rows) for group in of_row]
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Return the room for one head's stripes: see ``Method.stripe_layout``.
@@ -252,7 +351,7 @@ class AnchorAttention(PerHead):
         """
         if self.whole_blocks:
             return StripeLayout.none(rows)
-        groups = [group for of_row in group_tiles(rows, self.span_tokens, self.window_tokens) for group in of_row]
+        groups = self._bound_groups(rows)
         offsets = tuple(group.offset for group in groups for _ in range(group.num_tiles))
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
@@ -268,8 +367,7 @@ class AnchorAttention(PerHead):
         Returns:
             An upper bound, in bytes.
         """
-        of_rows = group_tiles(rows, self.span_tokens, self.window_tokens)
-        num_candidates = sum(group.num_candidates for of_row in of_rows for group in of_row)
+        num_candidates = sum(group.num_candidates for group in self._bound_groups(rows))
         voted = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
         return max(voted, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
@@ -284,13 +382,13 @@ class AnchorAttention(PerHead):
             scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
         rows, empty = index.rows, index.workspace.empty
-        settings = self.span_tokens, self.window_tokens
-        groups = rows.once((Groups, *settings), lambda: Groups.of(rows, *settings))
+        grouping = self.grouping
+        groups = rows.once((Groups, grouping), lambda: Groups.of(rows, grouping))
         shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), triton.next_power_of_2(cache.head_dim)
         voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
         words = empty(index.num_heads, num_words, dtype=torch.int32)
-        args = GroupArgs(groups.table, groups.row_starts, words, num_words)
+        args = GroupArgs(groups.table, groups.row_starts, groups.tile_groups, words, num_words)
         self._vote(q, cache, index, heads, scale, voters, groups, args)
         self._list(index, heads, groups, args)
 
@@ -298,7 +396,7 @@ class AnchorAttention(PerHead):
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
         voters: VoterArgs, groups: Groups, args: GroupArgs,
     ) -> None:  # fmt: skip
-        """Equations 1 and 2: what each group keeps, as the words of ``args``."""
+        """Compute what each group keeps (equations 1 and 2), as the words of ``args``."""
         rows, group = index.rows, index.num_heads // cache.num_kv_heads
         block_d = triton.next_power_of_2(cache.head_dim)
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, for what fits into shared memory
@@ -310,7 +408,7 @@ class AnchorAttention(PerHead):
                 HEAD_DIM=cache.head_dim,
                 BLOCK_D=block_d,
                 GROUP=group,
-                INITIAL=INITIAL_TOKENS,
+                INITIAL=self.initial_tokens,
                 PAGE=cache.page_size,
                 PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
                 BLOCK_N=block_n,
@@ -326,8 +424,8 @@ class AnchorAttention(PerHead):
         queries = max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS
         voting = Voting(self.use_anchor, queries, self.sample_tokens, self.tile_voters)
         anchor_kernel[(rows.num_tiles, len(heads))](
-            query_args(q), *keys, rows.tiles, heads, thetas, voters,
-            rows.num_tiles, scale, self.span_tokens, self.window_tokens,
+            query_args(q), *keys, rows.tiles, heads, thetas, voters, args,
+            rows.num_tiles, scale,
             shape, compile_time(voting), **options,
         )  # fmt: skip
         # Launched for rows too short to have candidates as well: warming up then compiles it for groups of any size.
@@ -343,7 +441,6 @@ class AnchorAttention(PerHead):
             ONE_PASS=group_voters <= block_t,
             VOTERS=self.tile_voters,
             WHOLE_WORDS=self.whole_blocks,
-            FIELDS=GROUP_FIELDS,
         )
         vote_kernel[(num_sets * cache.num_kv_heads, splits, rows.num_rows)](
             *keys, args, voters, None if len(heads) == index.num_heads else heads, len(heads),
@@ -352,19 +449,17 @@ class AnchorAttention(PerHead):
         )  # fmt: skip
 
     def _list(self, index: SparseIndex, heads: torch.Tensor, groups: Groups, args: GroupArgs) -> None:
-        """Blocks and stripes of every tile from the votes."""
+        """List the blocks and stripes of every tile from the votes."""
         rows = index.rows
         blocks_kernel[(rows.num_tiles, len(heads))](
-            args, index.args, heads, rows.num_tiles, self.span_tokens, self.window_tokens,
-            INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,
-            GROUP_FIELDS=GROUP_FIELDS,
+            args, index.args, heads, rows.num_tiles,
+            INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,
         )  # fmt: skip
         if self.whole_blocks:
             return
         stripes_kernel[(max(ceil_div(groups.largest, SPLIT_TOKENS), 1), len(groups.table), len(heads))](
             args, index.args, heads, rows.num_tiles,
-            INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
-            FIELDS=GROUP_FIELDS,
+            INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
         )  # fmt: skip
 
 

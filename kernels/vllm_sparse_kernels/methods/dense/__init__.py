@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense: nothing is left out."""
+"""Dense attention, which leaves out nothing."""
 
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.dense.reference import select_dense

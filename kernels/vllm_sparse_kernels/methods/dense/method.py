@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every causal block: exact attention through the sparse way, the baseline that all methods are held against."""
+"""Every causal block: exact attention on the sparse path, the baseline of all methods."""
 
 from dataclasses import dataclass
 

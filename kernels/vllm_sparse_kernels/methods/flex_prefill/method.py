@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexPrefill's vertical-slash (arXiv:2502.20766), as SharePrefill falls back to it (arXiv:2505.19578, Algorithm 5).
 
-Â = softmax of the chunk's last 64 queries against all keys. How many lines of it are kept follows from the data: the
-fewest columns with γ of Â's mass, and the fewest diagonals with γ of it. Columns are kept as stripes, diagonals as
-blocks.
+Â is the softmax of the chunk's last 64 queries over all keys. The data decides how many lines are kept: the fewest
+columns with γ of Â's mass, and the fewest diagonals with γ of it. Columns are kept as stripes, diagonals as blocks.
 
 Deviations from Algorithm 5:
 
-* Diagonals are those of blocks of 64 queries and keys. A tile computes whole blocks: one diagonal of keys costs it
-  three of them where two diagonals of blocks cost as much. Chosen one by one, diagonals of diffuse heads lie everywhere
-  and keep nearly all blocks: on a trained model at γ = 0.9 and 8K tokens, bands of 64 brought density from 0.36 to 0.26
-  and recall from 0.97 to 0.93. Diagonals of blocks and bands of diagonals lie on one curve. (The authors' code sorts
-  pooled blocks too, but keeps as many as the count of single diagonals suggests, which holds less than γ: recall 0.86
-  at density 0.20.)
-* A tile keeps at most ``max_stripes`` stripes (fewer where a row has very many tiles). If a head's columns exceed that,
-  the blocks with the most columns are kept whole, until the rest fits: more keys, never fewer.
-* Columns and diagonals tied at the threshold are all kept, and those count as tied whose sums, as floats, agree in
-  their first 10 bits after the leading one: γ is reached, with columns within a thousandth of the least one beside it.
-  This takes two passes over the sums (radix.py) where exact ties would take four.
+* Diagonals are those of blocks of 64 queries and keys. A tile computes whole blocks: one diagonal of keys costs three
+  blocks, as much as two diagonals of blocks. If chosen singly, the diagonals of diffuse heads lie everywhere and keep
+  nearly all blocks: on a trained model at γ = 0.9 and 8K tokens, bands of 64 reduced density from 0.36 to 0.26 and
+  recall from 0.97 to 0.93. Diagonals of blocks and bands of diagonals lie on the same curve of recall against density.
+  (The authors' code also sorts pooled blocks, but keeps as many as the count of single diagonals, which holds less than
+  γ: recall 0.86 at density 0.20.)
+* A tile keeps at most ``max_stripes`` stripes (fewer if a row has very many tiles). If a head's columns exceed that,
+  the blocks with the most columns are kept whole until the other columns fit. This keeps more keys, never fewer.
+* All columns and diagonals that are tied at the threshold are kept. Sums count as tied if their mantissas agree in 10
+  bits. γ is therefore reached, with additional columns within a thousandth of the smallest one. This takes two passes
+  over the sums (radix.py), while exact ties would take four.
 * The first block and the diagonal ones are always kept, as in the authors' code.
 * The last queries are those of the row's chunk in this step, fewer if the chunk is shorter.
-* Columns and diagonals hold γ each, together more. Made fewer until all of them together hold γ of Â, they lie on the
-  same curve of recall against density.
+* Columns and diagonals hold γ each, and more together. If they are reduced until all of them together hold γ of Â, they
+  lie on the same curve of recall against density.
 
-Left out: the authors' minimal budget, with which 1,024 keys lie on the same curve at 12K tokens and below it at 6K, and
-the paper's query-aware heads (its Algorithms 2 and 4), which Algorithm 5 does not have: at τ = 0.1 about a tenth of a
-trained model's, and what they keep lies slightly below that curve.
+Two parts are not implemented. The authors' minimal budget of 1,024 keys lies on the same curve at 12K tokens and below
+it at 6K. The paper's query-aware heads (its Algorithms 2 and 4), which Algorithm 5 does not have, are about a tenth of
+a trained model's heads at τ = 0.1, and lie slightly below that curve.
 
-Beyond the paper, ``estimating: spread`` takes queries that part the chunk evenly in place of its last ones, at the same
-price. How near they lie to each other decides what single queries get that look for something of their own.
-code-lm-29m-128k at γ = 0.9, answers inside the prompt, perplexity, density (dense, of the longer one: 38, 3.418):
+Beyond the paper, ``estimating: spread`` uses queries that are spread evenly over the chunk instead of its last ones, at
+the same cost. The distance between these queries decides how well single queries with their own targets are served.
+Results of code-lm-29m-128k at γ = 0.9: answers inside the prompt, perplexity, density (dense on the longer prompt: 38,
+3.418):
 
 | | last 64 | last 128 | 64 spread | 128 spread | 256 spread |
 | --- | --- | --- | --- | --- | --- |
@@ -67,7 +67,7 @@ from vllm_sparse_kernels.selection.radix import (
 )
 
 BAND = 64
-"""Queries and keys of the blocks whose diagonals are kept or left."""
+"""Queries and keys of the blocks whose diagonals are kept or left out."""
 
 ROW_STRIPES = 1 << 19
 """Room for the stripes of one row, all of its tiles together: 2 MiB per head."""
@@ -85,11 +85,11 @@ class FlexVerticalSlash(PerHead):
     max_stripes: int = 8192
 
     last_queries: int = 64
-    """Queries that the lines are estimated from, in Algorithm 3 a block of no stated size. FlexPrefill's 128 take twice
-    the time and answer no more: docs/quality.md."""
+    """Number of queries from which lines are estimated. Algorithm 3 has a block of unstated size. FlexPrefill's 128
+    take twice the time without more right answers (docs/quality.md)."""
 
     estimating: Literal["last", "spread"] = "last"
-    """Beyond the paper, ``spread``: of as many queries as ``last_queries`` says, but spread evenly over the chunk."""
+    """``last``, or beyond the paper ``spread``: ``last_queries`` queries that are spread evenly over the chunk."""
 
     def __post_init__(self) -> None:
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1]")
@@ -108,7 +108,7 @@ class FlexVerticalSlash(PerHead):
         return self.gamma if self.gamma < 1 else math.inf
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:
-        """Return how many stripes a tile of a row may keep. Depends on the row's own size alone.
+        """Return how many stripes a tile of a row may keep. The number depends only on the row's size.
 
         Args:
             rows: The rows of a step.
@@ -136,7 +136,7 @@ class FlexVerticalSlash(PerHead):
         return StripeLayout(tuple(offsets), total)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
 
         Args:
             rows: The rows of a step.
@@ -209,7 +209,7 @@ class LineShape(NamedTuple):
 
 
 class LineLimits(NamedTuple):
-    """How many stripes a row may have, and where its keys begin; every field is a ``tl.constexpr``."""
+    """Limits of the stripes of a row; every field is a ``tl.constexpr``."""
 
     ROW_STRIPES: Any  # of all tiles together
     FEWEST: Any  # of a tile, however many there are
@@ -332,12 +332,12 @@ def _keep_lines_kernel(
     b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)
     b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_left, 0), 0)
     if i_job < num_entries:
-        # The largest count c that fits if blocks with c or more are kept whole, or 1: none remain.
+        # The largest count c that fits if blocks with c or more columns are kept whole; with 1, no columns remain.
         num_tiles = (tl.load(sums.rows + i_row * SHAPE.FIELDS + 1) + LIMITS.TILE - 1) // LIMITS.TILE
         room = tl.minimum(max_stripes, tl.maximum(LIMITS.FEWEST, LIMITS.ROW_STRIPES // num_tiles))
         most = tl.max(tl.where(tl.sum(b_left, 0) <= room, 2 + o_c, 1), 0)
         count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)
-        if i_chunk > 0:  # the first block is kept whole whatever its count
+        if i_chunk > 0:  # the first block is always kept whole
             b_first = (mass_keys(tl.load(sums.totals + place + o_c)) >= threshold).to(tl.int32)
             count -= tl.where(tl.sum(b_first, 0) < most, tl.sum(b_first, 0), 0)
         i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)

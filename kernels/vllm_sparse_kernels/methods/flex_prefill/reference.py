@@ -129,7 +129,7 @@ def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> torch.Tensor:
-    """Flag the first block and the blocks to keep whole, such that at most ``capacity`` columns remain outside.
+    """Flag the first block and the blocks to keep whole, so that at most ``capacity`` columns remain outside.
 
     Args:
         columns: [seq_len] bool, kept ones.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MInference (Jiang et al., 2024): of three patterns each head has its own."""
+"""MInference (Jiang et al., 2024): each head has one of three patterns."""
 
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
@@ -8,7 +8,7 @@ from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.methods.spec import MethodSpec
 
 EVERYTHING = 1 << 20
-"""More tokens or blocks than rows have."""
+"""More tokens or blocks than any row has."""
 
 SPECS = (
     MethodSpec(

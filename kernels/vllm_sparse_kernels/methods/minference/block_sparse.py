@@ -7,11 +7,11 @@ Deviations from the paper:
 
 * A tile of 128 queries keeps the same keys: the union of its two query blocks' k_b blocks. In an index of 128 keys a
   block stands for two of 64.
-* Query blocks are counted from the row's first query of this step, key blocks from position 0. The last block of either
-  is averaged over the tokens that exist; the authors' code fills it up with zeros.
+* Query blocks are counted from the row's first query of this step, key blocks from position 0. The last query block and
+  the last key block are averaged over the tokens that exist; the authors' code pads them with zeros.
 * A key block is a candidate when its first key is not later than the query block's last query. Softmax keeps the order
   of the products, and is left out.
-* Diagonal blocks are always kept, beyond the k_b. Equal products: the earliest block first.
+* Diagonal blocks are always kept, in addition to the k_b. Ties go to the earliest block.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ PER_TILE = 2
 """Query blocks of a tile."""
 
 HELD_BLOCKS = 2048
-"""Scores of each of a tile's two rows that stay in registers, those of 131,072 keys."""
+"""Scores that stay in registers, for each of a tile's two rows: those of 131,072 keys."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def write_top_blocks(
     """Write the lists of the tiles from ``first_tile`` on: the blocks with the largest scores, and the diagonal.
 
     Args:
-        scores: [n, 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
+        scores: [n, 2 · tiles, a multiple of 64] float32, undefined outside the tile's causal reach.
         method: The method of the heads, possibly merged.
         index: The index, whose lists of ``heads`` are overwritten.
         first_tile: First tile of the run.
@@ -93,7 +93,7 @@ def _top_blocks_kernel(
 ):  # fmt: skip
     """Write the list of one tile and head.
 
-    The kept blocks follow from the scores of its two query blocks, each ``width`` · 64, and from the diagonal.
+    The kept blocks follow from the scores of its two query blocks (``width`` · 64 each) and from the diagonal.
 
     Grid: (tiles of the run, n). Bound by latency: 32 halvings over scores in registers.
 
@@ -140,8 +140,8 @@ def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
 
     The k largest values are those above the threshold and the first ``ties`` equal to it.
 
-    Found bit by bit from the highest down. The first CHUNK values are held; of longer rows the rest is read for every
-    bit.
+    The search goes bit by bit, from the highest down. The first CHUNK values stay in registers. The other values of
+    longer rows are read again for every bit.
     """
     row_0, num_0, row_1, num_1 = rows
     b_0, b_1 = load_bits(row_0, 0, num_0, 0, CHUNK), load_bits(row_1, 0, num_1, 0, CHUNK)

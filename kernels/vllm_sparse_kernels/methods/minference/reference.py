@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three patterns of MInference (arXiv:2407.02490) in plain torch: section 3, Algorithms 2 to 4.
 
-Deviations are those that the patterns' own files list; the arithmetic is the paper's.
+The patterns' files list the deviations. The arithmetic is the paper's.
 """
 
 from typing import TYPE_CHECKING

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vertical-slash heads of MInference (arXiv:2407.02490), Algorithms 2 and 4.
 
-Â = softmax of the last 64 queries against all keys. The k_v keys with the largest column sums are kept as stripes
-("verticals"), the k_s offsets ``query position - key position`` with the largest diagonal sums as blocks ("slashes").
+Â is the softmax of the last 64 queries over all keys. The k_v keys with the largest column sums are kept as stripes
+("verticals"). The k_s offsets ``query position - key position`` with the largest diagonal sums are kept as blocks
+("slashes").
 
-* The sums are those of last_queries.py, the largest are found as radix.py says: exactly as many as are asked for.
+* last_queries.py computes the sums, and radix.py finds the largest ones, exactly as many as k_v and k_s.
 * Algorithm 4 merges points and ranges one after the other for each row of blocks. Here the kept slashes become running
-  counts: a tile at positions [p, p'] keeps the key block [s, e] iff a kept offset lies in [max(p - e, 0), p' - s], one
-  subtraction. The same blocks, and every block of a tile at once.
-* Rows of a step, and heads with numbers of their own, are selected together.
+  counts: a tile at positions [p, p'] keeps the key block [s, e] iff a kept offset lies in [max(p - e, 0), p' - s],
+  which takes one subtraction. The result is the same, for all blocks of a tile at once.
+* All rows of a step, and heads with different parameters, are selected together.
 
 Deviations from the paper:
 
-* Blocks lie at absolute positions, where the paper's begin where a slash enters the row, and rows of blocks are tiles
-  of 128 queries, where the paper's are 64: the union of what slashes touch is larger. Where kept slashes lie side by
-  side it is slightly so; where they are scattered, density is 1.4 to 3 times that of the authors' code.
+* Blocks lie at absolute positions, while the paper's blocks begin where a slash enters the row. Rows of blocks are
+  tiles of 128 queries, while the paper's have 64. The union of the touched blocks is therefore larger: slightly if the
+  kept slashes are neighbours, and 1.4 to 3 times the density of the authors' code if they are scattered.
 * The last queries are those of the row's chunk in this step, fewer than 64 if the chunk is shorter.
 * Diagonal blocks are always kept.
 * The authors' code gives the first 30 columns and the last 100 diagonals infinite sums before it takes the largest, so
-  that they count among k_v and k_s; the paper's text does not. ``forced_verticals`` and ``forced_slashes`` follow the
-  code, 0 follows the paper. The code also raises k_v to 30 and k_s to 50 where less is asked for; this does not.
-* Of equal sums, those alike in ten bits of the mantissa (radix.py), the earliest key and the nearest diagonal go first.
+  that they count among k_v and k_s. The paper's text does not. ``forced_verticals`` and ``forced_slashes`` follow the
+  code; 0 follows the paper. The code also raises k_v to at least 30 and k_s to at least 50. This implementation does
+  not.
+* Sums are equal if ten bits of their mantissas agree (radix.py). Ties go to the earliest key and the nearest diagonal.
 """
 
 from dataclasses import dataclass
@@ -94,7 +96,7 @@ class VerticalSlash(PerHead):
         return StripeLayout.per_tile(rows, self.most_verticals)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
 
         Args:
             rows: The rows of a step.
@@ -181,7 +183,7 @@ def _keep_largest_kernel(
         return
     goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
     threshold, num_ties, digit, b_w = threshold_of(digits, LAST_PASS, i_all, chunks, used, goal, False)
-    # Those of the chunks before.
+    # Counts of the previous chunks.
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     b_w = tl.where((o_c < i_chunk)[:, None], b_w, 0)
     above = tl.sum(tl.load(digits.above + i_all * chunks + o_c, mask=o_c < i_chunk, other=0), 0)
@@ -190,7 +192,7 @@ def _keep_largest_kernel(
 
     num_forced = tl.load(forced + i_job).to(tl.int32)
     i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
-    slashes = upto + (place - num_entries.to(tl.int64) * capacity)  # of a slash: they come after the columns
+    slashes = upto + (place - num_entries.to(tl.int64) * capacity)  # of slashes, which follow the columns
     for start in range(first, end, CHUNK):
         b_key = load_count_keys(sums.totals + place, start, end, num_forced, CHUNK)
         b_kept, b_upto, above, ties = kept_in_chunk(b_key, threshold, num_ties, above, ties)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE (Ji et al., 2025): blocks with a key whose 4-bit score is not far below the exact ones near by."""
+"""SALE (Ji et al., 2025): keep blocks with a key whose 4-bit score is high relative to nearby exact scores."""
 
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import select_sale
 from vllm_sparse_kernels.methods.spec import MethodSpec
 
 TAUS = (0.256, 0.128, 0.064, 0.032, 0.016, 0.008, 0.004, 0.002, 0.001)
-"""The paper's calibration (section 3.3) halves τ from 0.008. On most heads of a trained model τ = 0.1 answers as dense
-attention does and keeps half of what 0.008 keeps (docs/quality.md): it is the paper's own halving, from further up."""
+"""Thresholds that calibration chooses from. The paper (section 3.3) halves τ from 0.008; its authors' code stops at
+0.0001. On most heads of a trained model τ = 0.1 answers as dense attention does and keeps half of what 0.008 keeps
+(docs/quality.md), so this ladder starts higher, and a head that needs less than 0.001 gains too little. The option
+``--taus 0.008:0.0001`` of ``profile calibrate`` has the code's thresholds."""
 
 SPECS = (
     MethodSpec(

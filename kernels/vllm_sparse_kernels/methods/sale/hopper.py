@@ -205,7 +205,7 @@ def half_kernel(
     It replaces ``scores._test_kernel`` for spans whose products fit half precision.
 
     Grid: (pairs of tiles, spans of the furthest tile's keys, selected heads), 4 warps. Two programs fit a
-    multiprocessor. Bound by the instructions that look at scores: a multiply-add and a maximum for two scores, beside
+    multiprocessor. Bound by the instructions that look at scores: a multiply-add and a maximum for two scores, next to
     which the matrix units multiply the other tile's.
 
     Args:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of a row for SALE's rounding: mean keys and queries and, for half the channels, the kept channels.
 
-A channel of a kv head weighs as much as it moves scores: the variance of the row's keys in it times the second moment,
+The weight of a kv head's channel is its effect on scores: the variance of the row's keys in it times the second moment,
 about the mean query, of the step's queries of all heads that read it. The heavier half is kept, each channel by itself:
 keeping the two that rotary embedding turns together, or none of them, lost more on trained attention at every density.
 """

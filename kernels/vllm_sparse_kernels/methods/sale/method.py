@@ -1,54 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """SALE (Ji et al., 2025: "SALE: Low-bit Estimation for Efficient Sparse Attention in Long-context LLM Prefilling").
 
-Blocks of b_q = 64 queries × b_k = 32 keys. Sink and local blocks are kept; of the blocks between them, those with an
-element whose relative attention score, estimated from 4-bit queries and keys, is τ or more (Algorithm 1):
+Blocks have b_q = 64 queries and b_k = 32 keys. Sink and local blocks are always kept. A block between them is kept if
+any element's relative attention score, estimated from 4-bit queries and keys, is at least τ (Algorithm 1):
 
-1. Quantisation (section 3.2 names SageAttention-2's; the rest is from the authors' code): q − q̄ and k − k̄, with q̄ the
-   head's mean query of this step and k̄ the row's mean key, become integers −7 … 7. In a block of 32, keys j of equal
-   (j mod 8) // 2 share a scale: eight keys, those that one thread holds in the matrix instruction's result.
-2. m̃ and l̃: row maximum and sum of exponentials over sink and local region, in full precision.
-3. S̃ = scale · (Q̃K̃ᵀ dequantised + q̄(k − k̄)ᵀ + q k̄ᵀ) and exp(S̃ − m̃)/l̃ ≥ τ (equation 3). Equation 4 misplaces a
-   parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)": taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is what is tested. The terms
-   that do not change along a row, q k̄ᵀ with them, go into one threshold per query.
+1. Quantisation (section 3.2 names SageAttention-2's; the details are from the authors' code): q − q̄ and k − k̄ become
+   integers from −7 to 7, where q̄ is the head's mean query of this step and k̄ is the row's mean key. In a block of 32,
+   keys j of equal (j mod 8) // 2 share a scale: the eight keys that one thread holds in the matrix instruction's
+   result.
+2. m̃ and l̃ are the row maximum and the sum of exponentials over the sink and local regions, in full precision.
+3. S̃ = scale · (Q̃K̃ᵀ dequantised + q̄(k − k̄)ᵀ + q k̄ᵀ), and a block is kept if exp(S̃ − m̃)/l̃ ≥ τ (equation 3). Equation
+   4 misplaces a parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)". Taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is tested here.
+   Terms that do not change along a row, such as q k̄ᵀ, are part of one threshold per query.
 
-What decides the local region's size (appendix C): blocks between sink and local region are taken in segments of four,
-and those left over at the row's end (fewer than four) join the local region, which so has 128 to 224 tokens.
+Size of the local region (appendix C): blocks between the sink and the local region are taken in segments of four. The
+remainder at the row's end (fewer than four blocks) joins the local region, which therefore has 128 to 224 tokens.
 
-Where the paper leaves a choice, or this departs from it:
+Choices where the paper is ambiguous, and deviations from it:
 
-* Every query has a scale of its own. The authors' queries share one by pairs, r and r + 8 of each 16, because a thread
-  of their instruction holds both.
-* Hopper has no 4-bit matrix instruction. The integers are exact in int8 and in e4m3: nothing of the arithmetic is lost.
-  From Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most
-  49 · head_dim ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (tests hold
-  it to that). Elsewhere they are int8.
-* The authors round q̄(k − k̄)ᵀ to an integer and compare in half precision. On Hopper comparing is what costs, and what
-  they do is done here too where it is safe: e4m3 products are added up in half precision, which has every integer
-  up to 2,048, and so has all sums exactly while |q̃| · |k̃| is no more (Cauchy and Schwarz); with q̄(k − k̄)ᵀ, at most
-  2,048 steps as well, scores are off by 2^-11 of themselves and 2^-10 of it at most, a fraction of what 4 bits lose.
-  A program whose queries or keys may exceed this compares in float32, and so do all elsewhere.
-* The test multiplies every query with every key: at 131,072 tokens 8.5e12 operations for a chunk of 8,192 and 32 heads
-  of 128. Half of FlashAttention's work at twice bf16's rate, less what FlashAttention itself leaves unused: on Hopper
-  0.17 of FlashAttention-3's time is the floor. The paper's 0.11 rests on a 4090's INT4 at 8 times its FP16 rate.
+* Hopper has no 4-bit matrix instruction. The integers are exact in int8 and in e4m3, so no arithmetic is lost. From
+  Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most 49 · head_dim
+  ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (tests check this). Other
+  devices use int8.
+* Comparing is the bottleneck on Hopper, so it runs in half precision where that is safe. Half precision represents
+  every integer up to 2,048, so sums of e4m3 products are exact while |q̃| · |k̃| is at most 2,048 (Cauchy-Schwarz). With
+  q̄(k − k̄)ᵀ, also at most 2,048 steps, scores are off by at most 2^-11 of themselves and 2^-10 of that term, a fraction
+  of the error of 4 bits. Programs whose queries or keys may exceed these limits, and all other devices, use float32.
+* The test multiplies every query with every key: 8.5e12 operations at 131,072 tokens for a chunk of 8,192 and 32 heads
+  of 128 channels. This is half of FlashAttention's work at twice bf16's rate, so the lower limit on Hopper is about
+  0.17 of FlashAttention-3's time. The paper's 0.11 relies on an RTX 4090, whose INT4 is 8 times as fast as its FP16.
+* Heads with τ = 0 skip the test and keep every block.
+* Query blocks are counted from the row's first query of this step, so they need not be aligned with absolute positions.
+  A tile of 128 queries keeps the union of its two query blocks, so attention works on 128 × 32. On Hopper's engines an
+  index has the paper's blocks of 32 keys where all heads of a layer run SALE (``block_width.py``); elsewhere a block of
+  64 keys keeps the union of its two, and more is attended. The second query block's local region never begins before
+  the first's, so only keys before the first's local region are tested.
+* Both means, and the choice of channels, cover what this step sees. Selection therefore depends on the chunk size, and
+  on later queries of the same chunk.
+* The paper computes attention over the selected blocks in 8 bits (SageAttention). Here that is an option of ``attend``,
+  ``int8_scores``, off by default.
 * Beyond the paper, and off unless ``channels`` is "half": scores are estimated from the half of each kv head's channels
-  that moves them most in this step (``means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep all
-  channels, so what is left out, (q − q̄)(k − k̄)ᵀ of the other half, is 0 on average over a row's keys. A key is not to
-  be lost for it: every query's threshold is lower by its standard deviation, √(Σ (q − q̄)² var k) over the channels
-  left out. So the paper's τ keeps the density and the recall that it has with all channels: on a trained model of 128
-  channels, where half hold 0.66 to 0.99 of the energy, 0.70 of the pairs and 0.996 either way; at τ = 0.03 0.49 and
-  0.961 against 0.51 and 0.970, at 0.1 0.29 and 0.857 against 0.33 and 0.890.
-* Heads with τ = 0 test nothing: they keep every block.
-* Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
-  queries keeps the union of its two, so that attention is over 128 × 32. An index has the paper's blocks of 32 keys
-  where all heads of a layer run SALE, on Hopper's engines (``block_width.py``); elsewhere a block of 64 keys keeps the
-  union of its two, and attention is over more. As the second query block's local region begins no earlier than the
-  first's, only keys before the first's are tested.
-* Both means, and the choice of channels, are over what this step sees, so selection depends on the chunking, and on
-  later queries of the same chunk.
-* The authors run prompts of at most 1,024 tokens dense. That is for the backend to decide.
-* The paper computes attention over the selected blocks in 8 bits (SageAttention). That is ``attend``'s option, off
-  unless ``int8_scores`` asks for it: attention over what was kept is then exact to rounding.
+  that affects them most in this step (``means.py``), which halves the product. q̄(k − k̄)ᵀ and q k̄ᵀ keep all channels,
+  so the omitted term, (q − q̄)(k − k̄)ᵀ of the other half, averages to 0 over a row's keys. To avoid losing keys, each
+  query's threshold is lowered by that term's standard deviation, √(Σ (q − q̄)² var k) over the omitted channels. On a
+  trained model with 128 channels, where half of them hold 0.66 to 0.99 of the energy, density and recall stay the same
+  at the paper's τ (0.70 and 0.996). At τ = 0.03 they are 0.49 and 0.961 against 0.51 and 0.970, at 0.1 they are 0.29
+  and 0.857 against 0.33 and 0.890.
+
+**The authors' released code** differs from the paper and from this module in the following ways:
+
+* Queries r and r + 8 of each 16 share a scale, because a thread of the matrix instruction holds both. Here each query
+  has its own scale.
+* q̄(k − k̄)ᵀ is rounded to an integer in units of both scales, and scores are compared in half precision.
+* A score must exceed the threshold; the paper's Algorithm 1 has ≥, which is tested here.
+* Prompts of at most 1,024 tokens run dense. Here that is the server's decision (``min_tokens``).
+* Its calibration (section 3.3) stops halving at τ = 0.0001 and sets smaller thresholds to 0, which makes the head
+  dense. ``profile calibrate`` has that floor as an option (``--taus``), and the paper's absolute bound (``abs``).
 """
 
 import math

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE's selection in plain float32 torch: the same steps as method.py, whose docstring has the paper's part.
+"""SALE's selection in plain float32 torch: the same steps as ``method.py``, whose docstring describes them.
 
-The authors' quantisation is that of SageAttention-2: queries and keys less their means, signed 4-bit integers, and the
-product of the mean query with the smoothed keys added back in full precision.
+Quantisation is SageAttention-2's: queries and keys minus their means become signed 4-bit integers, and the product of
+the mean query with the smoothed keys is added in full precision.
 """
 
 import math
@@ -181,7 +181,7 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
     starts = [local_start(method, last) for last in last_positions(tile)]
     b_start = torch.tensor(starts, device=b_q.device).repeat_interleave(QUERY_BLOCK)[: len(b_q)]
     o_m = torch.arange(tile.position, tile.last_position + 1, device=b_q.device)
-    # Only sink and local keys are multiplied: the keys between them are what is to be spared.
+    # Only sink and local keys are multiplied: skipping the keys between them is the purpose.
     o_n = torch.cat([torch.arange(min(method.sink_tokens, starts[0])), torch.arange(starts[0], tile.last_position + 1)])
     o_n = o_n.to(b_q.device)
     seen = (o_n < method.sink_tokens) | (o_n >= b_start[:, None])

@@ -13,11 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
+
+MEANS_AT_ONCE = tl.constexpr(128)
+"""Mean keys that meet a mean query at a time, with as many or twice as many buffered."""
 
 
 class Spans(NamedTuple):
@@ -75,6 +79,22 @@ class TileShape(NamedTuple):
     BLOCK_M: Any  # queries of a tile
     CHUNK_KEYS: Any  # keys of a diagonal block that are multiplied at a time
     PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
+    MAP_STAGES: Any  # pipeline stages of the loop over mean keys, in which maps are made
+
+
+def _map_stages(head_dim: int, limit_bytes: int) -> int:
+    """Return the pipeline stages of the loop over mean keys.
+
+    Args:
+        head_dim: Elements of a mean key, which are float32.
+        limit_bytes: Shared memory of a program.
+
+    Returns:
+        3 for two buffers of mean keys, or 2 for one if two do not fit the GPU or head_dim exceeds 128.
+    """
+    block_d = triton.next_power_of_2(head_dim)
+    two_buffers = 2 * MEANS_AT_ONCE.value * block_d * 4 + 1024
+    return 3 if block_d <= 128 and two_buffers <= limit_bytes else 2
 
 
 class BlockAverages:
@@ -107,6 +127,7 @@ class BlockAverages:
                 BLOCK_M=TILE_TOKENS,
                 CHUNK_KEYS=chunk_keys,
                 PRECISION=precision,
+                MAP_STAGES=_map_stages(head_dim, shared_bytes(q.device)),
             )
         )
         room, num_rows = index.workspace.empty, index.rows.num_rows

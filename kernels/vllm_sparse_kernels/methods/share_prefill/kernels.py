@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.methods.share_prefill.block_average import average_tile, divergence, softmax_sums
+from vllm_sparse_kernels.methods.share_prefill.block_average import (
+    MEANS_AT_ONCE,
+    average_tile,
+    divergence,
+    softmax_sums,
+)
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
@@ -22,9 +27,6 @@ CHUNK = tl.constexpr(CHUNK_BLOCKS)
 
 TILES_AT_ONCE = tl.constexpr(32)
 """Tiles whose weights are under way at a time where those of a row are added up."""
-
-MEANS_AT_ONCE = tl.constexpr(128)
-"""Mean keys that meet a mean query at a time, with as many or twice as many under way."""
 
 
 class Thresholds(NamedTuple):
@@ -171,7 +173,7 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
     means = args.mean_keys + ((i_head // SHAPE.GROUP) * num_blocks + start_block) * SHAPE.HEAD_DIM
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     # Of one query: tensor cores, which take 8, need more instructions for a product that comes to float32.
-    for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=3 if SHAPE.BLOCK_D <= 128 else 2):
+    for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=SHAPE.MAP_STAGES):
         o_n = start + tl.arange(0, MEANS_AT_ONCE)
         in_keys = (o_n < diagonal)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
         b_k = tl.load(means + o_n[:, None] * SHAPE.HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)

@@ -1,51 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: the pattern of one head, computed densely, serves the similar heads of this and later layers.
+"""SharePrefill: the pattern of one head, computed densely, is shared by similar heads of this and later layers.
 
-"Accelerating Prefilling for Long-Context LLMs via Sparse Pattern Sharing" (arXiv:2505.19578). Heads are clustered
-offline; the clusters come with the profile. Per row, heads in order (Algorithms 1 to 4):
+"Accelerating Prefilling for Long-Context LLMs via Sparse Pattern Sharing" (Peng et al., arXiv:2505.19578).
 
-* estimate: the last queries' scaled QK averaged over each key block, softmax over blocks (Algorithm 3, line 3);
-* a head that is highly sparse, sqrt(JSD) to the uniform distribution at least δ, or in no cluster takes FlexPrefill's
-  vertical-slash (Algorithm 5);
-* the first other head of a cluster is the pivot. It is computed densely, and its map of block-averaged QK, softmaxed,
-  gives the pattern: the fewest blocks that hold γ of the map's mass (Algorithm 2);
-* a later head of the cluster takes the pivot's pattern if sqrt(JSD) between the two estimates is under τ, else
-  vertical-slash.
+**The paper's rule.** Heads are clustered offline; the clusters are part of the profile. At inference, per row and for
+each head in order (Algorithms 1 to 4):
 
-Which head becomes a pivot depends on the data, and so differs from row to row. All of it is decided on the device.
+1. *Estimate.* Average the last queries' scaled QK over each key block, then take the softmax over blocks: â (Algorithm
+   3, line 3).
+2. *Exclude.* A head that is highly sparse (sqrt(JSD) between â and the uniform distribution is at least δ), or that
+   belongs to no cluster, takes FlexPrefill's vertical-slash (Algorithm 5).
+3. *Pivot.* The first other head of a cluster is computed densely. The softmax of its block-averaged QK is its map; its
+   pattern is the fewest blocks that hold γ of the map's mass (Algorithm 2).
+4. *Share.* A later head of the cluster takes the pivot's pattern if sqrt(JSD) between their estimates is below τ, and
+   vertical-slash otherwise.
 
-How this reads the paper:
+Which head becomes a pivot depends on the data, so it differs from row to row. The device decides all of it.
 
-* The paper averages QK before the softmax. Such averages follow from mean queries and mean keys (block_average.py):
-  the map needs nothing from the attention kernel. On the diagonal, averages run over the pairs that the causal mask
-  leaves.
-* The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate takes the
-  chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
-* JSD is taken with the natural logarithm, as in the authors' code. Blocks tied at the threshold are all kept.
-* A head that shares takes the pivot's map rather than its pattern: what γ of it holds, by its own γ where heads differ
-  in that (the paper's do not). So no γ decides who shares, and one head's changes no other's.
-* With δ = 0 or τ = 0 nothing could be shared, and no pivot is computed. sqrt(JSD) never exceeds 0.83 = √ln 2: with
-  δ = 1.01, the paper's most accurate row (table 2: 39.35 against 39.05 for 1.18 times the latency), no head is too
-  sparse to share.
-* Heads of the pivot's own layer may share its pattern: the map does not wait for the attention. (The authors' code
-  builds patterns after the layer, and only later layers share them.)
+**Choices where the paper is open, and deviations from it:**
 
-The authors' code takes γ of the mass of each of the map's rows, not of the whole map: here all rows weigh alike, and
-tiles with many blocks, a chunk's last, are left short. And its map is the exact softmax mass of each block, from two
-passes over the pivot's QK, which cost as much as its dense attention, or half more. Both are left out. On a trained
-model (the 64 heads of a small one, 8,192 tokens, each with the pattern of its own map, γ = 0.9) recall → density were
-0.864 → 0.131 with averages, 0.874 → 0.163 with γ of each row, 0.910 → 0.154 with true mass, 0.926 → 0.190 with both.
-Averages reach a recall of 0.916 with γ = 0.95, at 0.201.
+* *Averages.* The paper averages QK before the softmax. Such averages follow from mean queries and mean keys
+  (block_average.py), so the map needs nothing from the attention kernel. On the diagonal, averages run over the pairs
+  that the causal mask leaves.
+* *Blocks.* The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate
+  uses the chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
+* *JSD* uses the natural logarithm, as the released code does. Blocks tied at the threshold are all kept.
+* *γ per head.* A head that shares takes the pivot's map, not its pattern, and keeps the blocks that hold its own γ of
+  it; the paper has one γ. Thus γ never decides which heads share, and a head's γ changes no other head.
+* *No sharing.* With δ = 0 or τ = 0 nothing could be shared, and no pivot is computed. sqrt(JSD) never exceeds 0.83 =
+  √ln 2: with δ = 1.01, the paper's most accurate row (table 2: 39.35 against 39.05, at 1.18 times the latency), no head
+  is too sparse to share.
+* *Same layer.* Heads of the pivot's own layer may share its pattern, because the map does not wait for the attention.
+  The released code builds patterns after the layer, so only later layers share them.
+* *Lines from spread queries.* ``estimating="spread"`` (off by default, beyond the paper) estimates vertical-slash's
+  lines from queries spread over the chunk, as in ``FlexVerticalSlash``. The last queries still decide which heads
+  share.
 
-Beyond the paper, and off by default, vertical-slash's lines may come from queries spread over the chunk
-(``estimating``, as of ``FlexVerticalSlash``). Who shares is decided by its last queries all the same.
+**Released code.** The authors' repository (opas-lab/SharePrefill at f42a531) differs from the paper as follows; none of
+it is implemented here:
 
-Left out: that code compares heads by sums of true mass over columns and diagonals, has no δ, makes heads whose estimate
-from pooled keys is good query-aware (FlexPrefill), shares only where vertical-slash would hold less than 0.9 of the
-pivot's mass, and adds each head's best columns and diagonals, 1,024 keys, to the pattern that it takes.
+* *True mass.* Its map is the exact softmax mass of each block, by a second pass over the pivot's QK, which costs half
+  of the pivot's dense attention or more.
+* *γ of each row.* It takes γ of the mass of each row of the map, not of the whole map. With the whole map all rows
+  weigh alike, and rows with many blocks, a chunk's last, are left short.
+* *Comparison.* It compares heads by the true mass of the last queries, summed over columns and over diagonals: both
+  distances to the pivot must be below 0.5. The paper compares estimates, and has τ = 0.2.
+* *Query-aware heads.* A head whose pooled estimate is close to the true one (a distance below 0.1) takes FlexPrefill's
+  query-aware pattern, in any cluster or none.
+* *Exclusion.* It has no δ. Instead no head shares a pivot whose own vertical-slash would hold 0.9 or more of its mass.
+* *Budget.* Each head, also one that shares, keeps at least 1,024 keys' worth of its own best columns and of its own
+  best diagonals, in blocks of 128.
 
-Who shares is known before vertical-slash looks at any key. What it does for a head, and for a key head all of whose
-query heads share, ends there; query heads that share keys are stacked, so that one of them costs what all do.
+On a trained model (the 64 heads of a small one, 8,192 tokens, each head with the pattern of its own map, γ = 0.9),
+recall → density were 0.864 → 0.131 with averages, 0.874 → 0.163 with γ of each row, 0.910 → 0.154 with true mass, and
+0.926 → 0.190 with both. Averages reach a recall of 0.916 with γ = 0.95, at a density of 0.201. The other differences
+have not been measured.
+
+**Cost.** Which heads share is known before vertical-slash reads any key. Its work ends there for a head that shares,
+and for a key head all of whose query heads share. Query heads that share keys are stacked, so one of them costs as much
+as all.
 """
 
 from collections import Counter
@@ -82,20 +95,27 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class SharePrefill(PerHead):
-    """δ, τ, γ of the paper, and the cluster of a head, which has the same number in all layers."""
+    """Parameters of SharePrefill for each head; the module's docstring has the rules."""
 
     differing = ("gamma", "cluster")
 
-    max_sparsity: float = 0.3  # δ: heads at least that far from uniform share nothing; above 0.84 there are none
-    max_distance: float = 0.2  # τ: heads at least that far from their pivot do not take its pattern
-    gamma: float = 0.9  # γ: the share of the mass that patterns, columns and diagonals hold
+    max_sparsity: float = 0.3
+    """δ: heads at least this far from uniform share nothing (Algorithm 3). Above 0.84 there are none."""
+
+    max_distance: float = 0.2
+    """τ: heads at least this far from their pivot do not take its pattern (Algorithm 3)."""
+
+    gamma: float = 0.9
+    """γ: share of the mass that patterns, columns and diagonals hold (Algorithms 2 and 5)."""
+
     cluster: int = NOISE
+    """Number of the head's cluster, the same in all layers; −1 for noise."""
 
     last_queries: int = 64
-    """Queries that vertical-slash's lines are estimated from."""
+    """Number of queries from which vertical-slash's lines are estimated."""
 
     estimating: Literal["last", "spread"] = "last"
-    """Beyond the paper, ``spread``: of as many queries as ``last_queries`` says, but spread evenly over the chunk."""
+    """Which queries these are: the chunk's last ones, or, beyond the paper, ``spread`` evenly over the chunk."""
 
     def __post_init__(self) -> None:
         require(self.max_sparsity >= 0, "max_sparsity", self.max_sparsity, "a number >= 0 (δ)")

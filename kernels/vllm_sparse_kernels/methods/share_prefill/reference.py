@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill (arXiv:2505.19578), Algorithms 1 to 4, head by head in plain float32; see method.py."""
+"""SharePrefill (arXiv:2505.19578), Algorithms 1 to 4, head by head in plain float32.
+
+``method.py`` lists the deviations from the paper.
+"""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +21,7 @@ NOISE = -1
 
 
 class Pivot(NamedTuple):
-    """An entry of the paper's pivotal_pattern_dict: ã, and in place of M the map of each tile of its row."""
+    """An entry of the paper's pivotal_pattern_dict: ã, and the map of each tile of its row instead of the pattern M."""
 
     last_row: torch.Tensor
     weights: list[torch.Tensor]

@@ -1,46 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpargeAttn's first stage: which key blocks of 64 a tile of 128 queries attends to (Zhang et al., arXiv 2502.18137).
+"""SpargeAttn's first stage: which key blocks of 64 a tile of 128 queries attends to (Zhang et al., arXiv:2502.18137).
 
-Section 3.2, per query head: tiles and key blocks are compressed to their mean token, S^ = scale · q kᵀ, P^ = softmax of
-S^'s rows, and a tile keeps TopCdf(P^, τ) (equation 4). A mean stands for its tokens only where they are alike: key
-blocks of a self-similarity under θ get S^ = −∞ and are always kept, and tiles under θ keep every causal block (equation
-5). The second stage, which skips products of P and V by λ, and the 8-bit scores of SageAttention that the paper builds
-on belong to attention itself, which these heads ask for them (``attend``'s options).
+**The paper's rule** (section 3.2), per query head:
 
-What the paper leaves open, and what departs from it:
+1. Compress each tile and each key block to its mean token: q and k.
+2. Compute S^ = scale · q kᵀ, and P^ = softmax of each row of S^.
+3. Keep the blocks TopCdf(P^, τ): the fewest whose probabilities reach τ (equation 4).
+4. A mean represents its tokens only where these are similar. A key block with a self-similarity below θ gets S^ = −∞
+   and is always kept; a tile below θ keeps every causal block (equation 5).
 
-* CosSim(X). The prose asks for the mean cosine similarity over a block's tokens; the formula below it divides X Xᵀ by
-  its largest entry, which is no cosine. The prose holds here, as in the authors' code: the mean over all pairs (a token
-  with itself too) of the Gram matrix of the tokens scaled to unit length. That is the squared length of the mean unit
-  token, exactly, so no Gram matrix is formed. A token of length zero counts as unlike any other.
-* ``smooth_keys``. The authors subtract the row's mean key first, as SageAttention does for its 8-bit keys; the paper's
-  own figures show it (table 9: randomly permuted keys have a similarity of 0.02, which a common part of the keys would
-  raise). It moves similarities alone: softmax does not see a shift that all keys share. The mean is over the keys that
-  the step can see, so selection depends on the chunking, and on later queries of the same chunk.
-* TopCdf. The text keeps the largest probabilities until their sum reaches τ, the listing stops one block earlier (and
-  keeps none where one block holds more than τ). The text holds. Ties go to the earlier block.
-* Causal mask. Blocks with a key that the tile's last query may see take part, diagonal blocks like any other: by the
-  mean of all of their keys that exist, though some queries see only some of them. Diagonal blocks are always kept; one
-  that TopCdf did not choose does not count towards τ.
-* ``keep_sink``. Each tile keeps the first key block, which the paper has no rule for: trained models put mass on their
-  first keys that the mean of 64 hides. The authors' functions do so where ``attention_sink`` is set, and their module
-  that attends with searched parameters sets it. Like a diagonal block, the sink stays in the softmax, and does not
-  count towards τ unless TopCdf chose it.
-* Raising τ never drops a block. Raising θ never drops a forced block or tile, yet may drop a block that τ chose before:
-  a block that leaves the softmax takes its mass along.
-* The Hilbert-curve permutation (section 3.7) reorders image and video tokens, which see each other both ways. Under a
-  causal mask over cached keys a reordered block would mix positions before and after a query: it does not apply.
+The second stage (section 3.4), which skips products of P and V by λ, and SageAttention's 8-bit scores (section 3.5)
+belong to attention, not to selection: ``skip_margin`` and ``int8_scores`` request them from ``attend``. Both are off by
+default, so that attention over the kept blocks is exact to rounding.
 
-The paper finds τ, θ and λ per head by search and gives no defaults. Those of τ and θ here are the defaults of the
-authors' function that makes the block map (``get_block_map_meansim``: cdfthreshd 0.9, simthreshd1 0.1). Their function
-for use without a search has 0.98 and 0.6, meant for image and video: 128 consecutive queries of a language model are
-seldom that alike (after rotary embedding, 0.2 to 0.5 on a trained 29M model, where 0.6 left nearly every tile dense).
-The skip and the 8-bit scores, both part of the paper's Algorithm 1, are off here unless asked for: attention over what
-was kept is then exact to rounding, which is what ``attend``'s error budget is stated for, and selection alone loses.
+**Released code.** The authors' repository (thu-ml/SpargeAttn at bfd980b) differs from the paper:
+
+* It recommends the calls whose names contain ``topk``, and states "we do not recommend" for the cumulative ones. In
+  place of step 3 they keep the ⌊share · K⌋ blocks of the largest P^, at least 1, where K counts all key blocks of the
+  call, not the causal ones: with a share of 0.5 and one call per prompt, the first half of the tiles keep all they can
+  see. ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1, below which no block is.
+* Its cumulative cut is that of the paper's listing: it keeps blocks while the sum is at most τ, and so stops one block
+  earlier than the paper's text, though it keeps at least 1.
+* No diagonal block is forced: a tile may drop the keys beside its own queries.
+* ``attention_sink`` keeps the first key block. The module that attends with searched parameters sets it, the
+  recommended call does not.
+* On Hopper, SageAttention2's calls use tiles of 64 queries and blocks of 128 keys.
+* These calls apply the causal mask to whole blocks; their attention kernel gets no causal mask.
+* A block whose self-similarity equals θ counts as dissimilar, in the paper as similar.
+
+**This implementation** differs from both as follows:
+
+* *Cumulative cut.* It follows the paper's text, not its listing. Ties go to the earlier block.
+* *Diagonal blocks* are always kept, so that every query attends to something. They compete with the other blocks, by
+  the mean of all of their keys, although some queries see only some of these. A diagonal block that neither rule
+  chooses is kept in addition; it counts towards neither τ nor ``top_share``.
+* *Sink.* ``keep_sink`` keeps the first key block of each tile, by default. The paper has no such rule; trained models
+  put mass on their first keys, which the mean of 64 keys hides. Like a diagonal block it is kept in addition.
+* *CosSim.* The paper's prose asks for the mean cosine similarity of a block's tokens; the formula below it divides X Xᵀ
+  by its largest entry, which is not a cosine. The prose holds here, as in the released code: the mean over all pairs of
+  tokens, each with itself too, which equals the squared length of the mean unit token. A token of length zero counts as
+  dissimilar to every other; the released code divides by zero and keeps its block.
+* *Smooth keys.* ``smooth_keys`` subtracts the row's mean key before similarities are measured, as the released code
+  does (the paper's table 9 implies it: randomly permuted keys have a similarity of 0.02). Softmax is invariant to it.
+* *Chunks.* The mean key is that of the keys that the step can see, and ``top_share`` counts their blocks: both depend
+  on the chunking. Where a prompt runs in one chunk, they equal the released code's.
+* *Ranks.* ``top_share`` ranks blocks by S^, the released code by P^ in the model's dtype, where small probabilities are
+  equal to zero.
+* *Hilbert-curve permutation* (section 3.7) reorders image and video tokens, which attend in both directions. It does
+  not apply under a causal mask over cached keys.
+
+Raising τ or ``top_share`` never drops a block. Raising θ never drops a forced block or tile, but may drop a block that
+τ chose before, because a block that leaves the softmax takes its mass along.
+
+**Parameters.** The paper searches τ, θ and λ for each head and states no defaults (section 3.6; ``profile calibrate
+--method sparge_attn`` runs this search). The defaults of τ and θ here are those of the released function that builds
+the block map (``get_block_map_meansim``: 0.9 and 0.1). The released cumulative calls have 0.98 and 0.6, meant for
+images and video: 128 consecutive queries of a language model are seldom that similar. After rotary embedding, they
+measure 0.2 to 0.5 on a trained model with 29M parameters, where θ = 0.6 leaves nearly every tile dense.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,56 +70,76 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.selection.lists import append, compact_blocks, list_of, tile_blocks
+from vllm_sparse_kernels.selection.lists import append, compact_blocks, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.parameters import on_device, require
-from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
+from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, ROW_FIELDS, pooled_products, row_table
 
 HELD_BLOCKS = 2048
-"""Blocks of a row of S^ that stay in registers while its threshold is searched, those of 131,072 keys. Longer rows are
-read again for the rest."""
+"""Blocks of a row of S^ that stay in registers while its threshold is searched, those of 131,072 keys. The other blocks
+of longer rows are read again in each step of the search."""
+
+CUMULATIVE = 0.0
+"""``HeadLimits.top_share`` of a head with the cumulative cut."""
 
 FORCED = tl.constexpr(-1.0)
-"""What a key block outside the softmax holds in a row of exponentials; all others are >= 0."""
+"""Rank of a key block outside the softmax; all other ranks are >= 0."""
 
 LEAST = tl.constexpr(-3.0e38)
 """Stands for the largest score of a row that has none."""
 
 LOG2_E = 1.4426950408889634
 ONE_BITS = tl.constexpr(0x3F800000)
-"""The bits of 1.0, the largest exponential. Bits of floats >= 0 sort as the floats do."""
+"""The bits of 1.0, the largest rank. The bits of floats >= 0 sort as the floats do."""
 
 
 @dataclass(frozen=True)
 class SpargeAttn(PerHead):
-    """τ, θ and λ of SpargeAttn (section 3.6), per head; the module says what each does."""
+    """Parameters of SpargeAttn (section 3.6) for each head; the module's docstring has the rules."""
 
-    differing = ("kept_mass", "min_similarity", "skip_margin", "int8_scores")
+    differing = ("kept_mass", "min_similarity", "skip_margin", "int8_scores", "top_share")
 
     kept_mass: float = 0.9
-    """τ, in (0, 1]: share of the compressed softmax that the kept blocks reach. 1 keeps every causal block."""
+    """τ, in (0, 1]: share of the compressed softmax that the kept blocks reach (equation 4). 1 keeps every causal
+    block."""
 
     min_similarity: float = 0.1
-    """θ, in [-1, 1]: tiles and key blocks less similar than this are always computed. At 0 or below there are none."""
+    """θ, in [-1, 1]: tiles and key blocks less similar than this are always computed (equation 5). At 0 or below there
+    are none."""
 
     smooth_keys: bool = True
-    """Measure the similarity of keys about the row's mean key."""
+    """Subtract the row's mean key before the similarity of keys is measured."""
 
     keep_sink: bool = True
-    """Keep the first key block whatever its score; false is the paper's letter."""
+    """Keep the first key block regardless of its score; false is the paper's rule."""
 
     skip_margin: float | None = None
-    """λ < 0 of the second stage, in natural units of the scaled scores; None skips nothing. The tile's 128 queries are
-    tested together, the paper's by warps: the same λ skips less here. As in Algorithm 1 the sum counts what is skipped;
-    the authors' kernels, whose pvthreshd is −λ · log2 e, leave it out of the sum too."""
+    """λ < 0 of the second stage (section 3.4), in natural units of the scaled scores; None skips nothing. A tile's 128
+    queries are tested together, the paper's warp by warp: the same λ skips less here. As in Algorithm 1, the softmax's
+    sum includes skipped products; the authors' kernels, whose pvthreshd is −λ · log2 e, exclude them."""
 
     int8_scores: bool = False
     """Multiply queries and keys in 8 bits (section 3.5)."""
+
+    top_share: float | None = None
+    """Share of the row's key blocks that each tile keeps, in (0, 1], in place of the cumulative cut; None for the cut.
+    Not in the paper: the call that its authors recommend has 0.5, with ``min_similarity`` below 0. 1 keeps every causal
+    block."""
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
         require(-1 <= self.min_similarity <= 1, "min_similarity", self.min_similarity, "a number in [-1, 1]")
         in_range = self.skip_margin is None or -math.inf < self.skip_margin < 0
         require(in_range, "skip_margin", self.skip_margin, "a finite number < 0, or null to skip nothing")
+        if self.top_share is not None:
+            share = self.top_share
+            require(0 < share <= 1, "top_share", share, "a number in (0, 1], or null for the cumulative cut")
+            is_alone = self.kept_mass == type(self).kept_mass
+            require(is_alone, "kept_mass", self.kept_mass, "no kept_mass beside top_share, which replaces its cut")
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every causal block is kept, whatever the scores."""
+        return self.kept_mass == 1 or self.top_share == 1
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads``: see ``Method.select``.
@@ -112,19 +153,30 @@ class SpargeAttn(PerHead):
         """
         index.clear_stripes(heads)
         settings = self.of_heads(len(heads))
-        if all(head.kept_mass == 1 for head in settings):
+        if all(head.keeps_all for head in settings):
             compact_blocks(None, index, heads)
             return
-        kept_mass = on_device(tuple(head.kept_mass for head in settings), q.device)
-        min_similarity = on_device(tuple(head.min_similarity for head in settings), q.device)
-        products = pooled_products(q, cache, index, heads, scale * LOG2_E, 1, min_similarity, self.smooth_keys)
+        limits = HeadLimits(
+            kept_mass=on_device(tuple(head.kept_mass for head in settings), q.device),
+            top_share=on_device(tuple(head.top_share or CUMULATIVE for head in settings), q.device),
+            min_similarity=on_device(tuple(head.min_similarity for head in settings), q.device),
+        )
+        products = pooled_products(q, cache, index, heads, scale * LOG2_E, 1, limits.min_similarity, self.smooth_keys)
         for first_tile, scores, similarity in products:
-            keep_top_mass(scores, similarity, index, first_tile, heads, kept_mass, min_similarity, self.keep_sink)
+            keep_top_blocks(scores, similarity, index, first_tile, heads, limits, self.keep_sink)
 
 
-def keep_top_mass(
+class HeadLimits(NamedTuple):
+    """The parameters of the selected heads on the device, [n] float32 each; an argument of kernels too."""
+
+    kept_mass: Any  # τ
+    top_share: Any  # CUMULATIVE for heads with the cumulative cut
+    min_similarity: Any  # θ
+
+
+def keep_top_blocks(
     scores: torch.Tensor, similarity: torch.Tensor | None, index: SparseIndex, first_tile: int, heads: torch.Tensor,
-    kept_mass: torch.Tensor, min_similarity: torch.Tensor, keep_sink: bool,
+    limits: HeadLimits, keep_sink: bool,
 ) -> None:  # fmt: skip
     """Write the lists of the tiles from ``first_tile`` on from S^ in base 2. Overwrites ``scores``.
 
@@ -134,79 +186,87 @@ def keep_top_mass(
         index: The index, whose lists of ``heads`` are overwritten.
         first_tile: First tile of the run.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        kept_mass: [n] float32, τ.
-        min_similarity: [n] float32, θ.
-        keep_sink: Whether the first block is kept whatever its score.
+        limits: Parameters of these heads.
+        keep_sink: Whether the first block is kept regardless of its score.
     """
     num_heads, num_tiles, width = scores.shape
-    _keep_top_mass_kernel[(num_tiles, num_heads)](
-        scores, width // ALIGNED.value, similarity, heads, index.args, index.rows.num_tiles, first_tile,
-        kept_mass, min_similarity, int(keep_sink),
+    _keep_top_blocks_kernel[(num_tiles, num_heads)](
+        scores, width // ALIGNED.value, similarity, heads, index.args, row_table(index.rows), index.rows.num_tiles,
+        first_tile, limits, int(keep_sink),
         BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=HELD_BLOCKS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "num_sink"])
-def _keep_top_mass_kernel(
-    scores, width, similarity, heads, index, num_tiles, first_tile, kept_mass, min_similarity, num_sink,
+def _keep_top_blocks_kernel(
+    scores, width, similarity, heads, index, row_table, num_tiles, first_tile, limits, num_sink,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the list of one (tile, head): the fewest blocks that hold the share ``kept_mass`` of Σ exp(score).
+    """Write the list of one (tile, head): the blocks of the largest scores, up to τ or up to a number.
+
+    Scores become ranks, float32 in (0, 1] that sort as the scores do. Each block has a weight: exp(score), or 1 where
+    the head has a ``top_share``. The kept blocks are the fewest of the highest ranks whose weights reach a target: the
+    share τ of all weights, or the number of blocks. The lowest kept rank is found by bisection over its bits.
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
-    keys are not alike, which are kept. A tile whose queries' mean cosine is below ``min_similarity`` keeps every block;
-    sink and diagonal are always kept. HALVES neighbouring blocks make one of the index, kept if one of them is.
+    keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and
+    diagonal are always kept. HALVES neighbouring blocks make one of the index, kept if one of them is.
 
-    Grid: (tiles of the run, n). Bound by latency: 30 halvings over scores in registers.
+    Grid: (tiles of the run, n). Bound by latency: 30 halvings over ranks in registers.
 
     Args:
         scores: The scores described above; overwritten.
-        width: Columns of ``products``, in units of 64.
+        width: Columns of ``scores``, in units of 64.
         similarity: [n, num_tiles] float32.
         heads: [n] int32 on the device, numbers of the selected query heads.
         index: IndexArgs; lists and counts are written.
+        row_table: [num_rows, 3] int32, each row's keys in the first column.
         num_tiles: Tiles of the step.
         first_tile: First tile of the run.
-        kept_mass: [n] float32, τ.
-        min_similarity: [n] float32, θ.
+        limits: HeadLimits.
         num_sink: 1: the first block is kept; 0: it is not.
         BLOCK: Keys of a block.
         HALVES: Blocks of 64 keys in an index block.
-        CHUNK: Scores that stay in registers.
+        CHUNK: Ranks that stay in registers.
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
     _, num_blocks = tile_blocks(index.tiles, i_tile, BLOCK)
-    share = tl.load(kept_mass + i_entry)
-    is_unlike = tl.load(similarity + i_entry * num_tiles + i_tile) < tl.load(min_similarity + i_entry)
-    all_kept = tl.where(share >= 1, 1, is_unlike.to(tl.int32)) != 0
-    b_e, total = _exponentials(row, num_blocks, CHUNK)
-    target = total * share
+    kept_mass, top_share = tl.load(limits.kept_mass + i_entry), tl.load(limits.top_share + i_entry)
+    is_dissimilar = tl.load(similarity + i_entry * num_tiles + i_tile) < tl.load(limits.min_similarity + i_entry)
+    all_kept = tl.where((kept_mass >= 1) | (top_share >= 1), 1, is_dissimilar.to(tl.int32)) != 0
+    is_counted = top_share > 0
+    b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
+    i_row, _, _, _ = load_tile(index.tiles, i_tile)
+    num_row_blocks = tl.cdiv(tl.load(row_table + i_row * ROW_FIELDS), BLOCK)
+    num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
+    target = tl.where(is_counted, num_top, total * kept_mass)
 
     # The largest bits such that blocks of at least those bits reach the target; 1 to 1.0 takes 30 halvings.
     bits = tl.where(all_kept, ONE_BITS, 1)
     too_many = ONE_BITS + 1
     for _ in range(tl.where(all_kept, 0, 30)):
         middle = (bits + too_many) // 2
-        reached = _mass(b_e, row, num_blocks, middle, CHUNK) >= target
-        bits = tl.where(reached, middle, bits)
-        too_many = tl.where(reached, too_many, middle)
+        is_reached = _weight(b_rank, row, num_blocks, middle, is_counted, CHUNK) >= target
+        bits = tl.where(is_reached, middle, bits)
+        too_many = tl.where(is_reached, too_many, middle)
     # Of the blocks of just those bits, the first ones, as many as it takes.
-    missing = target - _mass(b_e, row, num_blocks, bits + 1, CHUNK)
-    num_equal = tl.ceil(missing / bits.to(tl.float32, bitcast=True)).to(tl.int32)
+    missing = target - _weight(b_rank, row, num_blocks, bits + 1, is_counted, CHUNK)
+    weight = tl.where(is_counted, 1.0, bits.to(tl.float32, bitcast=True))
+    num_equal = tl.ceil(missing / weight).to(tl.int32)
 
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK * HALVES)
     ids = list_of(index, i_head, i_tile)
     count, seen = 0, 0
     for first in range(0, num_blocks, CHUNK):
         if first > 0:
-            b_e = _load(row, first, num_blocks, 0.0, CHUNK)
-        b_bits = b_e.to(tl.int32, bitcast=True)
+            b_rank = _load(row, first, num_blocks, 0.0, CHUNK)
+        b_bits = b_rank.to(tl.int32, bitcast=True)
         b_equal = (b_bits == bits).to(tl.int32)
         b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
         seen += tl.sum(b_equal, 0)
-        b_kept = (b_chosen | (b_e < 0) | all_kept).to(tl.int32)
+        b_kept = (b_chosen | (b_rank < 0) | all_kept).to(tl.int32)
         b_kept = tl.max(tl.reshape(b_kept, [CHUNK // HALVES, HALVES]), 1) != 0
         o_n = first // HALVES + tl.arange(0, CHUNK // HALVES)
         count = append(ids, count, o_n, (o_n < num_causal) & (b_kept | (o_n < num_sink) | (o_n >= diagonal)))
@@ -222,10 +282,16 @@ def _load(row, first, num_blocks, other, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _exponentials(row, num_blocks, CHUNK: tl.constexpr):
-    """Compute exponentials of scores, the largest 1, and FORCED for scores of −∞.
+def _rank(b_s, largest, is_counted):
+    """Map base-2 scores to ranks: exp2(score − largest), or 1 / (1 + largest − score), which never underflows."""
+    return tl.where(is_counted, tl.div_rn(1.0, 1.0 + (largest - b_s)), tl.exp2(b_s - largest))
 
-    Returns those of the first CHUNK, and the sum of all.
+
+@triton.jit
+def _ranks(row, num_blocks, is_counted, CHUNK: tl.constexpr):
+    """Compute the ranks of a row of scores, the largest 1, and FORCED for scores of −∞.
+
+    Returns those of the first CHUNK, and the sum of all but FORCED ones.
 
     The others are written in place of their scores.
     """
@@ -233,29 +299,30 @@ def _exponentials(row, num_blocks, CHUNK: tl.constexpr):
     largest = tl.maximum(tl.max(b_s, 0), LEAST)
     for first in range(CHUNK, num_blocks, CHUNK):
         largest = tl.maximum(largest, tl.max(_load(row, first, num_blocks, float("-inf"), CHUNK), 0))
-    b_first = tl.exp2(b_s - largest)
+    b_first = _rank(b_s, largest, is_counted)
     total = tl.sum(b_first, 0)
     b_first = tl.where((b_s > float("-inf")) | (tl.arange(0, CHUNK) >= num_blocks), b_first, FORCED)
     for first in range(CHUNK, num_blocks, CHUNK):
         b_s = _load(row, first, num_blocks, float("-inf"), CHUNK)
-        b_e = tl.exp2(b_s - largest)
-        total += tl.sum(b_e, 0)
+        b_rank = _rank(b_s, largest, is_counted)
+        total += tl.sum(b_rank, 0)
         o_n = first + tl.arange(0, CHUNK)
-        tl.store(row + o_n, tl.where(b_s > float("-inf"), b_e, FORCED), mask=o_n < num_blocks)
+        tl.store(row + o_n, tl.where(b_s > float("-inf"), b_rank, FORCED), mask=o_n < num_blocks)
     tl.debug_barrier()
     return b_first, total
 
 
 @triton.jit
-def _mass(b_first, row, num_blocks, bits, CHUNK: tl.constexpr):
-    """Sum the exponentials of at least these bits. The sum never decreases as more count, in floating point too."""
-    total = _part(b_first, bits)
+def _weight(b_first, row, num_blocks, bits, is_counted, CHUNK: tl.constexpr):
+    """Sum the weights of ranks of at least these bits. The sum never decreases as more count, in floating point too."""
+    total = _chunk_weight(b_first, bits, is_counted)
     for first in range(CHUNK, num_blocks, CHUNK):
-        total += _part(_load(row, first, num_blocks, 0.0, CHUNK), bits)
+        total += _chunk_weight(_load(row, first, num_blocks, 0.0, CHUNK), bits, is_counted)
     return total
 
 
 @triton.jit
-def _part(b_e, bits):
-    """Sum the exponentials of a chunk of at least these bits."""
-    return tl.sum(tl.where(b_e.to(tl.int32, bitcast=True) >= bits, b_e, 0.0), 0)
+def _chunk_weight(b_rank, bits, is_counted):
+    """Sum the weights of a chunk's ranks of at least these bits."""
+    b_weight = tl.where(is_counted, 1.0, b_rank)
+    return tl.sum(tl.where(b_rank.to(tl.int32, bitcast=True) >= bits, b_weight, 0.0), 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpargeAttn's selection in plain torch: arXiv 2502.18137, equations 2 to 5 and lines 4 to 6 of Algorithm 1.
+"""SpargeAttn's selection in plain torch: arXiv:2502.18137, equations 2 to 5 and lines 4 to 6 of Algorithm 1.
 
-``method.py`` lists what departs from the paper. What its attention adds is in ``attention/reference.py``.
+``method.py`` lists the deviations from the paper. The second stage is in ``attention/reference.py``.
 """
 
 import torch
@@ -61,16 +61,20 @@ def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale
     Returns:
         bool [heads, tiles, key blocks].
     """
-    probabilities, always, causal = compressed_map(method, queries, keys, scale)
-    if method.kept_mass == 1:
-        return causal.expand_as(probabilities)
-    return (top_cdf(probabilities, method.kept_mass) | always) & causal  # equations 4 and 5
+    scores, always, causal = compressed_scores(method, queries, keys, scale)
+    if method.keeps_all:
+        return causal.expand_as(scores)
+    if method.top_share is None:
+        chosen = top_cdf(softmax_of(scores), method.kept_mass)
+    else:
+        chosen = top_blocks(scores, num_top_blocks(method.top_share, scores.shape[-1]))
+    return (chosen | always) & causal  # equations 4 and 5
 
 
-def compressed_map(
+def compressed_scores(
     method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the compressed map of one row.
+    """Compute the compressed scores of one row.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -79,7 +83,8 @@ def compressed_map(
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
-        P^ [heads, tiles, key blocks], what is kept whatever P^ says (bool, same shape), and the causal mask (bool).
+        S^ [heads, tiles, key blocks], −∞ where a block is dissimilar or in the future; the blocks that are kept
+        regardless of S^ (bool, same shape); and the causal mask (bool [tiles, key blocks]).
     """
     query_len, seq_len = len(queries), len(keys)
     if method.smooth_keys:
@@ -89,13 +94,50 @@ def compressed_map(
     starts = torch.arange(0, query_len, TILE_TOKENS, device=keys.device)
     last = (starts + TILE_TOKENS).clamp(max=query_len) - 1 + seq_len - query_len
     causal = torch.arange(0, seq_len, KEY_BLOCK_TOKENS, device=keys.device) <= last[:, None]
-    unlike = (k_similarity < method.min_similarity)[:, None, :]
-    scores = (q_mean @ k_mean.mT * scale).masked_fill(unlike | ~causal, -torch.inf)
-    always = unlike | (q_similarity < method.min_similarity)[:, :, None]
+    dissimilar = (k_similarity < method.min_similarity)[:, None, :]
+    scores = (q_mean @ k_mean.mT * scale).masked_fill(dissimilar | ~causal, -torch.inf)
+    always = dissimilar | (q_similarity < method.min_similarity)[:, :, None]
     always[:, :, 0] |= method.keep_sink
-    # A tile none of whose blocks is alike has no softmax: it keeps them all.
-    probabilities = scores.softmax(-1).nan_to_num()
-    return probabilities, always, causal
+    return scores, always, causal
+
+
+def softmax_of(scores: torch.Tensor) -> torch.Tensor:
+    """Compute P^. A tile none of whose blocks is similar has no softmax: it keeps them all.
+
+    Args:
+        scores: S^ [..., key blocks].
+
+    Returns:
+        Of the same shape; 0 in rows without a score.
+    """
+    return scores.softmax(-1).nan_to_num()
+
+
+def num_top_blocks(top_share: float, num_blocks: int) -> int:
+    """Return how many blocks ``top_share`` keeps, as the released code rounds: down, in float32, but to 1 at least.
+
+    Args:
+        top_share: The share, in (0, 1].
+        num_blocks: Key blocks of the row.
+
+    Returns:
+        A number from 1 on.
+    """
+    return max(1, int(torch.tensor(top_share, dtype=torch.float32) * num_blocks))
+
+
+def top_blocks(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Flag the ``count`` largest finite scores of each row; ties in order of index.
+
+    Args:
+        scores: S^ [..., key blocks].
+        count: Blocks to flag.
+
+    Returns:
+        bool of the same shape.
+    """
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & (scores > -torch.inf)
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ LADDER = (
     *((0.7, 0.1), (0.8, 0.1), (0.9, 0.1), (0.9, 0.2), (0.95, 0.2)),
     *((0.95, 0.4), (0.97, 0.6), (0.98, 1.0), (0.99, 1.0), (0.995, 1.0)),
 )
-"""p, and the most, of settings from sparse to near dense."""
+"""(kept_mass, most_share) of settings from sparse to nearly dense."""
 
 SPECS = (
     MethodSpec(

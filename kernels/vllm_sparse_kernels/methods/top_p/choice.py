@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of the fewest blocks of a tile that hold p of its mass.
 
-A program handles one tile and head, on an array that fits registers.
+A program handles one tile and head, on an array that fits into registers.
 
-A negative mass is one of a block that is kept whatever it holds. Nothing is sorted: the least mass that is kept is
-found by halving what bits it may have, and of equal masses the first blocks are taken. Bits of floats >= 0 sort as the
-floats do.
+A negative mass marks a block that is kept regardless of its mass. Nothing is sorted: bisection over bit patterns finds
+the smallest kept mass, and ties go to the first blocks. Bits of floats >= 0 sort as the floats do.
 """
 
 from typing import Any, NamedTuple
@@ -21,10 +20,10 @@ from vllm_sparse_kernels.selection.lists import append, load_tile, tile_blocks
 KEY_BLOCK = tl.constexpr(32)
 
 HELD_BLOCKS = 4096
-"""Masses that stay in registers while the threshold is searched, those of 131,072 keys. Others are read again."""
+"""Masses that stay in registers during the search for the threshold: those of 131,072 keys."""
 
 LISTED_BLOCKS = tl.constexpr(1024)
-"""Blocks whose place in a list is found at a time: more would take registers from other programs."""
+"""Number of blocks whose places in a list are found at a time. More would take registers from other programs."""
 
 MAX_REGISTERS = 64
 """Register cap per thread that allows four programs of 256 threads per multiprocessor."""
@@ -37,7 +36,7 @@ class Shares(NamedTuple):
     """Shares that each selected head keeps, as arguments of kernels."""
 
     kept_mass: Any  # [selected heads] float32: p
-    most_share: Any  # [selected heads] float32: share of a tile's blocks that are kept for their mass, at most
+    most_share: Any  # [selected heads] float32: maximum share of a tile's blocks that are kept for their mass
 
 
 class BlockLists(NamedTuple):
@@ -79,8 +78,8 @@ def write_block_lists(
 ) -> None:  # fmt: skip
     """Write the lists of the tiles from ``first_tile`` on: the fewest blocks that hold the share ``kept_mass``.
 
-    No more than ``most_share`` [len(heads)] of a tile's blocks are kept for their mass.
-    Of heads whose ``kept_mass`` [len(heads)] is 1 or more masses are not read: they keep everything.
+    At most the share ``most_share`` [len(heads)] of a tile's blocks is kept for its mass. Heads whose ``kept_mass``
+    [len(heads)] is at least 1 keep everything, and their masses are not read.
 
     Args:
         masses: [n, tiles, width] float32, of blocks of 32 keys.
@@ -88,7 +87,7 @@ def write_block_lists(
         first_tile: First tile of ``masses``.
         heads: [n] int32 on the device, numbers of the selected query heads.
         kept_mass: [n] float32, share of the mass that a tile keeps; 1 or more: everything.
-        most_share: [n] float32, share of a tile's blocks that are kept for their mass, at most.
+        most_share: [n] float32, maximum share of a tile's blocks that are kept for their mass.
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
     """
@@ -109,10 +108,10 @@ def _choose_kernel(
 ):  # fmt: skip
     """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
 
-    masses [heads, tiles, width] float32, of blocks of KEY_BLOCK keys: A[b] of ``method.py``, negative where some query
-    has its peak, which keeps the block. What is always kept (sink, local region, diagonal) counts towards the share; no
-    more than ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are tokens. PARTS neighbouring blocks
-    make one of the index, kept if one of them is.
+    masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
+    some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
+    count towards the share, and at most ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are
+    tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over masses in registers.
 
@@ -135,7 +134,7 @@ def _choose_kernel(
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = masses + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
-    # The blocks between sink and local region are chosen from.
+    # Candidates are the blocks between the sink and the local region.
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
     _, _, _, position = load_tile(tiles, i_tile)
     end = tl.maximum(position - local, 0) // KEY_BLOCK
@@ -199,7 +198,7 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
 def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
     """Return sum and number of the masses of at least these bits.
 
-    The sum never decreases as more masses count, in floating point too.
+    The sum never decreases as more masses count, also in floating point.
     """
     held, count = _part(b_first, bits)
     for first in range(CHUNK, end, CHUNK):

@@ -13,14 +13,14 @@ from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, tile_bytes: Sequence[TileBytes]) -> int:
-    """Return an upper bound of the memory of selection. It never decreases as tiles or keys are added.
+    """Return an upper bound of the memory of selection. The bound never decreases as tiles or keys are added.
 
     Args:
         rows: The rows that are selected together.
-        shape: Of the layer.
+        shape: Sizes of the layer.
         num_selected: Heads that are selected together.
-        kept_d: Channels that are multiplied. Elements of e4m3 count two bytes, as some cards store them in fp16.
-        tile_bytes: Of each engine that may run.
+        kept_d: Channels that are multiplied. Elements of e4m3 count as two bytes: some cards store them in fp16.
+        tile_bytes: Bytes of a tile, for each engine that may run.
 
     Returns:
         Bytes.

@@ -15,10 +15,10 @@ a maximum takes one instruction for two scores. Products are summed in half prec
 One thread of a group releases a step of keys for all four warps. Triton synchronises them between their wait for the
 product and that arrival; a test checks this in the machine code (see ``attention.hopper.kernel.hopper_kernel``).
 
-A byte has six bits of exponent and two of mantissa: from 2^-24 to 2^39 of what its query's scores are measured against,
-the largest one near the query and among the first 128 keys. Rounding is by up to a ninth, and what sums it up does so
-over 128 queries. Bytes of [128 queries, 16 blocks] lie together, a query's after each other; its 16 in four words by
-the block's place in its step, where each thread of the matrix product has one.
+A byte has six bits of exponent and two of mantissa. It covers 2^-24 to 2^39 relative to the query's reference, which is
+the largest score near the query and among the first 128 keys. Rounding changes a number by up to a ninth, and the sum
+over 128 queries averages it out. Bytes of [128 queries, 16 blocks] lie together, query by query. The 16 bytes of a
+query are in four words, by the block's place in its step: each thread of the matrix product has one of them.
 """
 
 from typing import Any, NamedTuple
@@ -55,32 +55,32 @@ STAGES = gl.constexpr(4)
 """Steps of keys in shared memory."""
 
 MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, gl.constexpr(104), gl.constexpr(24)
-"""Of a thread: at the start, when two programs fit a multiprocessor; then of consumers and of the producer's group."""
+"""Registers per thread: at the start, when two programs fit on an SM; then of consumers and of the producer's group."""
 
 STEP = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""
 
 ROUND = gl.constexpr(512)
-"""Keys of one round, four steps: the 16 blocks whose bytes lie together."""
+"""Keys of a round of four steps: the 16 blocks whose bytes lie together."""
 
 SPAN_TOKENS = 8192
-"""Keys of one program: enough that its start does not show, few enough to fill a card."""
+"""Keys of a program: enough to hide its start, and few enough to fill a card."""
 
 SPAN = gl.constexpr(SPAN_TOKENS)
 PAIR_FIELDS = gl.constexpr(3)
 
 PERMUTED = True
-"""Keys lie permuted within steps."""
+"""Whether keys lie permuted within steps."""
 
 WIDEST = 256
-"""Channels up to which a program's queries and keys fit shared memory."""
+"""Maximum number of channels for which a program's queries and keys fit into shared memory."""
 
 MASS_ROUNDS = 64
 """Rounds of one program of ``_masses_kernel``."""
 
 
 class Scratch(NamedTuple):
-    """Tensors that the launches of a run pass on."""
+    """Tensors that the launches of a run pass to each other."""
 
     tops: Any  # [num_selected, num_tiles, 128] float32
     diagonal: Any  # [num_selected, num_tiles, 128] float32, sums over the tile's own keys
@@ -127,11 +127,11 @@ def masses(
 ) -> None:
     """Compute the masses of a run: see ``portable.masses``.
 
-    The mass of all the tile's own keys stands at the first of their blocks, 0 at the others.
+    The mass of all of the tile's own keys is stored at the first of their blocks; the others have 0.
 
     Args:
         rounded: Queries of all tiles and keys of the slab.
-        selected: The heads; masses are not written where a head's ``kept_mass`` is 1 or more.
+        selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         run: The tiles to measure.
         scratch: From ``room`` for this run.
@@ -159,10 +159,10 @@ def masses(
 def _own_kernel(
     rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, GROUP: tl.constexpr, KEPT_D: tl.constexpr
 ):  # fmt: skip
-    """Score half a tile of one head with the keys of the step in which its first query stands, and of later steps.
+    """Score half a tile of one head with the keys of the step that contains its first query, and of later steps.
 
-    Grid: (pairs of tiles, 4 halves, selected heads), 4 warps. Arguments as ``_scores_kernel`` has them; writes
-    ``scratch.tops`` and ``scratch.diagonal``. Short beside that kernel: a few steps, with masks.
+    Grid: (pairs of tiles, 4 halves, selected heads), 4 warps. The arguments are those of ``_scores_kernel``. Writes
+    ``scratch.tops`` and ``scratch.diagonal``. Takes little time compared with that kernel: a few steps, with masks.
     """
     i_entry = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
@@ -179,7 +179,7 @@ def _own_kernel(
         num_diagonal = (position + length - 1) // 128 - diagonal + 1
         b_top = tl.full([64], float("-inf"), tl.float32)
         b_sum = tl.zeros([64], tl.float32)
-        # The first step, the one before the tile's own, then those.
+        # The first step, the step before the tile's own steps, and then these.
         for i in range(tl.where(diagonal == 0, 2, 0), num_diagonal + 2):
             i_step = tl.where(i == 0, 0, diagonal + i - 2)
             b_u = _step_maxima(rounded, first_key + i_step * 128, b_q, b_factor, position + o_m - i_step * 128, KEPT_D)
@@ -208,7 +208,7 @@ def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
     o_key = o_n // 2 % 4 * 32 + o_n // 8 * 2 + o_n % 2  # which key stands at a slot
     b_s = tl.where(o_key[None, :] <= b_last[:, None], b_s, float("-inf"))
     b_s = tl.max(tl.max(tl.reshape(b_s, [b_q.shape[0], 16, 4, 2]), 3), 1)
-    # Past the row's end factors are 0, and 0 times minus infinity would not be a number.
+    # Factors are 0 past the row's end, and 0 times minus infinity would be NaN.
     return tl.where(b_s == float("-inf"), b_s, b_s * (b_factor[:, None] * b_step[None, :]))
 
 
@@ -287,16 +287,16 @@ def _scores_kernel(
 
     The keys are in the causal reach of all queries of these tiles.
 
-    Grid: (pairs of tiles, spans, selected heads), 4 warps beside 4 of the other consumer group and the producer's one.
-    Two programs fit a multiprocessor. Bound by the instructions that look at scores: maxima of half-precision pairs.
+    Grid: (pairs of tiles, spans, selected heads), with 4 warps in each of the two consumer groups and one producer
+    warp. Two programs fit on an SM. Bound by the instructions that process scores: maxima of half-precision pairs.
 
     Args:
         rounded: ``Rounded``: queries [num_selected, num_queries, KEPT_D] and keys [num_kv_heads, num_keys, KEPT_D],
-            both e4m3, and what scales their products.
+            both e4m3, and the scales of their products.
         bulk_queries: ``bulk_steps`` of the queries.
         bulk_keys: ``bulk_steps`` of the keys.
         heads: [num_selected] int32.
-        kept: [num_selected] float32, share of each head's mass to keep; from 1 on nothing is scored.
+        kept: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not scored.
         tiles: ``Rows.tiles``.
         first_tile: The launch's first tile.
         pairs: [num_pairs, PAIR_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
@@ -363,7 +363,7 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
     rounded, scratch = target.rounded, target.scratch
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
     zero = gl.zeros([STEP, STEP], gl.float16, mma)
-    # The layout in which maxima come out, inferred from a tile of zeros that is never computed.
+    # The layout of the maxima, inferred from a tile of zeros that is never computed.
     layout: gl.constexpr = _block_maxima(zero).type.layout
     o_m = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     o_t = gl.arange(0, 4, gl.SliceLayout(0, layout))
@@ -387,7 +387,7 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
         b_s = warpgroup_mma_wait(0, deps=(token,))
         keys.release(step)
         b_x = gl.exp2(_block_maxima(b_s) * (b_factor[:, None] * b_step[None, :]) - b_top[:, None])
-        b_x = gl.minimum(gl.maximum(b_x, 2.0**-24), 1.75 * 2.0**39)  # numbers, whatever was multiplied
+        b_x = gl.minimum(gl.maximum(b_x, 2.0**-24), 1.75 * 2.0**39)  # finite for any product
         b_sum += b_x
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
@@ -414,13 +414,13 @@ def _masses_kernel(
     kept, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
     ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Turn up to ROUNDS rounds of one tile and head into masses. A warp has one round, each of its threads 16 words.
+    """Convert up to ROUNDS rounds of one tile and head to masses. A warp handles one round, and each thread 16 words.
 
     Grid: (parts of ROUNDS rounds, tiles, selected heads), 4 warps. Bound by reading ``scratch.bytes``, a byte for each
-    query and block, which the launch before has left in the L2 cache in part.
+    query and block. The previous launch has left a part of it in the L2 cache.
 
     Args:
-        kept: [num_selected] float32, share of each head's mass to keep; from 1 on nothing is written.
+        kept: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not written.
         peak: Share of a single query from which its block's mass is stored negative.
         tiles: ``Rows.tiles``.
         first_tile: The launch's first tile.
@@ -429,8 +429,8 @@ def _masses_kernel(
         num_spans: Spans of ``scratch.parts``.
         num_rounds: Rounds of ``scratch.bytes``.
         target: [num_selected, num_tiles, width] float32.
-        stride_head: Of ``target``.
-        stride_tile: Of ``target``.
+        stride_head: Elements between two heads of ``target``.
+        stride_tile: Elements between two tiles of ``target``.
         ROUNDS: Rounds of one program.
     """
     i_place, i_entry = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
@@ -468,7 +468,7 @@ def _masses_kernel(
             b_word = b_next
             b_next = gl.load(words + gl.minimum(i + WARPS + o_round, end - 1) * (STEP * 4))
             for slot in gl.static_range(4):
-                # A byte at the place of a float's lowest exponents: 2^103 makes up for it.
+                # The byte is placed at a float's lowest exponents, so the result is multiplied by 2^103.
                 b_bits = (b_word << (21 - 8 * slot)) if slot < 3 else (b_word >> 3)
                 b_x = (b_bits & 0x1FE00000).to(gl.float32, bitcast=True)
                 b_x = b_x * b_weight[None, :, None]
@@ -484,6 +484,6 @@ def _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m):
     b_sum = b_diagonal
     parts = scratch.parts + place * num_spans * STEP + o_m
     for i in range(0, spans, 8):
-        for j in gl.static_range(8):  # eight loads under way
+        for j in gl.static_range(8):  # eight loads in flight
             b_sum += gl.load(parts + (i + j) * STEP, mask=o_m < (spans - i - j) * STEP, other=0.0)
     return gl.where(o_m < length, 1.0 / (b_sum * length.to(gl.float32)), 0.0)

@@ -9,24 +9,24 @@ scale s:
 1. Round to 8 bits. k̂ is k minus the row's mean key, which shifts all scores of a query equally; q̂ is q. Each query and
    each block of 32 keys has its own scale, which maps the largest magnitude to 15, and is rounded to e4m3. Sums of
    products are at most 15 · 15 · 256 and therefore fit half precision.
-2. Compute the largest score of each query and block b, m[q, b] = max over the keys k of b up to q of s q̂ k̂: one
-   exponential for 32 products. The query's share in the block is a[q, b] = exp(m[q, b]) / Σ_b' exp(m[q, b']). The sum
-   is over all blocks: with a sum estimated from sampled keys, a query whose heavy keys are not in the sample outweighs
-   its tile, and answers were lost.
-3. Average over the tile's queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other blocks such
-   that the kept blocks hold p of Σ_b A[b], ties in order of index; but at most the share ``most_share`` of the tile's
-   blocks, the heaviest ones. If attention is that flat, part of the keys represents all of them.
-4. Keep also every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
+2. Compute the largest score of each query and block b, m[q, b] = max over the keys k of b up to q of s q̂ k̂. This takes
+   one exponential for 32 products. The query's share in the block is a[q, b] = exp(m[q, b]) / Σ_b' exp(m[q, b']). The
+   sum is over all blocks. If it were estimated from sampled keys, a query with heavy keys outside the sample would
+   outweigh its tile; this lost answers.
+3. Average over the tile's queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other blocks with
+   which the kept blocks hold p of Σ_b A[b]. Ties go to the first blocks. At most the share ``most_share`` of the tile's
+   blocks is kept, the heaviest ones: if attention is that flat, part of the keys represents all of them.
+4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
 
-docs/quality.md has densities and losses on trained models, also of other rules.
+docs/quality.md has densities and losses on trained models, also for other rules.
 
-* ``channels`` "half" multiplies the half of each kv head's channels that affects scores most in this step: by variance
-  of keys times mean square of queries, over all heads that share the keys. This halves the product, which takes most of
-  the method's time.
+* ``channels`` "half" multiplies only the half of each kv head's channels that affects scores most in this step, by
+  variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
+  takes most of the method's time.
 * Mean key and channel weights come from samples by position: one group of 64 keys in eight, and the first 32 queries of
-  each tile. The mean may be any vector. Both depend on the tokens of this step, so that selection depends on the
-  chunking and on later queries of the same chunk, but never on other rows.
+  each tile. The mean may be any vector. Both depend on the tokens of this step, so selection depends on the chunking
+  and on later queries of the same chunk, but never on other rows.
 * An index with wider blocks keeps the union of their 32-key blocks (``block_width.py``).
 * On Hopper (``hopper.py``), products are computed in e4m3, and a share is stored as one byte between its two uses.
   Elsewhere (``portable.py``), a score is stored in half precision. Rounding is unbiased, and its errors average out
@@ -84,7 +84,7 @@ CHANNELS = Literal["all", "half"]
 
 @dataclass(frozen=True)
 class TopP(PerHead):
-    """Parameters of ``top_p``; the module says what each does."""
+    """Parameters of ``top_p``; the module's docstring describes the algorithm."""
 
     differing = ("kept_mass", "most_share")
     finest_block_tokens = KEY_BLOCK.value
@@ -93,20 +93,20 @@ class TopP(PerHead):
     """p, in (0, 1]: share of each tile's estimated attention that its kept blocks hold. 1 keeps every block."""
 
     sink_tokens: int = 128
-    """Keys at the sequence's begin that are always kept, in whole blocks."""
+    """Keys at the beginning of the sequence that are always kept, in whole blocks."""
 
     local_tokens: int = 160
-    """Keys before a tile's first query that are always kept, and all between its queries."""
+    """Keys before a tile's first query that are always kept, in addition to all keys between its queries."""
 
     most_share: float = 0.2
-    """In (0, 1]: of a tile's blocks no more than this share is kept for its mass. 1: as many as hold p."""
+    """Maximum share, in (0, 1], of a tile's blocks that are kept for their mass. With 1, only p limits their number."""
 
     channels: CHANNELS = "half"
-    """What is multiplied: ``half`` is half the product, ``all`` keeps a little fewer blocks for the same loss. No
-    fewer than 64 channels are: ``half`` is all of them in heads of 64."""
+    """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss.
+    The minimum is 64 channels, so ``half`` means all of them for a head_dim of 64."""
 
     peak_share: float = 0.2
-    """In (0, 1]: a block is kept too if some query has this share of its attention there. 1: none is for that."""
+    """Share, in (0, 1], of a single query's attention from which a block is kept. With 1, no block is kept for this."""
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
@@ -146,7 +146,7 @@ class TopP(PerHead):
 
     @property
     def least_peak(self) -> float:
-        """Share from which a block is a peak; 2 if ``peak_share`` is 1, as an 8-bit share may slightly exceed 1."""
+        """Share from which a block is a peak; 2 if ``peak_share`` is 1: an 8-bit share may slightly exceed 1."""
         return self.peak_share if self.peak_share < 1 else 2.0
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
@@ -173,9 +173,9 @@ class TopP(PerHead):
         )
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads`` on the first engine that does not refuse: see ``Method.select``.
+        """Fill the lists of ``heads`` on the first engine that does not refuse; see ``Method.select``.
 
-        A server tries engines first, and calls the chosen one itself.
+        A server tries the engines at start-up, and calls the chosen engine itself.
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.
@@ -198,7 +198,7 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
         Why they cannot, as the end of a sentence; None if they can.
     """
     if hopper is None:
-        return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
+        return f"it needs Triton 3.6 to 3.9, whose Gluon has all names ({MISSING_GLUON})"
     if spec.capability != HOPPER:
         return "it is for GPUs of compute capability 9.0 (H100, H200)"
     assert isinstance(spec.method, TopP)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masses of blocks on every device that Triton supports: two launches for a run of tiles.
 
-1. ``_scores_kernel`` computes the largest score of each query and block of 32 keys, in half precision, and the largest
-   of these and their sum of exponentials for each query and span of keys.
+1. ``_scores_kernel`` computes the largest score of each query and block of 32 keys, in half precision. For each query
+   and span of keys, it also computes the maximum of these scores and their sum of exponentials.
 2. ``_masses_kernel`` divides the exponentials by each query's sum, averages them over the tile's queries, and tests
    whether one of them reaches the peak.
 """
@@ -21,7 +21,7 @@ from vllm_sparse_kernels.selection.slabs import PAIR_FIELDS, Run
 from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False
-"""Keys lie in their own order."""
+"""Whether keys lie permuted within steps."""
 
 SPAN_TOKENS = 8192
 """Keys of one program."""
@@ -30,11 +30,11 @@ MASS_BLOCKS = 64
 """Blocks of one program of ``_masses_kernel``."""
 
 MOST = tl.constexpr(60000.0)
-"""Scores lie within: half precision has no numbers much larger."""
+"""Limit of the absolute value of scores: half precision has no much larger numbers."""
 
 
 class Scratch(NamedTuple):
-    """Tensors that the launches of a run pass on."""
+    """Tensors that the launches of a run pass to each other."""
 
     scores: Any  # [num_selected, num_tiles, num_blocks, 128] float16; undefined past a tile's causal blocks
     parts: Any  # [num_selected, num_tiles, num_spans, 2, 128] float32: largest score, sum; undefined past its spans
@@ -92,7 +92,7 @@ def masses(
 
     Args:
         rounded: Queries of all tiles and keys of the slab.
-        selected: The heads; masses are not written where a head's ``kept_mass`` is 1 or more.
+        selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         run: The tiles to measure.
         scratch: From ``room`` for this run.
@@ -131,7 +131,7 @@ def _scores_kernel(
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
         pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
-        scratch: Scratch, what the launches leave each other.
+        scratch: Scratch, tensors that the launches pass to each other.
         num_tiles: Tiles of the run.
         num_spans: Spans of keys.
         num_blocks: Blocks of 32 keys of the furthest tile.
@@ -167,7 +167,7 @@ def _scores_kernel(
                 b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
             b_s = tl.where((i + o_n)[None, :] <= (position + o_m)[:, None], b_s, float("-inf"))
             b_s = tl.max(tl.reshape(b_s, [128, 4, 32]), 2)
-            # No product with minus infinity: factors past the row's end are 0.
+            # No product with minus infinity, because factors past the row's end are 0.
             b_u = tl.maximum(b_s, -65504.0) * (b_factor[:, None] * b_step[None, :])
             b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MOST), MOST)).to(tl.float16)
             tl.store(target + (i // 32 + tl.arange(0, 4))[None, :] * 128, b_u)
@@ -195,7 +195,7 @@ def _masses_kernel(
         peak: Share of a query's attention from which a block is kept.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
-        scratch: Scratch, what the launches leave each other.
+        scratch: Scratch, tensors that the launches pass to each other.
         num_spans: Spans of keys.
         num_blocks: Blocks of 32 keys of the furthest tile.
         target: [n, tiles, width] float32; written.

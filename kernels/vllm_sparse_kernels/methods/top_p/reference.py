@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 KEY_BLOCK = 32
 LARGEST = 15
-TINY = 1e-20  # stands in for the largest magnitude of zeros
+TINY = 1e-20  # replaces the largest magnitude of zeros
 LEAST_CHANNELS = 64
-SAMPLE, EVERY = 64, 8  # of so many groups of keys, the first is the sample
+SAMPLE, EVERY = 64, 8  # the first of every EVERY groups of keys is the sample
 
 
 def select_top_p(

@@ -2,8 +2,8 @@
 """Queries and keys of ``top_p`` in e4m3, reduced to the channels of the estimate.
 
 The mean of the row's keys is subtracted from each key, which shifts all scores of a query equally. Because any vector
-would do, the mean is taken over a sample, as are the moments by which channels are chosen. Samples go by position in
-the row and in the step, so that the rounding of a row depends on that row only.
+is valid here, the mean is taken over a sample, and so are the moments by which channels are chosen. Samples depend on
+the position in the row and in the step, so the rounding of a row depends only on that row.
 
 The weight of a channel of a kv head is its effect on scores: the variance of its keys times the second moment, about
 zero, of the queries of all heads that read it. Each channel is kept or dropped separately.
@@ -29,14 +29,14 @@ from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = tl.constexpr(15.0)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
-TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of zeros
+TINY = tl.constexpr(1e-20)  # replaces the largest magnitude of zeros
 LOG2_E = 1.4426950408889634
 
 SAMPLE = tl.constexpr(64)
-"""Keys of a group of the sample, and half as many queries of a tile."""
+"""Keys of a group of the sample. Of a tile, half as many queries are in the sample."""
 
 EVERY = tl.constexpr(8)
-"""Of so many groups of keys, the first belongs to the sample."""
+"""Number of groups of keys, of which the first belongs to the sample."""
 
 SPLIT_GROUPS = 4
 """Groups of the sample that one program adds up."""
@@ -44,7 +44,7 @@ SPLIT_GROUPS = 4
 SPLIT_TOKENS = SAMPLE.value * EVERY.value * SPLIT_GROUPS
 
 LEAST_CHANNELS = 64
-"""Below, what follows the product takes the time: fewer channels lose quality and gain nothing."""
+"""Minimum number of channels. With fewer, the product no longer dominates the time, and only quality would drop."""
 
 
 class Moments(NamedTuple):
@@ -68,7 +68,7 @@ class Storage(NamedTuple):
     """Format in which e4m3 numbers are stored."""
 
     kept_d: int  # channels that are multiplied
-    dtype: torch.dtype  # e4m3 itself, or fp16 where there are no instructions for it
+    dtype: torch.dtype  # e4m3, or fp16 on devices without instructions for e4m3
 
 
 class Rounded(NamedTuple):
@@ -125,10 +125,10 @@ def round_queries(
 
     Args:
         inputs: Queries and rows of the step.
-        moments: Of the same rows.
+        moments: Moments of the same rows.
         heads: [num_selected] int32, query heads.
         storage: Channels and type of the result.
-        workspace: Both results lie in it.
+        workspace: Memory of both results.
 
     Returns:
         Values [num_selected, num_tiles · 128, kept_d] of ``storage.dtype``, and their factors
@@ -149,15 +149,15 @@ def round_queries(
 def round_keys(
     inputs: LayerInputs, slab: KeySlab, moments: Moments, storage: Storage, permuted: bool, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round the keys of a slab's rows, row i's from ``slab.key_starts[i]`` on.
+    """Round the keys of a slab's rows. The keys of row i begin at ``slab.key_starts[i]``.
 
     Args:
         inputs: Cache and rows of the step.
         slab: The rows whose keys are rounded.
-        moments: Of all rows.
+        moments: Moments of all rows.
         storage: Channels and type of the result.
         permuted: Put key 32 t + w of each 128 keys at place 8 (w // 2) + 2 t + w % 2 among them.
-        workspace: Both results lie in it.
+        workspace: Memory of both results.
 
     Returns:
         Values [num_kv_heads, num_keys, kept_d] of ``storage.dtype``, and steps [num_kv_heads, num_keys / 32] float32.
@@ -279,7 +279,7 @@ def _mean_square(squares, bounds, first_head, num_heads, GROUP: tl.constexpr, BL
     begin, end = tl.load(bounds) * GROUP, tl.load(bounds + 1) * GROUP
     b_square = tl.zeros([32, BLOCK_D], tl.float32)
     for i in range(begin, end, 32):
-        o_i = i + o_s  # tile by tile, of each its heads
+        o_i = i + o_s  # tile by tile, and by head within a tile
         at = squares + (o_i // GROUP * num_heads + first_head + o_i % GROUP)[:, None] * BLOCK_D + o_d[None, :]
         b_square += tl.load(at, mask=(o_i < end)[:, None], other=0.0)
     return tl.sum(b_square, 0)
@@ -294,12 +294,12 @@ def in_e4m3(b_x, dtype: tl.constexpr):
         dtype: Type of the result.
 
     Returns:
-        Of ``dtype``; numbers of e4m3 also where that is not e4m3 itself.
+        Numbers of e4m3, stored in ``dtype``.
     """
     if dtype == tl.float8e4nv:
         return b_x.to(dtype)
     else:
-        # Three bits of mantissa, and no step finer than 2^-9.
+        # Three bits of mantissa, and steps of at least 2^-9.
         b_power = ((b_x.to(tl.int32, bitcast=True) >> 23) & 255) - 3
         b_power = tl.maximum(b_power, 127 - 9)
         b_step = (b_power << 23).to(tl.float32, bitcast=True)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overlap of reference selections with the papers' rules and with those of their authors' released code.
+
+    python -m benchmarks.paper_rules [--json FILE]
+
+Rules are re-expressed in ``tests/helpers/paper_rules.py``, in float64 and independently of the references. Queries and
+keys are structured as trained attention is (``tests/helpers/structured.py``). An overlap is the intersection over the
+union of kept (query, key) pairs: for AnchorAttention of single keys, for SALE of blocks of 64 queries by 32 keys.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from tests.helpers import paper_rules as rules
+from tests.helpers.masks import mask_of
+from tests.helpers.structured import Structured, paged_batch, structured
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.anchor_attention.reference import select_anchor_attention
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sale.reference import paper_blocks
+
+BAR = 0.999
+COMMAND = "python -m benchmarks.paper_rules"
+
+
+def prompt(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Structured, Batch]:
+    """A whole prompt in float32, and the same in a paged cache."""
+    data = structured(num_tokens, 0, num_heads, num_kv_heads, head_dim)
+    return data, paged_batch(data, 16)
+
+
+def head_of(data: Structured, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys of one query head, in float64."""
+    group = data.q.shape[1] // data.k.shape[1]
+    return data.q[:, head].double(), data.k[:, head // group].double()
+
+
+def mean(values: list[float]) -> float:
+    """The mean of a list."""
+    return sum(values) / len(values)
+
+
+@dataclass(frozen=True)
+class AnchorOverlap:
+    """Overlaps of AnchorAttention's reference, means over heads.
+
+    Attributes:
+        paper: Defaults, with the paper's rule.
+        paper_density: Density of the paper's rule.
+        released: ``dense_tail`` and ``first_group``, with the released code's rule.
+        released_but_for_skipped: The same without the block of keys before each group, which the code never visits.
+        kept_of_skipped: Share of these keys that the reference keeps.
+        paper_against_released: Defaults, with the released code's rule.
+        dense_tail_alone: ``dense_tail``, with the released code's rule, without the block before each group.
+        first_group_alone: ``first_group``, likewise.
+    """
+
+    paper: float
+    paper_density: float
+    released: float
+    released_but_for_skipped: float
+    kept_of_skipped: float
+    paper_against_released: float
+    dense_tail_alone: float
+    first_group_alone: float
+
+    @staticmethod
+    def measure(
+        num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, theta: float, step_tiles: int
+    ) -> "AnchorOverlap":
+        """Compare the reference with both rules on one prompt.
+
+        Args:
+            num_tokens: Tokens of the prompt, no multiple of a group.
+            num_heads: Query heads.
+            num_kv_heads: Key heads.
+            head_dim: Channels of a head.
+            theta: θ.
+            step_tiles: Tiles of a group.
+
+        Returns:
+            The overlaps.
+        """
+        data, batch = prompt(num_tokens, num_heads, num_kv_heads, head_dim)
+
+        def masks(**options: bool) -> torch.Tensor:
+            method = AnchorAttention(theta=theta, step_tiles=step_tiles, **options)
+            layout = method.stripe_layout(batch.rows)
+            index = SparseIndex.allocate(batch.rows, num_heads, 128, dict.fromkeys(range(num_heads), layout))
+            heads = torch.arange(num_heads, dtype=torch.int32)
+            select_anchor_attention(method, batch.q, batch.cache, index, heads, batch.scale)
+            return mask_of(index, 0)
+
+        default, with_options = masks(), masks(dense_tail=True, first_group=True)
+        tail, group = masks(dense_tail=True), masks(first_group=True)
+        rows: list[list[float]] = []
+        for head in range(num_heads):
+            q, k = head_of(data, head)
+            paper = rules.anchor_paper(q, k, data.scale, theta, step_tiles)
+            released, skipped = rules.anchor_released(q, k, data.scale, theta, step_tiles)
+            rows.append([
+                rules.overlap(default[head], paper),
+                int(paper.sum()) / (num_tokens * (num_tokens + 1) / 2),
+                rules.overlap(with_options[head], released),
+                rules.overlap(with_options[head] & ~skipped, released),
+                int((with_options[head] & skipped).sum()) / int(skipped.sum()),
+                rules.overlap(default[head], released),
+                rules.overlap(tail[head] & ~skipped, released),
+                rules.overlap(group[head] & ~skipped, released),
+            ])  # fmt: skip
+        return AnchorOverlap(*(mean(list(column)) for column in zip(*rows, strict=True)))
+
+
+@dataclass(frozen=True)
+class SaleOverlap:
+    """Overlaps of SALE's reference, means over heads.
+
+    Attributes:
+        paper: With the paper's rule.
+        paper_density: Density of the paper's rule, in blocks.
+        released: With the released code's rule: its scales shared by pairs of queries, its rounded bias, and ">".
+        released_but_for_rounding: The same with a scale for each query and a bias that is not rounded.
+    """
+
+    paper: float
+    paper_density: float
+    released: float
+    released_but_for_rounding: float
+
+    @staticmethod
+    def measure(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, tau: float) -> "SaleOverlap":
+        """Compare the reference with both rules on one prompt.
+
+        Args:
+            num_tokens: Tokens of the prompt.
+            num_heads: Query heads.
+            num_kv_heads: Key heads.
+            head_dim: Channels of a head.
+            tau: τ.
+
+        Returns:
+            The overlaps.
+        """
+        data, batch = prompt(num_tokens, num_heads, num_kv_heads, head_dim)
+        shape = -(-num_tokens // 64), -(-num_tokens // 32)
+        ours = torch.zeros(num_heads, *shape, dtype=torch.bool)
+        heads = torch.arange(num_heads)
+        for head, i_tile, kept in paper_blocks(Sale(tau), batch.q, batch.cache, batch.rows, heads, batch.scale):
+            ours[head, 2 * i_tile : 2 * i_tile + len(kept), : kept.shape[1]] = kept
+        causal_blocks = sum(min(64 * i + 63, num_tokens - 1) // 32 + 1 for i in range(shape[0]))
+        rows: list[list[float]] = []
+        for head in range(num_heads):
+            q, k = head_of(data, head)
+            paper = rules.sale(q, k, data.scale, tau, pairs_share=False, rounds_bias=False, strict=False)
+            released = rules.sale(q, k, data.scale, tau, pairs_share=True, rounds_bias=True, strict=True)
+            unrounded = rules.sale(q, k, data.scale, tau, pairs_share=False, rounds_bias=False, strict=True)
+            rows.append([
+                rules.overlap(ours[head], paper),
+                int(paper.sum()) / causal_blocks,
+                rules.overlap(ours[head], released),
+                rules.overlap(ours[head], unrounded),
+            ])  # fmt: skip
+        return SaleOverlap(*(mean(list(column)) for column in zip(*rows, strict=True)))
+
+
+def row(name: str, value: float, bar: float | None) -> dict[str, Any]:
+    """One row of docs/results/papers.json."""
+    return {
+        "name": name, "value": round(value, 4), "unit": "IoU", "bar": bar, "better": "higher", "device": "CPU",
+        "command": COMMAND,
+    }  # fmt: skip
+
+
+def main(json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows there.")] = None) -> None:
+    """Measure all overlaps, and print a row for each."""
+    anchor = AnchorOverlap.measure(6844, 4, 2, 64, theta=8.0, step_tiles=16)
+    sale = SaleOverlap.measure(6844, 4, 2, 64, tau=0.004)
+    what = "6,844 tokens, 4 heads"
+    rows = [
+        row(f"rule, AnchorAttention, θ 8, step 16, {what}: reference against the paper", anchor.paper, BAR),
+        row(
+            f"rule, AnchorAttention, θ 8, step 16, {what}: dense_tail and first_group against the released code, "
+            "without the 128 keys before a group, which it never attends", anchor.released_but_for_skipped, BAR,
+        ),
+        row(
+            f"rule, AnchorAttention, θ 8, step 16, {what}: dense_tail and first_group against the released code",
+            anchor.released, None,
+        ),
+        row(
+            f"rule, AnchorAttention, θ 8, step 16, {what}: defaults against the released code",
+            anchor.paper_against_released, None,
+        ),
+        row(f"rule, SALE, τ 0.004, {what}: reference against the paper", sale.paper, BAR),
+        row(
+            f"rule, SALE, τ 0.004, {what}: reference against the released code, with a scale for each query and biases "
+            "that are not rounded", sale.released_but_for_rounding, BAR,
+        ),
+        row(
+            f"rule, SALE, τ 0.004, {what}: reference against the released code, whose queries share scales by "
+            "pairs and whose biases are integers", sale.released, None,
+        ),
+    ]  # fmt: skip
+    for result in rows:
+        print(f"{result['value']:.4f}  {result['name']}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

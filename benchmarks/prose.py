@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the English of documents, docstrings, comments and messages, and pick sentences at random to read aloud.
+
+    python -m benchmarks.prose check [--list]
+    python -m benchmarks.prose sample --seed 1 --count 60
+
+`benchmarks/prose_rules.yaml` has the rules: phrases that are hard to read, with what to write instead. proselint runs
+them, and a few groups of its own checks. Markdown files must keep every rule, and have lines of at most 100 characters
+outside of tables and code; findings in Python sources are counted.
+"""
+
+import io
+import random
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+import yaml
+from proselint.registry import CheckRegistry
+from proselint.registry.checks import Check, CheckFlags
+from proselint.registry.checks.engine import Fancy, RegexOptions
+from proselint.registry.checks.types import ExistenceSimple
+from proselint.tools import LintFile
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+RULES = Path(__file__).with_name("prose_rules.yaml")
+MAX_COLUMNS = 100
+
+PYTHON_FOLDERS = ("vllm_sparse_backend", "kernels", "benchmarks", "deploy")
+"""Folders whose docstrings, comments and messages are checked."""
+
+PROSELINT_GROUPS = ("archaism", "malapropisms", "nonwords", "redundancy.misc.garner")
+"""proselint's own checks that hold for technical text."""
+
+CODE = "X"
+"""Stands for text that is set as code, so that rules see a word and not its letters."""
+
+WHITE_SPACE = r"(?:[ \t]+|[ \t]*\n[ \t]*)"
+"""What a space in a rule's pattern matches: also the end of a line, but not of a paragraph."""
+
+MIN_MESSAGE_WORDS = 3
+MIN_SENTENCE_WORDS = 5
+
+
+class Rule(NamedTuple):
+    """A phrase that is hard to read, as `prose_rules.yaml` describes it."""
+
+    name: str
+    pattern: str
+    why: str
+    write: str
+    catches: str
+    passes: str
+    case_sensitive: bool = False
+
+
+class Finding(NamedTuple):
+    """A place in a file that breaks a rule."""
+
+    path: str
+    line: int
+    rule: str
+    phrase: str
+    advice: str
+
+
+class Prose(NamedTuple):
+    """The sentences of a file, every character where it is in the file.
+
+    Attributes:
+        path: the file, relative to the repository.
+        text: the file with everything but prose blanked, and code within prose replaced by `CODE`.
+        shown: the same with code within prose as it is.
+    """
+
+    path: str
+    text: str
+    shown: str
+
+
+def read_rules() -> list[Rule]:
+    """Return the rules of `prose_rules.yaml`."""
+    return [Rule(**entry) for entry in yaml.safe_load(RULES.read_text())]
+
+
+def _blank(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
+
+
+def _mask_code(text: str) -> str:
+    """Return text with the content of backticks replaced by `CODE`."""
+    return re.sub(r"(`+)(?:(?!\1).)+\1", lambda match: re.sub(r"\S", CODE, match[0]), text, flags=re.DOTALL)
+
+
+MARKDOWN_NOT_PROSE = re.compile(
+    r"<!-- settings:begin.*?settings:end -->"  # written by benchmarks.settings_tables from the code
+    r"|<!--.*?-->"
+    r"|^ *```.*?^ *```$"
+    r"|(?:(?<=\n\n)|\A)(?: {4}.*\n|\n(?= {4}))+"  # an indented block of code
+    r"|\[(?=[^\[\]]*\]\()|\]\([^)\s]*\)"  # a link, except its text
+    r"|https?://\S+",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def markdown_prose(path: str, source: str) -> Prose:
+    """Return the sentences of a Markdown file.
+
+    Args:
+        path: the file, relative to the repository.
+        source: its content.
+
+    Returns:
+        Its prose, without blocks of code, generated tables, comments and addresses.
+    """
+    # DOTALL is for comments and fences; a line of an indented block ends at its end.
+    pattern = re.compile(MARKDOWN_NOT_PROSE.pattern.replace("{4}.*\\n", "{4}[^\\n]*\\n"), MARKDOWN_NOT_PROSE.flags)
+    shown = pattern.sub(lambda match: _blank(match[0]), source)
+    shown = re.sub(r"^#+ |^ *[*-] |^> |\*\*|^\|[-| :]+\|$", lambda match: _blank(match[0]), shown, flags=re.MULTILINE)
+    return Prose(path, _mask_code(shown), shown)
+
+
+def python_prose(path: str, source: str) -> Prose:
+    """Return the docstrings, comments and messages of a Python file.
+
+    Args:
+        path: the file, relative to the repository.
+        source: its content.
+
+    Returns:
+        Its prose; a `|` stands where other code separates two texts.
+    """
+    lines = source.splitlines(keepends=True)
+    shown = [list(_blank(line)) for line in lines]
+    fstring_depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        fstring_depth += (kind == "FSTRING_START") - (kind == "FSTRING_END")
+        if kind == "COMMENT":
+            text = " " + token.string[1:]
+        elif kind == "STRING" and _is_sentence(token.string):
+            text = _string_content(token.string)
+        elif kind == "FSTRING_MIDDLE":
+            text = token.string
+        elif kind in ("NAME", "NUMBER", "OP", "STRING"):
+            text = "|" if fstring_depth == 0 else CODE
+        else:
+            continue
+        _write(shown, token.start, text)
+    joined = "".join("".join(line) for line in shown)
+    return Prose(path, _mask_code(joined), joined)
+
+
+def _is_sentence(literal: str) -> bool:
+    return len(re.findall(r"(?<![\w-])[A-Za-z]{2,}\b", literal)) >= MIN_MESSAGE_WORDS and " " in literal.strip()
+
+
+def _string_content(literal: str) -> str:
+    """Return a string literal, as long as before, without its prefix and quotes; an f-string's values are `CODE`."""
+    match = re.fullmatch(r"(\w*)(\"\"\"|'''|\"|')(.*)\2", literal, re.DOTALL)
+    assert match is not None, literal
+    prefix, quotes, content = match.groups()
+    if "f" in prefix.lower():
+        content = re.sub(r"\{[^{}]*\}", lambda value: re.sub(r"\S", CODE, value[0]), content)
+    content = re.sub(r"\\[nt]", "  ", content)
+    return " " * len(prefix + quotes) + content + " " * len(quotes)
+
+
+def _write(lines: list[list[str]], start: tuple[int, int], text: str) -> None:
+    """Put text into lines of characters at a token's (line, column)."""
+    row, column = start[0] - 1, start[1]
+    for part in text.splitlines(keepends=True):
+        content = part.rstrip("\n")
+        lines[row][column : column + len(content)] = content
+        row, column = row + 1, 0
+
+
+def yaml_prose(path: str, source: str) -> Prose:
+    """Return the comments of a YAML file and the texts of its alerts.
+
+    Args:
+        path: the file, relative to the repository.
+        source: its content.
+
+    Returns:
+        Its prose.
+    """
+    shown = re.sub(
+        r"^(?!\s*#|\s*(?:summary|description):).*$|^\s*(?:#|summary:|description:)|\{\{.*?\}\}",
+        lambda match: _blank(match[0]),
+        source,
+        flags=re.MULTILINE,
+    )
+    return Prose(path, _mask_code(shown), shown)
+
+
+READERS = {".md": markdown_prose, ".py": python_prose, ".yml": yaml_prose, ".yaml": yaml_prose}
+
+
+def markdown_files() -> list[Path]:
+    """Return every Markdown file of the repository, without those of environments and caches."""
+    folders = ("docs", "deploy", "profiles", "tests", "benchmarks", "vllm_sparse_backend", "kernels")
+    return sorted([*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*.md"))])
+
+
+def python_files() -> list[Path]:
+    """Return every Python file of `PYTHON_FOLDERS`, and the YAML files of deploy/."""
+    sources = [path for folder in PYTHON_FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return sources + sorted(path for path in (ROOT / "deploy").rglob("*.y*ml"))
+
+
+def read_prose(path: Path) -> Prose:
+    """Return the sentences of a Markdown, Python or YAML file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Its prose.
+    """
+    return READERS[path.suffix](str(path.relative_to(ROOT)), path.read_text())
+
+
+def register_rules(rules: Sequence[Rule]) -> None:
+    """Give proselint our rules, once per process.
+
+    Args:
+        rules: what to look for.
+    """
+    registry = CheckRegistry()
+    known = {check.path for check in registry.checks}
+    for rule in rules:
+        if f"ours.{rule.name}" not in known:
+            registry.register(
+                Check(
+                    ExistenceSimple(rule.pattern.replace(" ", WHITE_SPACE)),
+                    engine=Fancy(RegexOptions(case_insensitive=not rule.case_sensitive)),
+                    path=f"ours.{rule.name}",
+                    message=f"{rule.why}; write {rule.write}",
+                    flags=CheckFlags(allow_quotes=True),
+                )
+            )
+    if not any(path.startswith(PROSELINT_GROUPS) for path in known):
+        from proselint.checks import __register__ as proselint_checks
+
+        registry.register_many(proselint_checks)
+
+
+def phrase_findings(prose: Prose) -> Iterator[Finding]:
+    """Yield each phrase that breaks one of our rules or proselint's.
+
+    Args:
+        prose: the sentences of a file.
+
+    Yields:
+        Findings in the order of the file.
+    """
+    register_rules(read_rules())
+    if not prose.text.strip():
+        return
+    enabled = dict.fromkeys(("ours", *PROSELINT_GROUPS), True)
+    document = LintFile(prose.path, prose.text)
+    for result in document.lint({"max_errors": 10_000, "checks": enabled}):
+        start, end = result.check_result.span
+        phrase = " ".join(document.content[start:end].split())
+        rule = result.check_result.check_path.removeprefix("ours.")
+        yield Finding(prose.path, result.pos[0], rule, phrase, result.check_result.message)
+
+
+def long_lines(path: str, source: str) -> Iterator[Finding]:
+    """Yield each line of a Markdown file that is too long, tables and code aside.
+
+    Args:
+        path: the file, relative to the repository.
+        source: its content.
+
+    Yields:
+        A finding for each line of prose with more than `MAX_COLUMNS` characters.
+    """
+    prose = markdown_prose(path, source)
+    for number, (line, shown) in enumerate(zip(source.splitlines(), prose.shown.splitlines(), strict=True), start=1):
+        if len(line) > MAX_COLUMNS and shown.strip() and not line.lstrip().startswith("|"):
+            advice = f"at most {MAX_COLUMNS} characters; break the line"
+            yield Finding(path, number, "line-length", f"{len(line)} characters", advice)
+
+
+def check_file(path: Path) -> list[Finding]:
+    """Return what breaks a rule in a file.
+
+    Args:
+        path: a Markdown, Python or YAML file of the repository.
+
+    Returns:
+        Findings by line.
+    """
+    findings = list(phrase_findings(read_prose(path)))
+    if path.suffix == ".md":
+        findings += long_lines(str(path.relative_to(ROOT)), path.read_text())
+    return sorted(findings, key=lambda finding: finding.line)
+
+
+def must_pass(path: Path) -> bool:
+    """Return whether a finding in this file fails the check.
+
+    Args:
+        path: a file of the repository.
+
+    Returns:
+        True for Markdown files.
+    """
+    return path.suffix == ".md"
+
+
+def sentences(prose: Prose) -> Iterator[tuple[int, str]]:
+    """Yield (line, sentence) of each sentence of a file.
+
+    Args:
+        prose: the sentences of a file.
+
+    Yields:
+        Sentences with their code and the line on which they begin, the shortest left out.
+    """
+    for passage in re.finditer(r"(?:[^|\n]|\n(?!\s*(?:\n|[*-] |\d+\. |\||\w+: |[A-Z]\w+:\n)))+", prose.text):
+        start = passage.start()
+        ends = [start + match.end() for match in re.finditer(r"[.!?](?=\s+[A-Z])", passage[0])]
+        for end in [*ends, passage.end()]:
+            sentence = " ".join(prose.shown[start:end].split())
+            if len(re.findall(r"[A-Za-z]{2,}", _mask_code(sentence))) >= MIN_SENTENCE_WORDS:
+                first = start + len(prose.shown[start:end]) - len(prose.shown[start:end].lstrip())
+                yield prose.text.count("\n", 0, first) + 1, sentence
+            start = end
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@app.command()
+def check(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Files to check; all without.")] = None,
+    show_all: Annotated[bool, typer.Option("--list", help="Print findings of files that do not fail, too.")] = False,
+) -> None:
+    """Print findings, and their number by file; exit code 1 if a Markdown file has any."""
+    files = [path.resolve() for path in paths] if paths else [*markdown_files(), *python_files()]
+    counts: Counter[str] = Counter()
+    num_failures = 0
+    for path in files:
+        findings = check_file(path)
+        num_failures += len(findings) if must_pass(path) else 0
+        for finding in findings:
+            counts[finding.path] += 1
+            if show_all or must_pass(path):
+                print(f"{finding.path}:{finding.line}: {finding.rule}: {finding.phrase!r}: {finding.advice}")
+    if counts:
+        table = Table("file", "findings")
+        for name, count in counts.most_common():
+            table.add_row(name, str(count), style="red" if must_pass(ROOT / name) else None)
+        Console(width=120, highlight=False).print(table)
+    print(f"{num_failures} findings fail this check, of {counts.total()} in {len(files)} files.")
+    raise typer.Exit(1 if num_failures else 0)
+
+
+@app.command()
+def sample(
+    seed: Annotated[int, typer.Option(help="Seed of the choice.")] = 0,
+    count: Annotated[int, typer.Option(help="Number of sentences.", min=1)] = 60,
+    paths: Annotated[list[Path] | None, typer.Argument(help="Files to choose from; all without.")] = None,
+) -> None:
+    """Print sentences of documents, docstrings and messages at random: rewrite each that you would not say."""
+    files = [path.resolve() for path in paths] if paths else [*markdown_files(), *python_files()]
+    everything = [(prose.path, *place) for prose in map(read_prose, files) for place in sentences(prose)]
+    for path, line, sentence in random.Random(seed).sample(everything, min(count, len(everything))):
+        print(f"{path}:{line}: {sentence}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPUs that this package knows: the single source for documents, ``doctor``, start-up and the compile tests.
+
+A GPU whose compute capability is not listed may run the kernels, because Triton compiles them on the spot. Nothing is
+known of it: ``status_note`` says so.
+"""
+
+from typing import NamedTuple
+
+import torch
+from triton.compiler.compiler import max_shared_mem
+
+
+class Card(NamedTuple):
+    """GPUs of one compute capability.
+
+    Attributes:
+        capability: Compute capability, such as (8, 9).
+        names: Common products.
+        shared_bytes: Shared memory that one program may use (CUDA C++ Programming Guide, table of technical
+            specifications).
+        is_measured: Whether the kernels ran and were timed on such a GPU. If not, tests only compile them for it.
+        engines: Names of the attention engines that can serve layers on such a GPU, the fastest first.
+    """
+
+    capability: tuple[int, int]
+    names: str
+    shared_bytes: int
+    is_measured: bool
+    engines: tuple[str, ...]
+
+    @property
+    def target(self) -> int:
+        """Capability as Triton's targets have it, such as 89."""
+        return 10 * self.capability[0] + self.capability[1]
+
+    @property
+    def status(self) -> str:
+        """What is known of the kernels on such a GPU, as the end of a sentence."""
+        return "measured" if self.is_measured else "compiled, never run"
+
+
+CARDS = (
+    Card((8, 0), "A100, A30", 163 << 10, False, ("flash", "portable")),
+    Card((8, 6), "A10, A40, RTX A6000, RTX 3090", 99 << 10, False, ("flash", "portable")),
+    Card((8, 9), "L4, L40S, RTX 4090", 99 << 10, False, ("flash", "portable")),
+    Card((9, 0), "H100, H200", 227 << 10, True, ("hopper", "flash", "portable")),
+    Card((10, 0), "B200, GB200", 227 << 10, False, ("flash", "portable")),
+    Card((12, 0), "RTX 5090, RTX PRO 6000", 99 << 10, False, ("flash", "portable")),
+)
+"""All GPUs for which tests compile the kernels, by compute capability."""
+
+
+def find_card(capability: tuple[int, int]) -> Card | None:
+    """Return the GPUs of a compute capability.
+
+    Args:
+        capability: (major, minor).
+
+    Returns:
+        The entry of ``CARDS``; None if there is none.
+    """
+    return next((card for card in CARDS if card.capability == tuple(capability)), None)
+
+
+def status_note(capability: tuple[int, int]) -> str | None:
+    """Return what an operator must know before relying on a GPU.
+
+    Args:
+        capability: (major, minor).
+
+    Returns:
+        A sentence without its full stop; None for a GPU on which the kernels were measured.
+    """
+    card = find_card(capability)
+    if card is not None and card.is_measured:
+        return None
+    measured = ", ".join(card.names for card in CARDS if card.is_measured)
+    number = ".".join(map(str, capability))
+    advice = f"compare speed and answers with the stock backend before production, or use one of {measured}"
+    if card is None:
+        return f"compute capability {number} is unknown to this release: no kernel was compiled or run for it; {advice}"
+    return (
+        f"compute capability {number} ({card.names}): the kernels were compiled for it but never run on one; {advice}"
+    )
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the maximum shared memory of a program.
+
+    Args:
+        device: The GPU.
+
+    Returns:
+        Bytes; 1 << 62 if there is no limit (in the interpreter).
+    """
+    if device.type != "cuda":
+        return 1 << 62
+    return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))

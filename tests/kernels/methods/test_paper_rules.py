@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""References of AnchorAttention and SALE against the papers' rules and the released code's, stated independently.
+
+``benchmarks.paper_rules`` prints the overlaps of longer prompts for docs/results/papers.json.
+"""
+
+import pytest
+import torch
+
+from benchmarks.paper_rules import AnchorOverlap, SaleOverlap
+from tests.helpers.paper_rules import overlap, sale_local_blocks
+
+LEAST = 0.999
+
+
+@pytest.fixture(scope="module")
+def anchor() -> AnchorOverlap:
+    """Three heads and a tail of 188 queries."""
+    return AnchorOverlap.measure(num_tokens=1724, num_heads=3, num_kv_heads=1, head_dim=64, theta=8.0, step_tiles=3)
+
+
+@pytest.fixture(scope="module")
+def sale() -> SaleOverlap:
+    return SaleOverlap.measure(num_tokens=1209, num_heads=3, num_kv_heads=1, head_dim=64, tau=0.02)
+
+
+def test_anchor_attention_keeps_what_the_paper_keeps(anchor: AnchorOverlap) -> None:
+    assert anchor.paper >= LEAST
+    assert 0.2 < anchor.paper_density < 0.9
+
+
+def test_anchor_attention_with_its_options_keeps_what_the_released_code_keeps(anchor: AnchorOverlap) -> None:
+    """All but the block of keys before a group, which the code never visits, and which votes here."""
+    assert anchor.released_but_for_skipped >= LEAST
+    assert anchor.released < 1
+    assert anchor.kept_of_skipped > 0.1
+
+
+def test_neither_rule_is_the_other(anchor: AnchorOverlap) -> None:
+    """The comparison can fail: without its options the method misses the released code's rule, and with one of them."""
+    assert anchor.paper_against_released < 0.95
+    assert max(anchor.dense_tail_alone, anchor.first_group_alone) < LEAST
+
+
+def test_sale_keeps_what_the_paper_keeps(sale: SaleOverlap) -> None:
+    assert sale.paper >= LEAST
+    assert 0.1 < sale.paper_density < 0.9
+
+
+def test_sale_keeps_what_the_released_code_keeps(sale: SaleOverlap) -> None:
+    """But for its roundings, which the module's docstring lists, and which change some blocks of a hundred."""
+    assert sale.released_but_for_rounding >= LEAST
+    assert 0.9 < sale.released < LEAST
+
+
+def test_the_local_region_has_four_to_seven_blocks() -> None:
+    assert [sale_local_blocks(number) for number in (1, 2, 5, 6, 8, 9, 10, 13)] == [0, 1, 4, 5, 7, 4, 5, 4]
+
+
+def test_overlap() -> None:
+    a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    assert overlap(a, b) == pytest.approx(1 / 3)
+    assert overlap(a, a) == overlap(~a & a, ~b & b) == 1

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's front end in Rust: which parts of this package are missing behind it, and which settings it cannot serve.
+
+It is a process without Python, so nothing of ``serving/frontend`` runs. It passes ``vllm_xargs`` on to the engine core,
+which reads the level there (``core/unmarked_requests.py``).
+"""
+
+import logging
+
+from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.config.settings import KEY, OPTION
+from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving import compat
+
+logger = logging.getLogger(LOGGER)
+
+VARIABLE = "VLLM_USE_RUST_FRONTEND"
+
+BY_MODEL = f"{OPTION} {KEY}.requests.models gives levels by served model names"
+
+MISSING = (
+    "requests come through vLLM's front end in Rust, so the engine core reads their levels. Missing: sparse_prefill_* "
+    "on /metrics; reports in answers (workers log them); the route of the switch; status 400 for misplaced keys, which "
+    "are ignored, and for levels that a request may not have, which end it with an error; the comparison of settings "
+    f"with nodes that start with --headless. To have these, unset {VARIABLE} and do not serve with vllm-rs"
+)
+
+
+def is_configured() -> bool:
+    """Return whether this process's environment selects the Rust front end.
+
+    Servers that ``vllm-rs serve`` starts have that front end without the variable.
+
+    Returns:
+        True if the variable is set.
+    """
+    return compat.is_set(VARIABLE)
+
+
+def refusal(resolved: Resolved) -> str | None:
+    """Return why this backend cannot honour its settings behind the Rust front end.
+
+    Args:
+        resolved: The settings.
+
+    Returns:
+        The reason and what to do; None if it can.
+    """
+    if not resolved.config.requests.models:
+        return None
+    return (
+        f"{BY_MODEL}, but {VARIABLE} is set: levels are then read in the engine core, which does not get the name that "
+        f"a request gives as its model; unset {VARIABLE}, or leave requests.models out"
+    )
+
+
+def warn_of_missing() -> None:
+    """Log which parts of this package are missing behind the Rust front end."""
+    logger.warning("sparse-prefill: %s", MISSING)
