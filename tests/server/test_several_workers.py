@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine over several workers, and several engines behind one address: answers and counts of one worker.
 
-On a CPU, with gloo between the processes. Sums over heads are made in another order by two workers, which moves log-
-probabilities by about 1e-6; tokens are the same.
+On a CPU, with gloo between the processes. Two workers add up heads in another order, which moves log-probabilities by
+up to 1e-5; tokens are the same. Pipeline parallelism is missing: the runner of vLLM's CPU build (0.32) fails with it,
+as it has no tensors to receive the first stage's output.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Answer, Servers
 from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import Report
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
 
 pytestmark = [
@@ -41,7 +43,6 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     "tensor parallel": Layout(("--tensor-parallel-size", "2"), engines=1, ranks=2),
-    "pipeline parallel": Layout(("--pipeline-parallel-size", "2"), engines=1, ranks=2),
     "data parallel": Layout(("--data-parallel-size", "2", "--api-server-count", "2"), engines=2, ranks=1),
 }
 
@@ -52,47 +53,52 @@ class Divided(NamedTuple):
     layout: Layout
     server: Server
     answers: dict[str, Answer]
-    report: Report
+    report: MetricsReport
 
 
-def ask_in_turn(server: Server) -> tuple[dict[str, Answer], Report]:
-    """Each level's answer to prompts of several chunks, one request at a time, and the counts of these requests."""
+def ask_in_turn(server: Server) -> tuple[dict[str, Answer], MetricsReport]:
+    """Each level's answers to prompts of several chunks, one request at a time, and the counts of these requests.
+
+    No two prompts begin alike: an engine that finds a prefix in its cache prefills other chunks than one that does not.
+    """
     before = scenario.counted(server)
     answers = {
-        f"{level}, {length} tokens": scenario.ask(server, scenario.prompt(length, seed=length), level=level)
-        for length in (63, 901, 1501)
-        for level in LEVELS
+        f"{level}, {length} tokens": scenario.ask(server, scenario.prompt(length, seed=500 + seed), level=level)
+        for seed, (length, level) in enumerate(itertools.product((63, 901, 1501), LEVELS))
     }
     return answers, scenario.counted(server, before)
 
 
 @pytest.fixture(scope="module")
-def single(servers: Servers) -> tuple[dict[str, Answer], Report]:
+def single(servers: Servers) -> tuple[dict[str, Answer], MetricsReport]:
     """One worker."""
     return ask_in_turn(servers.ours)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def divided(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Divided]:
+def divided(
+    request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Divided]:
     layout = LAYOUTS[request.param]
     settings = server_levels.write(tmp_path_factory.mktemp("divided"), *server_levels.ALL)
     args = (*sparse_args(settings), *scenario.SERVER_ARGS, *layout.args)
-    with Server(small_model, args, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as server:
+    with Server(small_model, args, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}) as server:
         yield Divided(layout, server, *ask_in_turn(server))
 
 
 def assert_same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
     for name, answer in expected.items():
-        print(name, max(abs(a-b) for a,b in zip(answers[name].logprobs, answer.logprobs)))
         assert answers[name].token_ids == answer.token_ids, name
         assert answers[name].logprobs == pytest.approx(answer.logprobs, abs=LOGPROB_TOLERANCE), name
 
 
-def test_answers_of_every_level_are_those_of_one_worker(divided: Divided, single: tuple[dict[str, Answer], Report]) -> None:
+def test_answers_of_every_level_are_those_of_one_worker(
+    divided: Divided, single: tuple[dict[str, Answer], MetricsReport]
+) -> None:
     assert_same(divided.answers, single[0])
 
 
-def test_counts_are_those_of_one_worker(divided: Divided, single: tuple[dict[str, Answer], Report]) -> None:
+def test_counts_are_those_of_one_worker(divided: Divided, single: tuple[dict[str, Answer], MetricsReport]) -> None:
     """Rows once, whatever number of workers computed them; pairs summed over the heads and layers of all workers."""
     for name, labels in (
         ("rows", ("path", "reason", "level")),
@@ -100,10 +106,8 @@ def test_counts_are_those_of_one_worker(divided: Divided, single: tuple[dict[str
         ("causal_pairs", ("layer", "level")),
         ("prefill_pairs", ()),
     ):
-        print(name, divided.report.by(name, *labels), single[1].by(name, *labels))
         assert divided.report.by(name, *labels) == single[1].by(name, *labels), name
     kept, expected = (report.by("kept_pairs", "layer", "level") for report in (divided.report, single[1]))
-    print(kept, expected)
     assert dict(kept) == pytest.approx(dict(expected), rel=1e-3)
 
 
@@ -115,7 +119,6 @@ def test_the_guard_checks_on_every_rank_of_every_engine(divided: Divided) -> Non
         if name == "guard_error"
         for labels in [dict(sample_labels)]
     )
-    print(seen)
     assert len(seen) == divided.layout.engines * divided.layout.ranks
 
 
