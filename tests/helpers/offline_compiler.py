@@ -96,6 +96,7 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
     from vllm_sparse_kernels.methods.sale import method as sale
     from vllm_sparse_kernels.methods.share_prefill import block_average
     from vllm_sparse_kernels.methods.top_p import method as top_p
+    from vllm_sparse_kernels.methods.top_p import portable as top_p_masses
     from vllm_sparse_kernels.selection import last_queries
 
     limit_bytes, fp8 = SHARED_KIB[capability] << 10, torch.float8_e4m3fn
@@ -104,6 +105,7 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         (block_width, "shared_bytes", limit_bytes),
         (last_queries, "shared_bytes", limit_bytes),
         (block_average, "shared_bytes", limit_bytes),
+        (top_p_masses, "shared_bytes", limit_bytes),
         (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card has room for
         (top_p, "stored_dtype", fp8 if capability >= 89 else torch.float16),
         (sale, "integer_dtype", fp8 if capability >= 90 else torch.int8),

@@ -193,10 +193,13 @@ def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        3 for two buffered tiles, or 2 for one if the queries are many or two do not fit the GPU.
+        3 for two buffered tiles, 2 for one if the queries are many or two do not fit the GPU, and 1 for loads that are
+        not buffered if not even one fits.
     """
-    fits = stack_bytes + 2 * tile_bytes + JOIN_BYTES <= limit_bytes
-    return 3 if fits and stack_bytes <= QUERY_BYTES else 2
+    beside = limit_bytes - stack_bytes - JOIN_BYTES
+    if beside < tile_bytes:
+        return 1
+    return 3 if 2 * tile_bytes <= beside and stack_bytes <= QUERY_BYTES else 2
 
 
 def _sum_block_diagonals(

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.rows import ceil_div
@@ -105,13 +106,27 @@ def masses(
         rounded, selected.heads, selected.kept_mass, tiles, run.first_tile, run.pairs, scratch, num_tiles, num_spans,
         num_blocks,
         GROUP=selected.group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, PAIR=PAIR_FIELDS,
-        WIDEN=not rounded.keys.is_cuda, num_warps=8, num_stages=3,
+        WIDEN=not rounded.keys.is_cuda, num_warps=8,
+        num_stages=_num_stages(rounded.keys.shape[2] * rounded.keys.element_size(), shared_bytes(rounded.keys.device)),
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
         selected.kept_mass, selected.peak, tiles, run.first_tile, scratch, num_spans, num_blocks, target,
         *target.stride()[:2],
         SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, num_warps=8,
     )  # fmt: skip
+
+
+def _num_stages(key_bytes: int, limit_bytes: int) -> int:
+    """Return the pipeline stages of the loop over keys in ``_scores_kernel``.
+
+    Args:
+        key_bytes: A rounded key, as large as a rounded query.
+        limit_bytes: Shared memory of a program.
+
+    Returns:
+        3 for two buffers of 128 keys beside the 128 queries, or 2 for one if two do not fit the GPU.
+    """
+    return 3 if 3 * 128 * key_bytes <= limit_bytes else 2
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_blocks"])
