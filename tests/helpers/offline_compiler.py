@@ -106,6 +106,7 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         (last_queries, "shared_bytes", limit_bytes),
         (block_average, "shared_bytes", limit_bytes),
         (top_p_masses, "shared_bytes", limit_bytes),
+        (top_p_masses, "_must_widen", False),
         (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card has room for
         (top_p, "stored_dtype", fp8 if capability >= 89 else torch.float16),
         (sale, "integer_dtype", fp8 if capability >= 90 else torch.int8),

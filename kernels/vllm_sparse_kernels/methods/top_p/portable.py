@@ -106,7 +106,7 @@ def masses(
         rounded, selected.heads, selected.kept_mass, tiles, run.first_tile, run.pairs, scratch, num_tiles, num_spans,
         num_blocks,
         GROUP=selected.group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, PAIR=PAIR_FIELDS,
-        WIDEN=not rounded.keys.is_cuda, num_warps=8,
+        WIDEN=_must_widen(rounded.keys), num_warps=8,
         num_stages=_num_stages(rounded.keys.shape[2] * rounded.keys.element_size(), shared_bytes(rounded.keys.device)),
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
@@ -114,6 +114,11 @@ def masses(
         *target.stride()[:2],
         SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, num_warps=8,
     )  # fmt: skip
+
+
+def _must_widen(keys: torch.Tensor) -> bool:
+    """Return whether products must be computed in float32: the interpreter's are wrong in lower precision."""
+    return not keys.is_cuda
 
 
 def _num_stages(key_bytes: int, limit_bytes: int) -> int:
@@ -124,7 +129,7 @@ def _num_stages(key_bytes: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        3 for two buffers of 128 keys beside the 128 queries, or 2 for one if two do not fit the GPU.
+        3 for two buffers of 128 keys next to the 128 queries, or 2 for one if two do not fit the GPU.
     """
     return 3 if 3 * 128 * key_bytes <= limit_bytes else 2
 
