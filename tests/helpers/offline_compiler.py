@@ -95,8 +95,7 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
     from vllm_sparse_kernels.methods.anchor_attention import method as anchors
     from vllm_sparse_kernels.methods.sale import method as sale
     from vllm_sparse_kernels.methods.share_prefill import block_average
-    from vllm_sparse_kernels.methods.top_p import method as top_p
-    from vllm_sparse_kernels.methods.top_p import portable as top_p_masses
+    from vllm_sparse_kernels.methods.top_p import method as top_p, portable as top_p_masses
     from vllm_sparse_kernels.selection import last_queries
 
     limit_bytes, fp8 = SHARED_KIB[capability] << 10, torch.float8_e4m3fn
