@@ -14,7 +14,7 @@ JOBS ?= 2
 # Where it is set, each of pytest's processes rewrites all tests anew, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all gpu lint readability compile-matrix matrix wheel clean
+.PHONY: setup demo test test-all gpu lint readability compile-matrix cards matrix wheel clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -50,6 +50,10 @@ lint: $(INSTALLED)
 # What each release of Triton makes of the Hopper kernel; no GPU needed, about ten minutes.
 compile-matrix: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.compile_matrix 3.6.0 3.7.1 3.8.0 3.9.0 --out docs/results/compile_matrix.json
+
+# Every kernel of every method for every GPU of docs/compatibility.md; no GPU needed, 35 minutes of a core.
+cards: $(INSTALLED)
+	@ALL_CARDS=1 $(BIN)/pytest -n $(JOBS) -k fits_every_card tests/kernels/test_cards.py
 
 # Servers of several releases of vLLM, on a CPU: an environment of a good GB for each, half an hour; and the newest's sources.
 matrix: $(INSTALLED)

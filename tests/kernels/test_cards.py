@@ -17,6 +17,8 @@ from vllm_sparse_kernels.methods.top_p import portable as top_p
 from vllm_sparse_kernels.selection import last_queries
 
 BY_TARGET = {card.target: card for card in CARDS}
+WHOLE = bool(os.environ.get("ALL_CARDS"))
+"""Whether every method is compiled for every card and head dim, as ``make cards`` does."""
 
 
 def compiled(target: int, head_dim: int, *methods: str) -> dict[str, dict[str, int]]:
@@ -45,6 +47,15 @@ def test_kernels_with_the_most_shared_memory_fit_small_cards() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("target", "head_dim"), [*((target, 128) for target in BY_TARGET), (80, 256)])
+def test_the_default_compiles_and_fits_every_card(target: int, head_dim: int) -> None:
+    table = compiled(target, head_dim, "top_p")
+    assert table["top_p"]["_scores_kernel"] > 0
+    assert not too_large(table, BY_TARGET[target])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not WHOLE, reason="35 minutes of a core: make cards")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("target", BY_TARGET)
 def test_every_method_compiles_and_fits_every_card(target: int, head_dim: int) -> None:
