@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """salting_proxy.py --decode URL [--host ADDRESS] [--port PORT]: gives requests to a stock decode server a cache salt.
 
-A stock vLLM server that decodes for sparse prefill servers does not know levels: its prefix cache hands a request for
-exact attention blocks that a sparse one left. Put this proxy before such a server, and let the disaggregation proxy
+A stock vLLM server that decodes for sparse prefill servers does not know levels: its prefix cache may give an exact
+request the blocks that a sparse request left. Put this proxy before such a server, and let the disaggregation proxy
 send decode requests here. It sets ``cache_salt`` by the level in ``vllm_xargs``, so that requests of different levels
 share no cached blocks. A salt that the client sends is kept within it.
 

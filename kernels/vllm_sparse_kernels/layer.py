@@ -120,7 +120,7 @@ def stripes_of(method: Method, rows: Rows) -> StripeLayout:
         rows: The rows of a step.
 
     Returns:
-        The layout; of a merged method, sufficient for each of its heads.
+        The layout. For a merged method, it holds what any of its heads needs.
     """
     return rows.once(method, lambda: method.stripe_layout(rows))
 

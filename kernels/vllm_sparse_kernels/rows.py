@@ -103,7 +103,7 @@ class Rows:
         context_lens: Per row, its cached tokens.
         block_table: [num_rows, max_pages] int32 on the device. Page p of row i holds the keys at positions
             [p · page_size, (p + 1) · page_size).
-        prompt_lens: Per row, the tokens of its whole prompt: chunks after this one included. None if every row ends its
+        prompt_lens: Tokens of each row's whole prompt, including chunks after this one. None if every row ends its
             prompt.
         state: Values that a method keeps from layer to layer of this pass, under its own key.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts to calibrate on: the operator's own, or made from a text with questions and answers inserted.
 
-Retrieval heads are active at lookups, where sparse attention loses most. Made prompts therefore contain *threads* of
-three kinds, spread over a text: facts that are stated, and later asked for and answered (as in `eval answers`); values
-that pass from name to name before one of the names is asked for (several hops); and passages of another text that occur
-twice. Together they take about a third of a prompt, and with any tokenizer at most half, so that the hundredth of
-queries with the largest errors includes lookups.
+Retrieval heads are active at lookups, where sparse attention loses most. Generated prompts therefore contain *threads*
+of three kinds, spread over a text: facts that are stated, and later asked for and answered (as in `eval answers`);
+values that pass from name to name before one of the names is asked for (several hops); and passages of another text
+that occur twice. Together they take about a third of a prompt, and with any tokenizer at most half, so that the
+hundredth of queries with the largest errors includes lookups.
 """
 
 import json

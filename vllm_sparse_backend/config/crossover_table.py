@@ -61,7 +61,7 @@ Tokens = Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)]
 
 
 class BreakEven(Section):
-    """Measured lengths from which sparse prefill is faster. Both are null if it never was, at any measured length."""
+    """Measured lengths from which sparse prefill is faster. Both are null if it was slower at every measured length."""
 
     min_tokens: Tokens | None
     """Prompt length in tokens from which sparse prefill is faster; null if it never was."""

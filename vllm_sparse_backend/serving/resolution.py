@@ -86,7 +86,7 @@ def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Reso
     """
     additional_config, shape = _AdditionalConfig.of(vllm_config), compat.model_shape(vllm_config)
     device, pools = compat.device_name(), compat.pools(vllm_config)
-    if carried_device(additional_config.values) is None:  # files may change until they are carried
+    if carried_device(additional_config.values) is None:  # not cached: a file may still change
         return Resolved.from_additional_config(additional_config.values, shape, device, tp_rank, tp_size, pools)
     return _resolved(additional_config, shape, device, tp_rank, tp_size, pools)
 

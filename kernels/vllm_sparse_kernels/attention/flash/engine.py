@@ -336,7 +336,9 @@ def _places(cache: PagedCache) -> Places:
     granule = _granule(cache)
     num_granules = sum((n - 1) * stride for n, stride in zip(cache.keys.shape, cache.strides)) // granule
     if num_granules >= 1 << 31:
-        raise ValueError(f"attend: a cache of {num_granules} times {granule} elements has no room in 32-bit numbers")
+        raise ValueError(
+            f"attend: given a cache of {num_granules} · {granule} elements, expected fewer than 2³¹ · {granule}"
+        )
     return Places(cache.page_size, *(stride // granule for stride in cache.strides))
 
 

@@ -172,7 +172,7 @@ def finish_kernel(
     b_out = tl.load(block_out + o_sd, mask=in_head)
     b_lse = tl.load(block_lse + part.o_s, mask=part.in_tile, other=0.0)
     if stripe_out is not None:
-        # A tile always has blocks: theirs is finite.
+        # Every tile has blocks, so the log-sum-exp of its blocks is finite.
         b_other_lse = tl.load(stripe_lse + part.o_s, mask=part.in_tile, other=float("-inf"))
         b_other = tl.load(stripe_out + o_sd, mask=in_head).to(tl.float32)
         b_max = tl.maximum(b_lse, b_other_lse)

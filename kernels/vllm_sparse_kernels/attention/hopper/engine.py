@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex on Hopper: bulk copies, asynchronous matrix products, one persistent launch.
 
-``hopper_kernel`` describes the algorithm. There are two launches. A small one locates every listed block and stripe in
-the cache and orders the work. In the second, one program per multiprocessor takes items of work in that order. The
-result of an item does not depend on the program that computes it, or on the time.
+``hopper_kernel`` describes the algorithm. There are two launches. The first is small: it locates every listed block and
+stripe in the cache and orders the work. In the second, one program per multiprocessor takes items of work in that
+order. The result of an item does not depend on the program that computes it, or on the time.
 """
 
 from functools import lru_cache

@@ -123,7 +123,7 @@ MOST_VOTERS = 128
 each block of keys."""
 
 VOTE_SPLIT = 1024
-"""Candidate keys on which one program lets vote."""
+"""Candidate keys that the voters of one program judge."""
 
 SPLIT_TOKENS = 4096
 """Candidate keys that one program turns into a stretch of a list, ``CHUNK_TOKENS`` at a time."""
@@ -428,7 +428,7 @@ class AnchorAttention(PerHead):
             rows.num_tiles, scale,
             shape, compile_time(voting), **options,
         )  # fmt: skip
-        # Launched for rows too short to have candidates as well: warming up then compiles it for groups of any size.
+        # Rows too short to have candidates launch it too, so that warm-up compiles it for groups of any size.
         group_voters = self.step_tiles * self.tile_voters
         block_t = min(max(triton.next_power_of_2(group_voters), 4), MOST_VOTERS, columns)
         num_pairs = max(len(of_row) for of_row in groups.of_rows) * group

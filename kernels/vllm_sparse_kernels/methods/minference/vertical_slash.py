@@ -192,7 +192,7 @@ def _keep_largest_kernel(
 
     num_forced = tl.load(forced + i_job).to(tl.int32)
     i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
-    slashes = upto + (place - num_entries.to(tl.int64) * capacity)  # of slashes, which follow the columns
+    slashes = upto + (place - num_entries.to(tl.int64) * capacity)  # the counts of slashes follow those of columns
     for start in range(first, end, CHUNK):
         b_key = load_count_keys(sums.totals + place, start, end, num_forced, CHUNK)
         b_kept, b_upto, above, ties = kept_in_chunk(b_key, threshold, num_ties, above, ties)
