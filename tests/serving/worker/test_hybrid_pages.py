@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of hybrid models: vLLM's own functions choose them for our backend, as they would on Hopper."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from transformers import NemotronHConfig, Qwen3NextConfig
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import Platform
@@ -16,7 +12,8 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.utils import select_common_block_size
 
-from tests.helpers.vllm_objects import make_config
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.vllm_objects import make_config, make_model
 from vllm_sparse_backend.serving import compat, startup
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
 from vllm_sparse_kernels.attention import HOPPER, AttendSpec
@@ -75,10 +72,8 @@ def test_pages_are_on_the_fast_path_whatever_block_size_was_given(hybrid: ModelC
 
 
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_a_model_of_another_kind_keeps_the_block_size_it_was_given(
-    model: Callable[..., Any], block_size: int, tmp_path: Path
-) -> None:
-    config = aligned(model(tmp_path), block_size)
+def test_a_model_of_another_kind_keeps_the_block_size_it_was_given(block_size: int, tmp_path: Path) -> None:
+    config = aligned(make_model(tmp_path), block_size)
     assert config.cache_config.block_size == block_size
     with set_current_vllm_config(config):
         assert select_common_block_size(block_size, [SparsePrefillBackend]) == block_size
