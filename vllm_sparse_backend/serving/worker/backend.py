@@ -81,7 +81,7 @@ class SparsePrefillBackend(DenseBackend):
         return max(preferred, BULK_PAGE_TOKENS) if prefers_bulk_pages() else preferred
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls, *cache_specs: Any) -> list[Any]:
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
         """Return the page sizes that kernels take, and that vLLM aligns the pages of hybrid models to.
 
         vLLM makes a hybrid's pages as long as a recurrent state, in multiples of the smallest size that the backend
@@ -89,14 +89,14 @@ class SparsePrefillBackend(DenseBackend):
         splitting: blocks of keys lie within any page that is a multiple of 128 tokens.
 
         Args:
-            cache_specs: The layers' cache spec, which vLLM passes from 0.27 on; None in some calls.
+            kv_cache_spec: The layers' cache spec; None where vLLM has none yet, and in all calls of vLLM 0.26.
 
         Returns:
             The dense backend's sizes; for hybrids on Hopper multiples of 128 tokens.
         """
-        spec = cache_specs[0] if cache_specs else None
-        sizes = super().get_supported_kernel_block_sizes(*cache_specs)
-        return hybrid_page_sizes(sizes, getattr(spec, "block_size", None))
+        spec_if_passed = () if kv_cache_spec is None else (kv_cache_spec,)  # 0.26's method takes no argument
+        sizes = super().get_supported_kernel_block_sizes(*spec_if_passed)
+        return hybrid_page_sizes(sizes, getattr(kv_cache_spec, "block_size", None))
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
