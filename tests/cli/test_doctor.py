@@ -52,6 +52,33 @@ def test_layers_of_different_kinds() -> None:
     assert layer_reasons(LLAMA | {"layer_types": kinds, "sliding_window": 512}) == expected
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"layers_block_type": ["mamba", "moe", FULL, "mlp", "linear_attention", "attention"]},
+        {"layers_block_type": ["mamba", "moe", "hybrid", "mlp", "linear_attention", "hybrid"]},
+        {"hybrid_override_pattern": "ME*-M*"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("numbered", [False, True])
+def test_hybrids_whose_config_names_the_kinds_of_layers_in_other_ways(kinds: dict[str, Any], numbered: bool) -> None:
+    """Nemotron-H's config has no number of layers; it is the number of kinds."""
+    config = LLAMA | kinds if numbered else {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"} | kinds
+    shape = ModelShape.from_config(config)
+    assert shape.num_layers == 6
+    reasons = layer_reasons({**config, "num_hidden_layers": shape.num_layers})
+    assert [layer for layer, reason in enumerate(reasons) if reason is None] == [2, 5]
+
+
+def test_nemotron_h_as_transformers_writes_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.NemotronHConfig(architectures=["NemotronHForCausalLM"]).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert config["num_hidden_layers"] == ModelShape.from_folder(tmp_path).num_layers == 4
+    assert [reason is None for reason in layer_reasons(config)] == [False, False, True, False]
+
+
 def test_what_an_architecture_fixes_without_saying_so(tmp_path: Path) -> None:
     """Gemma 3 alternates five windows and one full layer even where its config.json lists no kinds."""
     pytest.importorskip("transformers")

@@ -88,6 +88,16 @@ def qwen3_next() -> Any:
     return Qwen3NextConfig(**(SIZE | {"head_dim": 80, "rope_parameters": rope}), **experts, **recurrence, **heads)
 
 
+def nemotron_h() -> Any:
+    """Attention in the third layer of four, Mamba 2 in the first and the last, neither in the second."""
+    from transformers import NemotronHConfig
+
+    recurrence = {"mamba_num_heads": 4, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 64, "chunk_size": 64}
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+    size = {name: value for name, value in SIZE.items() if name != "num_hidden_layers"}
+    return NemotronHConfig(**(size | {"head_dim": 80}), **recurrence, layers_block_type=kinds)
+
+
 def gpt_oss() -> Any:
     """Learnt sinks in every layer, windows of 256 in every other one."""
     from transformers import GptOssConfig
@@ -105,6 +115,8 @@ SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "sinks": (gpt_oss, {}),
     # Its recurrence takes no other dtype on a CPU, and on a GPU FlashInfer's kernels where none else are named.
     "hybrid": (qwen3_next, {"dtype": "bfloat16"} | ({"gdn_prefill_backend": "triton"} if has_cuda() else {})),
+    # vLLM's CPU build fails in Mamba 2 on prompts of several chunks (0.32: stock's backend too).
+    **({"hybrid-mamba": (nemotron_h, {"dtype": "bfloat16"})} if has_cuda() else {}),
     "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
     "n-grams": (llama, {"speculative_config": NGRAMS}),
 }

@@ -25,6 +25,7 @@ SPARSE_LAYERS = {
     "windows": FOURTH,
     "chunks": FOURTH,
     "hybrid": FOURTH,
+    **({"hybrid-mamba": {"2"}} if has_cuda() else {}),
     "experts": EVERY,
     "sinks": {"1", "3"},
     "n-grams": EVERY,

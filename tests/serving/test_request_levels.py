@@ -142,6 +142,35 @@ class TestBlocks:
         assert not {*salted} & {*self.blocks(EXACT)}
         assert salted[:6] == self.blocks(cache_salt="user")[:6]
 
+    @pytest.mark.parametrize("cache_salt", [None, "user"])
+    @pytest.mark.parametrize("exact_tokens", [0, 95, 96, 97])
+    def test_prompts_around_whole_blocks_share_what_longer_ones_have_cached(
+        self, exact_tokens: int, cache_salt: str | None
+    ) -> None:
+        """vllm#51441: prompts of some lengths found nothing, and left nothing that others could find."""
+        mark = Mark("fast", None, Salt("fast", exact_tokens))
+        options = {} if cache_salt is None else {"cache_salt": cache_salt}
+        longest = self.blocks(mark, 200, **options)
+        for num_tokens in (15, 16, 17, 79, 80, 81, 95, 96, 97, 111, 112, 113, 199):
+            assert self.blocks(mark, num_tokens, **options) == longest[: num_tokens // BLOCK_TOKENS]
+
+    @pytest.mark.parametrize(("exact_tokens", "shared"), [(0, 0), (47, 0), (48, 1), (95, 1), (96, 2), (500, 4)])
+    def test_blocks_of_several_hashes_are_shared_by_levels_only_if_all_of_them_are(
+        self, exact_tokens: int, shared: int
+    ) -> None:
+        """Mooncake#4153: hybrids have blocks of many hashes, and a store took a block whose first hashes matched.
+
+        A block that holds positions past the exact ones has another hash for each level, however long it is.
+        """
+        merged = [
+            list(kv_cache_utils.BlockHashListWithBlockSize(self.blocks(mark), BLOCK_TOKENS, 3 * BLOCK_TOKENS))
+            for mark in (None, *(Mark(level, None, Salt(level, exact_tokens)) for level in ("exact", "fast")))
+        ]
+        assert [len(hashes) for hashes in merged] == [4] * 3
+        assert len({tuple(hashes[:shared]) for hashes in merged}) == 1
+        unshared = [block_hash for hashes in merged for block_hash in hashes[shared:]]
+        assert len({*unshared}) == len(unshared) == 3 * (4 - shared)
+
     def test_events_and_hashes_have_the_same_keys(self) -> None:
         assert block_pool.generate_block_hash_extra_keys is kv_cache_utils.generate_block_hash_extra_keys
         request = SimpleNamespace(

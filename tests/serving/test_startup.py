@@ -40,11 +40,24 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         served(transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
         served(transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
         served(transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), {"dense_layers": [3, 7, 11]}),
+        served(transformers.NemotronHConfig(architectures=["NemotronHForCausalLM"])),  # says no number of layers
         served(WINDOWED, {"dense_layers": [1, 3]}),
     ],
 )
 def test_what_can_go_sparse_passes(config: Any) -> None:
     startup.check(config)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 99, "head_dim": 100, "num_key_value_heads": 4}])
+def test_settings_refer_to_the_text_part_of_a_nested_config(changes: dict[str, Any]) -> None:
+    """vllm-project/recipes#621: numbers were looked up at the top of a config whose text part is nested."""
+    settings = {"method": "a_shape", "dense_layers": [0, 5]}
+    nested = transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama(), **changes)
+    plans = [compat.model_shape(served(config, settings)) for config in (nested, llama())]
+    assert [(p.num_layers, p.num_heads, p.num_kv_heads, p.head_dim) for p in plans] == [(6, 4, 2, 64)] * 2
+    startup.check(served(nested, settings))
+    with pytest.raises(ConfigurationError, match=r"sparse_prefill\.dense_layers.* given 6.* at most 5"):
+        startup.check(served(nested, {"dense_layers": [6]}))
 
 
 NONE = r"^--attention-backend sparse-prefill: no layer .*"

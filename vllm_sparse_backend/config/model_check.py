@@ -13,7 +13,7 @@ from pydantic import BaseModel, StrictFloat, StrictInt, StrictStr, ValidationErr
 
 from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
-from vllm_sparse_backend.config.model_shape import Count, read_config_json, text_part, usual_numbers
+from vllm_sparse_backend.config.model_shape import Count, layer_kinds, read_config_json, text_part, usual_numbers
 
 WINDOWED_KINDS = {"sliding_attention", "local_attention", "chunked_attention"}
 ALIBI_MODELS = {"bloom", "mpt"}
@@ -110,14 +110,15 @@ def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
     num_layers = config["num_hidden_layers"]
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     default_kind = "sliding_attention" if window else "full_attention"
-    kinds = config.get("layer_types") or [default_kind] * num_layers
+    kinds = layer_kinds(config) or [default_kind] * num_layers
     return [_layer_reason(config, kind) for kind in kinds[:num_layers]]
 
 
 def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
     model_type = config.get("model_type")
     is_encoder = model_type in ENCODER_MODELS or bool(config.get("is_encoder_decoder"))
-    has_attention = "attention" in kind and "linear" not in kind  # other kinds are Mamba and linear attention
+    # Other kinds are Mamba, linear attention and layers without either; a hybrid layer has attention beside Mamba.
+    has_attention = kind == "hybrid" or ("attention" in kind and "linear" not in kind)
     head_dim = config.get("head_dim")
     if not head_dim:  # other fields have to be numbers only in this case
         head_dim = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)

@@ -24,6 +24,9 @@ _CONFIG_NAMES = {
     "hidden_size": ("hidden_size", "n_embd"),
 }
 
+_PATTERN_KINDS = {"*": "full_attention", "M": "mamba", "-": "mlp", "E": "moe"}
+"""Kinds of layers in the string that Nemotron-H's older configs have in place of a list."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -99,7 +102,8 @@ class ModelShape:
             ConfigurationError: A number is missing or wrong.
         """
         text = text_part(config, source)
-        values = {name: _first(text, keys) for name, keys in _CONFIG_NAMES.items()}
+        numbers = usual_numbers(text)
+        values = {name: numbers.get(keys[0]) for name, keys in _CONFIG_NAMES.items()}
         hidden_size, num_heads = values.pop("hidden_size"), values["num_heads"]
         if values["num_kv_heads"] is None:
             values["num_kv_heads"] = num_heads
@@ -191,10 +195,31 @@ def usual_numbers(text: Mapping[str, Any]) -> dict[str, Any]:
         text: The text part of a config, whose keys may be those of older models.
 
     Returns:
-        The numbers that are present, under keys such as ``num_hidden_layers``.
+        The numbers that are present, under keys such as ``num_hidden_layers``. A config that only names its layers'
+        kinds, as Nemotron-H's does, has as many layers as kinds.
     """
     numbers = {keys[0]: _first(text, keys) for keys in _CONFIG_NAMES.values()}
+    if numbers["num_hidden_layers"] is None:
+        kinds = layer_kinds(text)
+        numbers["num_hidden_layers"] = len(kinds) if kinds else None
     return {key: value for key, value in numbers.items() if value is not None}
+
+
+def layer_kinds(text: Mapping[str, Any]) -> list[Any] | None:
+    """Return the kind of each layer, such as ``full_attention``, that a config names.
+
+    Args:
+        text: The text part of a config.
+
+    Returns:
+        The kinds as they are, by ``layer_types`` or, in configs of hybrids, by ``layers_block_type`` or
+        ``hybrid_override_pattern``; None if the config names none.
+    """
+    pattern = text.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        pattern = [_PATTERN_KINDS.get(character, character) for character in pattern]
+    candidates = (text.get("layer_types"), text.get("layers_block_type"), pattern)
+    return next((kinds for kinds in candidates if kinds and isinstance(kinds, list)), None)
 
 
 def _mapping(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -159,6 +159,28 @@ def prefers_bulk_pages() -> bool:
         True on Hopper.
     """
     return not IS_CPU and current_platform.is_device_capability_family(90)
+
+
+def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[Any]:
+    """Replace multiples of fewer tokens by multiples of 128 where vLLM aligns a hybrid's pages on Hopper.
+
+    The model is that of vLLM's current configuration, which is set wherever vLLM aligns pages. A ``--block-size`` that
+    neither divides 128 nor is a multiple of it stays as it is: vLLM 0.26 aligns pages to that size alone.
+
+    Args:
+        sizes: The dense backend's kernel block sizes.
+        page_tokens: The page size of existing layers, which is not aligned any more; None if there are none yet.
+
+    Returns:
+        The sizes, as ``get_supported_kernel_block_sizes`` returns them.
+    """
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None or not config.model_config.is_hybrid or not prefers_bulk_pages():
+        return sizes
+    known = page_tokens or config.cache_config.block_size or BULK_PAGE_TOKENS
+    can_align = known % BULK_PAGE_TOKENS == 0 or (page_tokens is None and BULK_PAGE_TOKENS % known == 0)
+    takes_multiples = any(isinstance(size, MultipleOf) and BULK_PAGE_TOKENS % size.base == 0 for size in sizes)
+    return [MultipleOf(BULK_PAGE_TOKENS)] if can_align and takes_multiples else sizes
 
 
 def reads_fp8() -> bool:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that ``--attention-backend sparse-prefill`` selects: vLLM's dense backend with our builder and impl."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_sparse_backend.serving.compat import BULK_PAGE_TOKENS, DenseBackend, prefers_bulk_pages
+from vllm_sparse_backend.serving.compat import (
+    BULK_PAGE_TOKENS,
+    DenseBackend,
+    hybrid_page_sizes,
+    prefers_bulk_pages,
+)
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
@@ -74,3 +79,33 @@ class SparsePrefillBackend(DenseBackend):
         """
         preferred = super().get_preferred_block_size(default_block_size)
         return max(preferred, BULK_PAGE_TOKENS) if prefers_bulk_pages() else preferred
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes that kernels take, and that vLLM aligns the pages of hybrid models to.
+
+        vLLM makes a hybrid's pages as long as a recurrent state, in multiples of the smallest size that the backend
+        names; ``--block-size`` may raise that multiple, not lower it. Pages that bulk copies take therefore need no
+        splitting: blocks of keys lie within any page that is a multiple of 128 tokens.
+
+        Args:
+            kv_cache_spec: The layers' cache spec; None where vLLM has none yet, and in all calls of vLLM 0.26.
+
+        Returns:
+            The dense backend's sizes; for hybrids on Hopper multiples of 128 tokens.
+        """
+        spec_if_passed = () if kv_cache_spec is None else (kv_cache_spec,)  # 0.26's method takes no argument
+        sizes = super().get_supported_kernel_block_sizes(*spec_if_passed)
+        return hybrid_page_sizes(sizes, getattr(kv_cache_spec, "block_size", None))
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Return whether the dense backend takes a ``--block-size``, which vLLM may still align for hybrids.
+
+        Args:
+            block_size: Page size in tokens; None if vLLM chooses.
+
+        Returns:
+            True if it does.
+        """
+        return DenseBackend.supports_block_size(block_size)
