@@ -150,13 +150,18 @@ def overridden(tree: Path, package: Path, override: Override) -> Iterator[tuple[
 def not_taken(ours: Function, theirs: Function) -> list[str]:
     """Return parameters of vLLM's method that ours lacks or has in another place."""
     mine, other = ours.args, theirs.args
-    names = [arg.arg for arg in (*mine.posonlyargs, *mine.args)]
-    theirs_in_order = [arg.arg for arg in (*other.posonlyargs, *other.args)]
+    names, theirs_in_order = _without_receiver(ours), _without_receiver(theirs)
     if mine.vararg is not None and mine.kwarg is not None:
         return []
     wrong = [name for i, name in enumerate(theirs_in_order) if mine.kwarg is None and names[i : i + 1] != [name]]
     keywords = {*names, *(arg.arg for arg in mine.kwonlyargs)}
     return wrong + [arg.arg for arg in other.kwonlyargs if mine.kwarg is None and arg.arg not in keywords]
+
+
+def _without_receiver(function: Function) -> list[str]:
+    """Return the positional parameters in order, without self or cls: one class may have a static method for it."""
+    names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
 
 
 STANDS_FOR = {("vllm.platforms", "current_platform"): ("vllm.platforms.interface", "Platform")}
