@@ -150,13 +150,19 @@ def overridden(tree: Path, package: Path, override: Override) -> Iterator[tuple[
 def not_taken(ours: Function, theirs: Function) -> list[str]:
     """Parameters that vLLM's method has, in their order, and ours lacks or has elsewhere."""
     mine, other = ours.args, theirs.args
-    names = [arg.arg for arg in (*mine.posonlyargs, *mine.args)]
-    theirs_in_order = [arg.arg for arg in (*other.posonlyargs, *other.args)]
+    names, theirs_in_order = positional(ours), positional(theirs)
     if mine.vararg is not None and mine.kwarg is not None:
         return []
     wrong = [name for i, name in enumerate(theirs_in_order) if mine.kwarg is None and names[i : i + 1] != [name]]
     keywords = {*names, *(arg.arg for arg in mine.kwonlyargs)}
     return wrong + [arg.arg for arg in other.kwonlyargs if mine.kwarg is None and arg.arg not in keywords]
+
+
+def positional(method: Function) -> list[str]:
+    """Positional parameters of a method as callers pass them: without ``self`` or ``cls``."""
+    names = [arg.arg for arg in (*method.args.posonlyargs, *method.args.args)]
+    is_static = any(isinstance(node, ast.Name) and node.id == "staticmethod" for node in method.decorator_list)
+    return names if is_static else names[1:]
 
 
 STANDS_FOR = {("vllm.platforms", "current_platform"): ("vllm.platforms.interface", "Platform")}
