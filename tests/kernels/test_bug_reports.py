@@ -67,7 +67,7 @@ def test_queries_to_which_the_first_block_read_is_masked(
 
 @pytest.mark.parametrize("value", [pytest.param(0.0, marks=FULL), pytest.param(1e3, marks=FULL), -65504.0])
 def test_whatever_lies_past_a_sequences_end_attention_stays_the_same(engine: Engine, device: str, value: float) -> None:
-    """vllm#27264 and torch-spyre#4517: stale values in the tail of a sequence's last page reached the output.
+    """Stale values in the tail of a sequence's last page do not reach the output (vllm#27264, torch-spyre#4517).
 
     NaN is the value to compare with, except for the engines that need finite values there.
     """
@@ -86,7 +86,7 @@ def test_whatever_lies_past_a_sequences_end_attention_stays_the_same(engine: Eng
 def test_whatever_lies_past_a_sequences_end_methods_keep_the_same(
     name: str, params: dict[str, Any], by_reference: bool
 ) -> None:
-    """vllm#27264: the same for selection, whose means and sums of blocks take in the last, partly filled page."""
+    """The same for selection, whose means and sums of blocks take in the last, partly filled page."""
     batch = lined_batch([(201, 70), (0, 5)], 2, 1, 64, 64, torch.float16)
     method = merged(name, params, 2)
     lists = [
@@ -134,7 +134,7 @@ FAR = (1 << 32) + (1 << 31)
 
 
 def test_attention_past_two_to_the_31_elements(engine: Engine) -> None:
-    """native-sparse-attention#8: offsets of pages overflowed 32 bits, and keys of another place were read."""
+    """Offsets of pages that exceed 32 bits (native-sparse-attention#8)."""
     batch, far = far_batch([(201, 70), (0, 5)], DTYPES[1], FAR)
     index = random_index(batch, 64, 0.5, stripes=30)
     assert same(run_in_place(engine, far, replace(index, rows=far.rows)), run_in_place(engine, batch, index))
@@ -157,7 +157,7 @@ def run_in_place(engine: Engine, batch: Batch, index: SparseIndex) -> tuple[torc
 
 @every_method
 def test_selection_past_two_to_the_31_elements(name: str, params: dict[str, Any]) -> None:
-    """native-sparse-attention#8: the same for selection."""
+    """The same for selection."""
     batch, far = far_batch([(201, 70), (0, 5)], torch.float16, FAR)
     method = merged(name, params, 2)
     assert all_lists(select(method, far, method.block_tokens)) == all_lists(select(method, batch, method.block_tokens))
@@ -169,7 +169,7 @@ LONG = [(131_071, 2), (262_144 - 65, 130)]
 
 @pytest.mark.parametrize("page_size", [128, pytest.param(16, marks=FULL), pytest.param(640, marks=FULL)])
 def test_attention_past_131072_and_262144_tokens(engine: Engine, device: str, page_size: int) -> None:
-    """mlx-lm#1454: prompts past 131,072 tokens gave other tokens than shorter ones led to expect."""
+    """Contexts as long as in mlx-lm#1454."""
     batch = random_batch(LONG, 1, 1, 64, page_size, DTYPES[1], device)
     index = random_index(batch, 64, 0.004, stripes=90)
     kept_blocks = [index.blocks_of(0, i) for i in range(batch.rows.num_tiles)]

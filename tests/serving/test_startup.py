@@ -50,7 +50,7 @@ def test_what_can_go_sparse_passes(config: Any) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 99, "head_dim": 100, "num_key_value_heads": 4}])
 def test_settings_refer_to_the_text_part_of_a_nested_config(changes: dict[str, Any]) -> None:
-    """vllm-project/recipes#621: numbers were looked up at the top of a config whose text part is nested."""
+    """Numbers come from the text part of a nested config (vllm-project/recipes#621)."""
     settings = {"method": "a_shape", "dense_layers": [0, 5]}
     nested = transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama(), **changes)
     plans = [compat.model_shape(served(config, settings)) for config in (nested, llama())]

@@ -122,7 +122,7 @@ def test_nor_where_rows_differ_much(
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)
 def test_nor_does_a_full_chunk_after_the_longest_context(name: str, values: dict[str, Any], block_tokens: int) -> None:
-    """vllm#43357: at 0.95 of the memory, the last chunks of the longest prompts needed more than was set aside.
+    """The last chunks of the longest prompts need no more than is set aside (vllm#43357).
 
     The arena is as large as what is announced, so nothing is taken past it; 8,192 queries end at 262,144 and 1,048,576.
     """

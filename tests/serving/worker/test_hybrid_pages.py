@@ -93,7 +93,7 @@ def test_a_block_size_that_neither_divides_128_nor_is_a_multiple_still_runs(hybr
     config = aligned(hybrid, 48)
     page_tokens = config.cache_config.block_size
     assert page_tokens % 48 == 0
-    assert "leave --block-size out" in str(startup.slow_path(page_tokens, HOPPER_CAPABILITY))
+    assert "remove --block-size" in str(startup.slow_path(page_tokens, HOPPER_CAPABILITY))
     with set_current_vllm_config(config):
         assert kernel_page(page_tokens) == page_tokens
 
