@@ -83,7 +83,7 @@ def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
 
 
 def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LEN) -> list[Row]:
-    """Return random sparse rows of a step, each long enough to go sparse. Half of the steps have a single row."""
+    """Return random sparse rows of a step, each long enough to run sparse. Half of the steps have a single row."""
     num_rows = generator.choice((1, 1, 1, 2, 3, 4, 8))
     left, rows = max_tokens, list[Row]()
     for number in range(num_rows):

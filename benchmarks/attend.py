@@ -214,7 +214,7 @@ class Attend:
             card, heads = Card(), Heads.of(self.model, self.page_size)
             report = Report("attend", card.name, self.json_path, self.results)
             rows = run_attend(card, heads, cases, engines_named(card, split(self.engines)), report)
-            show(f"attend beside {card.dense_name}, {card.name}, {heads}", COLUMNS, rows)
+            show(f"attend against {card.dense_name}, {card.name}, {heads}", COLUMNS, rows)
 
 
 if __name__ == "__main__":

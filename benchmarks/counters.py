@@ -286,7 +286,7 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
     if (dense := before.report.attention["dense"]) != served.dense_layers():
         raise BenchError(
             f"{server.url}: {dense} layers prefill dense, but {served.dense_layers()} by the given settings; expected "
-            "the settings of the server, and a model all of whose layers can go sparse"
+            "the settings of the server, and a model all of whose layers can run sparse"
         )
     for level in levels:
         expected, requests = Counts(), list(_prompts(served, level, prompts, longest))

@@ -168,7 +168,7 @@ def main(
     report = Report("guard", card.name, json_path, results)
     name = f"{label}, structured"
     rows = list(run_guard(card, prompts, plan, lengths, chunk, name, report))
-    Console(width=180).print(table_of(f"guard beside {card.dense_name}, {card.name}, {name}", COLUMNS, rows))
+    Console(width=180).print(table_of(f"guard against {card.dense_name}, {card.name}, {name}", COLUMNS, rows))
 
 
 if __name__ == "__main__":

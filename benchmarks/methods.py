@@ -265,7 +265,7 @@ class MeasureMethods:
             measured = [AttentionPrompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
             inputs = Inputs(data, measured, prompts if is_fp8 else ())
             rows = run_methods(card, inputs, plans, lengths, self.chunk, engines, report)
-            title = f"methods beside {card.dense_name}, {card.name}, {data}, chunk of {self.chunk:,}"
+            title = f"methods against {card.dense_name}, {card.name}, {data}, chunk of {self.chunk:,}"
             show(title, FP8_COLUMNS if is_fp8 else COLUMNS, rows)
 
 

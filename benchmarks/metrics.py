@@ -161,7 +161,7 @@ def main(
     products = projections(heads, chunk, card.device, SHAPE["hidden_size"], SHAPE["intermediate_size"])
     rows = [run_prefill(card, prompts, named_plan, length, chunk, products, report) for length in lengths]
     rows.append(run_decodes(card, copied_ms(card, WEIGHT_BYTES), report))
-    Console(width=180).print(table_of(f"counting beside what is counted, {card.name}", COLUMNS, rows))
+    Console(width=180).print(table_of(f"counting compared with the counted work, {card.name}", COLUMNS, rows))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
     python -m benchmarks.request_paths [--results docs/results/operators.json]
 
-One server generates, with all of vLLM's development paths. The other runs a pooling model that goes sparse. A level is
+One server generates, with all of vLLM's development paths. The other runs a pooling model that runs sparse. A level is
 honoured if its rows count as exact, refused if the answer has status 400 and names the level, and ignored if the
 request is answered otherwise. A server has no paths for modalities that its model lacks, such as audio.
 """
@@ -113,7 +113,7 @@ class Asker:
         return report.rows["dense", Fallback.REQUESTED], report.rows_of("sparse")
 
     def is_exact(self) -> bool:
-        """Return whether no layer of the server goes sparse. It then counts no rows."""
+        """Return whether no layer of the server runs sparse. It then counts no rows."""
         return set(parse_metrics(self.server.get(FRESH_METRICS_PATH)).attention) == {"dense"}
 
     def cell(self, way: str, variant: str) -> str:

@@ -31,7 +31,7 @@ REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->
 PAGE = re.compile(r"(?<![\w/`(\[])((?:docs|profiles|deploy)/[\w/.-]+\.md)(#[\w-]+)?")
 """A page in a field's description, as a path from the root, with or without an anchor."""
 COMMON_HEAD_DIMS = (64, 128, 256)
-"""Head dims for which the table of GPUs says whether layers can go sparse."""
+"""Head dims for which the table of GPUs says whether layers can run sparse."""
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 

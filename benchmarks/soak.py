@@ -335,7 +335,7 @@ def lines(asking: Asking, done: Checked) -> list[str]:
             by = "is not known to have grown" if grown is None else f"grew by {grown:.2%}"
             said.append(f"the {what} memory {by}, to {samples[-1][1] / 1e9:.2f} GB; {looks}")
     if not outcome.device_bytes:
-        said.append("no memory of devices: the server's workers have none to tell of")
+        said.append("no memory of devices: the server's workers report none")
     report = done.after.report
     rows = ", ".join(f"{' '.join(kind).strip()} {count:,}" for kind, count in sorted(report.rows.items()))
     said.append(f"rows: {rows}; density of the sparse ones {report.pairs.density or math.nan:.3f}")

@@ -69,7 +69,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("cached")
 def test_a_models_name_stands_for_its_files_in_the_local_cache() -> None:
     doctor = run("doctor", NAME)
-    assert "can go sparse: 5 of 5 layers (0-4)" in doctor.output, doctor.output
+    assert "can run sparse: 5 of 5 layers (0-4)" in doctor.output, doctor.output
     checked = run("profile", "check", "streaming", NAME)
     assert (checked.exit_code, "heads: a_shape(" in checked.output) == (0, True), checked.output
     short = run("eval", "answers", NAME, "--lengths", 1024)

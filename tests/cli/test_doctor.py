@@ -288,7 +288,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "last", "layers"),
     [
-        ({}, 0, "Works here: vllm serve MODEL --attention-backend sparse-prefill", "can go sparse"),
+        ({}, 0, "Works here: vllm serve MODEL --attention-backend sparse-prefill", "can run sparse"),
         (
             {"sliding_window": 128, "model_type": "mistral"},
             1, "Cannot work here. model: no layer of ", "always dense (sliding_window)",

@@ -186,7 +186,7 @@ def counted() -> Iterator[Counter[int]]:
 
 
 def share(llm: Any, ask: Callable[[], object]) -> float | None:
-    """Of the pairs of what is asked for, those that went sparse, as /metrics adds them up; None if there are none."""
+    """Of the pairs of what is asked for, those that ran sparse, as /metrics adds them up; None if there are none."""
     from vllm_sparse_backend.serving.frontend.engine_counts import engine_totals
 
     def counted() -> list[float]:
@@ -209,7 +209,7 @@ def logprobs(llm: Any, requests: Sequence[Any], **more: Any) -> list[list[float]
 
 
 def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, Any]:
-    """Tokens, the share of one more prompt's pairs that went sparse, and log-probabilities."""
+    """Tokens, the share of one more prompt's pairs that ran sparse, and log-probabilities."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest

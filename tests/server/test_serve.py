@@ -105,7 +105,7 @@ def test_nothing_is_counted_before_the_first_request(servers: Servers) -> None:
 
 
 def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(answered: Answered) -> None:
-    """So that the tests of exact answers can fail: by a cache that is shared, or by a row that goes sparse."""
+    """So that the tests of exact answers can fail: by a cache that is shared, or by a row that runs sparse."""
     assert set(answered.sparse.report.layers) == set(range(NUM_LAYERS))
     assert answered.sparse.report.problem() is None
     for name in ("chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 901", "concurrent: 1301"):

@@ -46,7 +46,7 @@ def configured(default_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 @pytest.fixture
 def built(configured: Callable[..., Any]) -> Callable[..., Any]:
-    """A function: numbers of layers, settings → the layers and their builder. Rows go sparse early unless told."""
+    """A function: numbers of layers, settings → the layers and their builder. Rows run sparse early unless told."""
     from tests.helpers.vllm_objects import make_builder, make_layers
 
     def build(*numbers: int, **settings: Any) -> Any:

@@ -217,7 +217,7 @@ class TestFront:
         assert all(getattr(function, hooks.OURS) for function in (*functions, NewerRunner.prepare_attn))
 
     def test_on_a_server_that_pools(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every row is dense, vLLM's own all the way; ``on`` lets it go sparse. Requests have what the server has."""
+        """Every row is dense, vLLM's own all the way; ``on`` lets it run sparse. Requests have what the server has."""
         for policy, server_value, other in ({}, 0, 1), ({"default": "on"}, 1, 0):
             config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, requests=policy)
             monkeypatch.setattr(config.model_config, "runner_type", "pooling")

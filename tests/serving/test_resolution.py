@@ -57,7 +57,7 @@ def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
 
 
 def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on: Callable[[str], None]) -> None:
-    """Else rows would go sparse from 4,096 positions on, in blocks that all levels share up to 16,384."""
+    """Else rows would run sparse from 4,096 positions on, in blocks that all levels share up to 16,384."""
     on_worker = Resolved.from_additional_config(
         {"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), WORKER
     )

@@ -108,7 +108,7 @@ class Job:
 
         Raises:
             ConfigurationError: The folder holds another job (the message names what differs), or a prompt has at most
-                ``served.min_tokens`` tokens, so nothing of it would go sparse.
+                ``served.min_tokens`` tokens, so nothing of it would run sparse.
         """
         shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
         if shortest <= self.served.min_tokens:
@@ -135,7 +135,7 @@ class Job:
         return EstimatedCosts(self.shape.num_heads, full_ms)
 
     def first_batches(self) -> list[Batch]:
-        """Load the first prompt's chunks of the first layer that can go sparse.
+        """Load the first prompt's chunks of the first layer that can run sparse.
 
         Returns:
             One batch for each chunk in which a server would prefill the prompt, on the job's device.
@@ -230,7 +230,7 @@ class Job:
 
     @cached_property
     def layers(self) -> list[int]:
-        """Numbers of the layers that can go sparse, stored in a file because captures are deleted later."""
+        """Numbers of the layers that can run sparse, stored in a file because captures are deleted later."""
         of_model = Annotated[int, Field(ge=0, lt=self.shape.num_layers)]
         form = Annotated[list[of_model], Field(min_length=1)]
         return list(self.load_or_make("layers", form, lambda: sorted(self.captures["prompts"][0].scales)))

@@ -6,7 +6,7 @@ continues with torch's scaled dot product attention, so memory holds one layer. 
 
 * ``layer-000.safetensors`` and so on: ``q`` [num_tokens, num_heads, head_dim], ``k`` and ``v`` [num_tokens,
   num_kv_heads, head_dim], in the dtype that the model ran in;
-* ``capture.json``, written last: the captured prompt and layers, and the layers left out because they never go sparse.
+* ``capture.json``, written last: the captured prompt and layers, and the layers left out because they never run sparse.
 """
 
 import dataclasses

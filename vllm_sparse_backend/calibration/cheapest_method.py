@@ -60,7 +60,7 @@ class CheapestSearch(Search):
                 job, "prompts", (), lambda judge: (dense, methods_within_bound(judge_uniformly(judge, among), bound))
             )[1]
             layers = [of_layer for of_layer in held_by_layer if of_layer is not None]
-            # Layers that never go sparse have no error, but count in the mean.
+            # Layers that never run sparse have no error, but count in the mean.
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:

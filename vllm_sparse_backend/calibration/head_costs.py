@@ -3,7 +3,7 @@
 
 Heads of a layer that are selected together (``Method.group_key``: a *kind* of method) share a fixed time of their
 selection. A kind therefore has three costs: a fixed cost of its selection, its selection for each head, and attention
-to all pairs, of which a head pays the share that it keeps. They are measured once, on the first layer that can go
+to all pairs, of which a head pays the share that it keeps. They are measured once, on the first layer that can run
 sparse, and saved: searches that read the same file of costs make the same decisions.
 
 Without a CUDA device, the references select and attend. Their times do not represent a server, so costs are then
@@ -149,7 +149,7 @@ class SavedCosts:
 class MeasuredCosts:
     """Times on a CUDA device, each measured when it is first needed and saved in a file.
 
-    ``batches`` returns the served chunks of the layer to measure on. The file lies in a job's folder and is valid
+    ``batches`` returns the served chunks of the layer to measure on. The file is in a job's folder and is valid
     for that job only.
     """
 

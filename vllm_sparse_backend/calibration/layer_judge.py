@@ -57,7 +57,7 @@ class Served:
 
     chunk_tokens: int = 8192
     min_tokens: int = 0
-    """First position that goes sparse. Earlier positions are dense and not judged."""
+    """First position that runs sparse. Earlier positions are dense and not judged."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def walk_layers(
     others: Sequence[Method],
     choose: Callable[[RememberingJudge], tuple[Sequence[Method], ResultT | None]],
 ) -> tuple[list[list[Method]], list[ResultT | None]]:
-    """Choose methods for all layers in order; layers that never go sparse are dense.
+    """Choose methods for all layers in order; layers that never run sparse are dense.
 
     Args:
         job: Model, prompts and folder.
@@ -125,7 +125,7 @@ def _shared_parameters(method: Method) -> dict[str, Any] | None:
 
 
 def first_layer_judge(job: Job) -> RememberingJudge:
-    """Return the judge of the first layer that can go sparse, on the prompts.
+    """Return the judge of the first layer that can run sparse, on the prompts.
 
     Args:
         job: Model, prompts and folder.

@@ -7,7 +7,7 @@ error.
 
 Choices that the paper leaves open, and differences from it:
 
-* Cost is time on this device: selection and attention of all heads of the first layer that can go sparse, with the
+* Cost is time on this device: selection and attention of all heads of the first layer that can run sparse, with the
   candidate, as on a server (``head_costs.py``). The paper counts the work of its kernels, and ignores selection.
 * A step changes the larger of a candidate's two numbers by 50 tokens, so its character stays. A step of block-sparse is
   one block of 64 keys, because the paper's step of 50 would be 50 blocks, or 3,200 keys.
@@ -98,7 +98,7 @@ def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> 
     """Resize the candidates to each budget, in at most twelve passes per candidate.
 
     Args:
-        judge: Judges the first layer that can go sparse.
+        judge: Judges the first layer that can run sparse.
         costs: Times of selection and attention.
         budgets: Multiples of the paper's cost.
 

@@ -17,7 +17,7 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 FiguresByLayer = list[list[HeadResult] | None]
-"""For each layer, the figures of its heads; None for layers that never go sparse."""
+"""For each layer, the figures of its heads; None for layers that never run sparse."""
 
 
 @dataclass(frozen=True)

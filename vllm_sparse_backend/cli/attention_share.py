@@ -41,12 +41,12 @@ class PrefillShare:
 
     @property
     def attention(self) -> float:
-        """Share of prefill time that is spent in attention that can go sparse."""
+        """Share of prefill time that is spent in attention that can run sparse."""
         return self.sparse_s / (self.linear_s + self.sparse_s + self.dense_s)
 
     @property
     def of_pairs(self) -> float:
-        """Share of (query, key) pairs in layers that can go sparse, as on /metrics (docs/metrics.md)."""
+        """Share of (query, key) pairs in layers that can run sparse, as on /metrics (docs/metrics.md)."""
         return self.sparse_s / (self.sparse_s + self.dense_s)
 
     @property

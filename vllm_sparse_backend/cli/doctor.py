@@ -42,7 +42,7 @@ ok, note, bad = (partial(Finding, level) for level in STYLES)
 
 
 def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
-    """Check this installation, and which layers of a model can go sparse.
+    """Check this installation, and which layers of a model can run sparse.
 
     Exit code 1 if sparse prefill cannot work here.
     """
@@ -280,11 +280,11 @@ def layer_findings(model: Path) -> Iterator[Finding]:
         layers = [layer for layer, other in enumerate(reasons) if other == reason]
         where = f"{len(layers)} of {len(reasons)} layers ({format_ranges(layers)})"
         if reason is None:
-            yield ok("can go sparse", where)
+            yield ok("can run sparse", where)
         else:
             yield note(f"always dense ({reason})", f"{where}: {reason.explain}")
     if all(reasons):
-        yield bad("model", f"no layer of {model} can go sparse; serve it without this backend")
+        yield bad("model", f"no layer of {model} can run sparse; serve it without this backend")
     else:
         yield from best_speedups(model)
 
@@ -300,7 +300,7 @@ def best_speedups(model: Path) -> Iterator[Finding]:
         return
     if any(share.dense_s for share in shares.values()):
         pairs = (f"{share.of_pairs:.1%} of {n:,} tokens'" for n, share in shares.items())
-        yield ok("share of prefill attention that can go sparse, in (query, key) pairs", ", ".join(pairs))
+        yield ok("share of prefill attention that can run sparse, in (query, key) pairs", ", ".join(pairs))
     speedups = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
     yield ok("share of attention in prefill, and the largest speed-up that it allows", "; ".join(speedups))
     longest = config.get("max_position_embeddings")

@@ -25,7 +25,7 @@ def switch(
     url: Annotated[str, typer.Argument(help="Address of the server, such as http://localhost:8000.")],
     to: Annotated[To, typer.Argument(help="exact: all new requests run dense; on: levels apply again.")],
 ) -> None:
-    """Make all new requests of a running server exact, or let them go sparse again.
+    """Make all new requests of a running server exact, or let them run sparse again.
 
     The server's settings must have "switch": true. The variable OPENAI_API_KEY holds the server's key, if it has one.
     """

@@ -34,7 +34,7 @@ class ProfileChoice:
 def choose_profile(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> ProfileChoice:
     """Choose the bundled profile for a model.
 
-    Of several profiles for the same model, those for the served rope_theta, and those by this tool, take precedence.
+    If several profiles are for the same model, those for the served rope_theta and those by this tool take precedence.
 
     Args:
         shape: Shape and names of the served model.

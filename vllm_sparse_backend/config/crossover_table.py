@@ -27,12 +27,12 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 AUTO: Literal["auto"] = "auto"
 
 UNMEASURED_MIN_TOKENS = 16384
-"""``min_tokens`` where nothing was measured. For shorter prompts, typical budgets leave out too few pairs: at 16,384
+"""``min_tokens`` without measurements. For shorter prompts, typical budgets leave out too few pairs: at 16,384
 tokens, A-shape's 5,120 keys leave out 0.47 of them, and the 6,096 nearest diagonals 0.39.
 """
 
 UNMEASURED_MIN_QUERY_TOKENS = 1024
-"""``min_query_tokens`` where nothing was measured: eight tiles of 32 heads are 256 programs, about two for each SM of
+"""``min_query_tokens`` without measurements: eight tiles of 32 heads are 256 programs, about two for each SM of
 an H100, and selection reads all keys even for few queries.
 """
 
@@ -200,10 +200,10 @@ class Crossover(Section):
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Lengths from which rows go sparse.
+    """Lengths from which rows run sparse.
 
     Attributes:
-        min_tokens: Leading positions of a row that are always dense; None if no row ever goes sparse.
+        min_tokens: Leading positions of a row that are always dense; None if no row ever runs sparse.
         min_query_tokens: Rows with fewer new tokens past ``min_tokens`` run dense.
         notes: Log lines about missing measurements and adjusted numbers.
         measured: ``min_query_tokens`` of the table; None if the table has none for some method.
@@ -241,7 +241,7 @@ class Thresholds:
 
     @property
     def severity(self) -> tuple[float, int]:
-        """Sort key: larger if fewer rows go sparse."""
+        """Sort key: larger if fewer rows run sparse."""
         return math.inf if self.min_tokens is None else self.min_tokens, self.min_query_tokens
 
     def __str__(self) -> str:
@@ -311,7 +311,7 @@ def resolve_thresholds(
     if never_faster:
         note = (
             f"{', '.join(never_faster)} never faster than dense attention {where}, as measured: all rows run dense; "
-            "choose another method or other parameters, or set min_tokens to go sparse anyway"
+            "choose another method or other parameters, or set min_tokens to run sparse anyway"
         )
         return Thresholds(None, fewest, (note,))
     lengths = [entry.min_tokens for entry in entries if entry.min_tokens is not None]

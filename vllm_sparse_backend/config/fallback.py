@@ -49,7 +49,7 @@ class Fallback(StrEnum):
         "dense")
     SLIDING_WINDOW = ("sliding_window",
         "the layer attends within a sliding window, which is sparse already; no action, the model's other layers can "
-        "go sparse")
+        "run sparse")
     ALIBI = ("alibi", "the layer adds ALiBi position biases; use a model with rotary position embeddings")
     SOFTCAP = ("softcap", "the layer caps its logits (attn_logit_softcapping); use a model without soft capping")
     HEAD_SIZE = ("head_size",
@@ -69,7 +69,7 @@ class Fallback(StrEnum):
         "prefill context parallelism distributes a row's keys over devices; use --prefill-context-parallel-size 1")
     DECODE_CONTEXT_PARALLEL = ("decode_context_parallel",
         "decode context parallelism distributes a row's keys over devices; use --decode-context-parallel-size 1")
-    DENSE_LAYER = ("dense_layer", "the layer is listed in dense_layers; remove it there to let it go sparse")
+    DENSE_LAYER = ("dense_layer", "the layer is listed in dense_layers; remove it there to let it run sparse")
     OTHER_HEADS = ("other_heads",
         "the layer's number of query heads differs from the model's config; no action, the model's other layers can go "
         "sparse")
@@ -97,13 +97,13 @@ class Fallback(StrEnum):
         "not even one tile of the row fits into the arena (the log at start-up has its size); use another method")
     REQUESTED = ("requested",
         "the request chose exact attention (sparse_prefill 0 or exact), or gets it by the server's settings or switch; "
-        "change that to let it go sparse")
+        "change that to let it run sparse")
     # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraits:
-    """Properties of an attention layer that decide whether it can go sparse.
+    """Properties of an attention layer that decide whether it can run sparse.
 
     Attributes:
         head_dim: Elements of a head's query or key.
@@ -137,7 +137,7 @@ class LayerTraits:
 
 
 def layer_fallback(layer: LayerTraits) -> Fallback | None:
-    """Return why a layer can never go sparse.
+    """Return why a layer can never run sparse.
 
     The configuration's ``dense_layers`` is not considered here: the plan applies it.
 
@@ -145,7 +145,7 @@ def layer_fallback(layer: LayerTraits) -> Fallback | None:
         layer: The layer's properties.
 
     Returns:
-        The first reason that applies, or None if the layer can go sparse.
+        The first reason that applies, or None if the layer can run sparse.
     """
     dtype, kv_cache_dtype = layer.dtype.removeprefix("torch."), layer.kv_cache_dtype.removeprefix("torch.")
     head_dim = layer.head_dim

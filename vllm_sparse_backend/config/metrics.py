@@ -14,8 +14,8 @@ WORKER_METHOD = "sparse_prefill_samples"
 REPORT_METHOD = "sparse_prefill_report_of"
 """Name of the ``collective_rpc`` call that returns how the requests of one response were prefilled."""
 AGREEMENT_METHOD = "sparse_prefill_numbers"
-"""Name of the ``collective_rpc`` call that returns the lengths from which a worker's rows go sparse. All processes must
-agree on them (``serving/frontend/worker_agreement.py``)."""
+"""Name of the ``collective_rpc`` call that returns the lengths from which a worker's rows run sparse. All processes
+must agree on them (``serving/frontend/worker_agreement.py``)."""
 SWITCH_METHOD = "sparse_prefill_switch"
 """Name of the call that the engine core answers itself, without its workers."""
 SWITCH_PATH = "/v1/sparse_prefill/switch"

@@ -105,7 +105,7 @@ def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
         config: The text part of the model's config, as ``read_config`` returns it.
 
     Returns:
-        Per layer, the reason why it cannot go sparse, or None if it can.
+        Per layer, the reason why it cannot run sparse, or None if it can.
     """
     num_layers = config["num_hidden_layers"]
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
@@ -117,7 +117,7 @@ def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
 def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
     model_type = config.get("model_type")
     is_encoder = model_type in ENCODER_MODELS or bool(config.get("is_encoder_decoder"))
-    # Other kinds are Mamba, linear attention and layers without either; a hybrid layer has attention beside Mamba.
+    # Other kinds are Mamba, linear attention and layers without either; a hybrid layer has attention and Mamba.
     has_attention = kind == "hybrid" or ("attention" in kind and "linear" not in kind)
     head_dim = config.get("head_dim")
     if not head_dim:  # other fields have to be numbers only in this case

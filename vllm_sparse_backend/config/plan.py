@@ -168,7 +168,7 @@ class Plan:
         return tuple(i for i, groups in enumerate(self.layers) if groups is None)
 
     def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
-        """Return the lengths from which rows go sparse: the strictest thresholds of several engines.
+        """Return the lengths from which rows run sparse: the strictest thresholds of several engines.
 
         Args:
             table: The table of measurements.
@@ -216,7 +216,7 @@ class Plan:
         return min((tokens for tokens in exact_tokens if tokens is not None), default=None)
 
     def numbers(self, table: Crossover, device: str) -> dict[str, list[int | None]]:
-        """Return the lengths from which rows go sparse with each engine.
+        """Return the lengths from which rows run sparse with each engine.
 
         Args:
             table: The table of measurements.
@@ -248,7 +248,7 @@ class Plan:
         """Describe the plan for the log at start-up.
 
         Args:
-            thresholds: Lengths from which rows go sparse.
+            thresholds: Lengths from which rows run sparse.
 
         Returns:
             Lines: the source with the thresholds, their notes, the dense layers, then each method with its layers.

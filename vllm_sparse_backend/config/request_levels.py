@@ -189,7 +189,7 @@ class Choices:
     Attributes:
         levels: Names of the levels: ``exact``, then those of the profile.
         server_level: Name of the server's own level, if its profile names it.
-        exact_tokens: Number of leading positions of every row that are dense at all levels; None if no row ever goes
+        exact_tokens: Number of leading positions of every row that are dense at all levels; None if no row ever runs
             sparse.
         salts: Text of the salt by level; a level without a salt has vLLM's own hashes.
         refusal: Why requests cannot choose a level on this server; None if they can.
@@ -375,7 +375,7 @@ def _shown(level: str) -> str:
 def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
     """Hash the settings that decide which keys and values are written past the exact positions.
 
-    These settings are the method of each layer and head, the lengths from which rows go sparse, and the version of the
+    These settings are the method of each layer and head, the lengths from which rows run sparse, and the version of the
     package, because another version may keep other keys with the same settings.
 
     Args:

@@ -58,7 +58,7 @@ class Resolved:
         plans: The plan of each level, the server's own first. If some head lets requests set p, requests with a p form
             a level as well.
         table: The table of measured crossovers.
-        thresholds_by_engine: The lengths from which rows of each level go sparse with each attention engine.
+        thresholds_by_engine: The lengths from which rows of each level run sparse with each attention engine.
         device: Name, as in the table, of the device for which ``auto`` is resolved: the one on which the server
             started.
         pools: Whether requests are for embeddings, scores or classes.
@@ -156,7 +156,7 @@ class Resolved:
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
     def numbers(self) -> Numbers:
-        """Return the lengths from which rows go sparse, which must be the same in all processes.
+        """Return the lengths from which rows run sparse, which must be the same in all processes.
 
         Returns:
             [min_tokens, min_query_tokens] by level and engine.
@@ -164,7 +164,7 @@ class Resolved:
         return {level: plan.numbers(self.table, self.device) for level, plan in self.plans.items()}
 
     def thresholds(self, level: str, engines: Collection[str]) -> Thresholds:
-        """Return the lengths from which rows of a level go sparse.
+        """Return the lengths from which rows of a level run sparse.
 
         Args:
             level: Name of the level.
@@ -190,7 +190,7 @@ class Resolved:
         """Return the number of leading positions of every row that are dense at all levels.
 
         Returns:
-            The number of positions; None if no row ever goes sparse.
+            The number of positions; None if no row ever runs sparse.
         """
         exact_tokens = [plan.exact_tokens(self.table, self.device) for plan in self.plans.values()]
         return min((tokens for tokens in exact_tokens if tokens is not None), default=None)

@@ -45,7 +45,7 @@ class GuardConfig(Section):
     """Consecutive checks above `bound` before the layer falls back to dense."""
 
     recover: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 10
-    """Consecutive checks below 0.8 × `bound` before the layer goes sparse again. The number doubles with each further
+    """Consecutive checks below 0.8 × `bound` before the layer runs sparse again. The number doubles with each further
     fallback of the layer, up to 64 times the setting."""
 
     @property

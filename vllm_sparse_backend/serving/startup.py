@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a model loads: the settings, the profile, vLLM's options, and that some layer can go sparse.
+"""Checks before a model loads: the settings, the profile, vLLM's options, and that some layer can run sparse.
 
 Some options of vLLM do not work with this backend or make it slow. The list comes from the sources of vLLM 0.26 to
 0.33; docs/compatibility.md explains each option.
@@ -33,7 +33,7 @@ def check(vllm_config: VllmConfig) -> None:
         vllm_config: vLLM's configuration of a server that runs this backend.
 
     Raises:
-        ConfigurationError: A setting is wrong, an option of vLLM does not work with this backend, or no layer can go
+        ConfigurationError: A setting is wrong, an option of vLLM does not work with this backend, or no layer can run
             sparse. The message is a single line.
     """
     carry_settings(vllm_config)
@@ -59,7 +59,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
-    """Return why vLLM's options keep every layer of any model from going sparse."""
+    """Return why vLLM's options keep every layer of any model from running sparse."""
     cache = vllm_config.cache_config
     some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
     limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
@@ -121,7 +121,7 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
     if stores and resolved.pools and not resolved.is_dense:
         yield (
-            f"{', '.join(sorted(stores))} could not tell sparse keys and values of pooling requests from exact ones, "
+            f"{', '.join(sorted(stores))} could not separate sparse and exact keys and values of pooling requests, "
             "because these requests have no hashes of their own; serve without that store, or exact (requests: "
             "{default: exact})"
         )

@@ -205,7 +205,7 @@ def test_number_of_top_blocks():
 
 def test_top_share_replaces_the_cumulative_cut():
     """A τ beside it would be ignored, so it is refused."""
-    with pytest.raises(ValueError, match=r"^kept_mass: given 0\.5, expected no kept_mass beside top_share"):
+    with pytest.raises(ValueError, match=r"^kept_mass: given 0\.5, expected no kept_mass with top_share"):
         SpargeAttn(kept_mass=0.5, top_share=0.5)
     assert SpargeAttn(top_share=1.0).keeps_all
     assert not SpargeAttn(top_share=0.5).keeps_all

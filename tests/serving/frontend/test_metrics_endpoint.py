@@ -67,7 +67,7 @@ def test_workers_of_an_engine_add_up_but_for_what_each_has_of_its_own() -> None:
     }
 
 
-@pytest.mark.parametrize("first_counts", [True, False], ids=["", "a first stage without a layer that can go sparse"])
+@pytest.mark.parametrize("first_counts", [True, False], ids=["", "a first stage without a layer that can run sparse"])
 def test_rows_are_those_of_the_first_pipeline_stage_that_counts_any(first_counts: bool) -> None:
     stages: list[Samples] = [
         [("rows", ["sparse", "", "fast"], 3), ("rows", ["decode", "", ""], 9)]

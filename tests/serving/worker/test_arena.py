@@ -164,7 +164,7 @@ class TestSize:
         assert all(sum(row.query_len for row in step) == 8192 for step in steps)
         few = largest_steps(1000, 3, 131_072, Thresholds(0, 1))  # in whole tiles
         assert [[row.query_len for row in step] for step in few] == [[1000], [512] * 2, [384] * 3]
-        for limits in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):  # nothing ever goes sparse
+        for limits in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):  # nothing ever runs sparse
             assert list(largest_steps(8192, 256, *limits)) == []
         ((row,), *_) = largest_steps(8192, 256, 17_000, Thresholds(16_384, 1024))
         assert row.query_len == 616  # no more positions are sparse

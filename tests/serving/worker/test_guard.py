@@ -109,7 +109,7 @@ class TestJudgement:
         assert guard.held == {PLACE}
         see(guard, good)
         assert guard.held == frozenset()
-        assert "layer 4 goes sparse again at level fast" in lines[-1]
+        assert "layer 4 runs sparse again at level fast" in lines[-1]
         assert told(guard)["guard_dense"] == 0
         see(guard, between, between, between)
         assert guard.held == frozenset()

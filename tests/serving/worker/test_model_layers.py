@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers go sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
+"""Which layers run sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ Configure = Callable[..., Any]
 
 @pytest.fixture
 def config(configured: Configure) -> Any:
-    """Where all that can goes sparse early."""
+    """Where all that can runs sparse early."""
     return configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
 
 

@@ -71,7 +71,7 @@ def engine_totals(workers: Answers) -> dict[str, dict[tuple[str, ...], float]]:
 def _speakers(name: str, workers: Answers) -> Answers:
     """Return the workers whose samples count.
 
-    Every pipeline stage with a layer that can go sparse sees all rows. The first such stage sees each row before the
+    Every pipeline stage with a layer that can run sparse sees all rows. The first such stage sees each row before the
     others, so its counts are used.
     """
     if not METRICS[name].seen_by_all:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start-up check that all workers and the front process agree on the lengths from which rows go sparse.
+"""A start-up check that all workers and the front process agree on the lengths from which rows run sparse.
 
 The front process salts cached blocks by these lengths. Workers that get their configuration from it agree with it on
 any device. A node started with ``--headless`` builds its own configuration. If its settings, table or device differ,
@@ -55,7 +55,7 @@ def refuse_disagreement(ours: Numbers, answers: Mapping[str, Sequence[Mapping[st
             theirs: Numbers = worker["numbers"]
             if theirs != ours:
                 raise ConfigurationError(
-                    f"sparse-prefill: engine {engine}, rank {worker['rank']}, on {worker['device']}: rows go sparse "
+                    f"sparse-prefill: engine {engine}, rank {worker['rank']}, on {worker['device']}: rows run sparse "
                     f"from {_differing(theirs, ours)} (min_tokens, min_query_tokens by level and engine), expected "
                     f"{_differing(ours, theirs)} as in the server's front process; start all nodes with the same "
                     "settings and the same version, and set min_tokens and min_query_tokens where their devices differ"

@@ -338,7 +338,7 @@ def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[
         thresholds: The lowest thresholds of any level.
 
     Returns:
-        The rows; empty if no row ever goes sparse.
+        The rows; empty if no row ever runs sparse.
     """
     if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
         return []
@@ -357,7 +357,7 @@ def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thre
         thresholds: The lowest thresholds of any level.
 
     Yields:
-        The rows of each step, as long as they can be; nothing if no row ever goes sparse.
+        The rows of each step, as long as they can be; nothing if no row ever runs sparse.
     """
     rows = longest_rows(max_tokens, max_len, thresholds)
     if not rows:
@@ -404,7 +404,7 @@ class ArenaSize(NamedTuple):
             thresholds: The lowest thresholds of any level.
 
         Returns:
-            The size; None if no row ever goes sparse.
+            The size; None if no row ever runs sparse.
         """
 
         def needed(rows: Sequence[Row]) -> int:
@@ -440,7 +440,7 @@ class Memory:
             rank: Tensor-parallel rank; the first rank logs the size.
 
         Returns:
-            The arena; None if no row ever goes sparse on this worker.
+            The arena; None if no row ever runs sparse on this worker.
         """
         scheduler = vllm_config.scheduler_config
         layers = _layer_needs(vllm_config, resolved, device)

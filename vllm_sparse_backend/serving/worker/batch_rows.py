@@ -71,7 +71,7 @@ class BatchRow:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether any token of the row goes sparse."""
+        """Whether any token of the row runs sparse."""
         return self.dense_end < self.end
 
 

@@ -110,7 +110,7 @@ class Guard:
         """Return the layers to check in a step.
 
         Args:
-            layers: Layers that go sparse at the level.
+            layers: Layers that run sparse at the level.
             step: Number of the step among those with sparse rows of the level.
 
         Returns:
@@ -164,7 +164,7 @@ class Guard:
         return self.settings.recover << min(state.trips - 1, MOST_DOUBLINGS)
 
     def _change(self, place: Place, state: LayerState, head_note: str) -> None:
-        """Turn a layer dense at a level, or sparse again."""
+        """Force a layer dense at a level, or let it run sparse again."""
         latest = ", ".join(f"{error:.3f}" for error in state.errors[-3:])
         errors = f"{len(state.errors)} checks in a row, bound {self.settings.bound:g}, errors {latest}"
         state.is_dense = not state.is_dense
@@ -179,7 +179,7 @@ class Guard:
             )  # fmt: skip
         else:
             self.held -= {place}
-            logger.warning("sparse-prefill: layer %d goes sparse again at level %s%s (%s)", *place, self._where, errors)
+            logger.warning("sparse-prefill: layer %d runs sparse again at level %s%s (%s)", *place, self._where, errors)
 
 
 def place_labels(place: Place) -> dict[str, object]:

@@ -28,9 +28,9 @@ class GuardSchedule:
 
     Args:
         guard: The worker's guard.
-        layers_by_level: Layers of the group that can go sparse, by level.
+        layers_by_level: Layers of the group that can run sparse, by level.
         judged_share: Lowest share p of attention at which rows are checked. A request that sets a smaller p accepts
-            larger errors. If its rows were checked, one client could turn a layer dense for all others that set a p.
+            larger errors. If its rows were checked, one client could force a layer dense for all others that set a p.
     """
 
     def __init__(self, guard: Guard, layers_by_level: Mapping[str, frozenset[int]], judged_share: float) -> None:

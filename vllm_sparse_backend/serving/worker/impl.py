@@ -31,7 +31,7 @@ class SparsePrefillImpl(compat.DenseImpl):
     """Attention of one layer. It runs dense until ``adopt`` gives it levels.
 
     Attributes:
-        fallback: Why the layer can never go sparse; None if it can.
+        fallback: Why the layer can never run sparse; None if it can.
         worker: State that all layers of the worker share; None until the layer needs it.
         levels: Methods and engines of the layer by level; empty while it runs dense.
         number: Number of the layer in the model, once it is adopted.
@@ -61,12 +61,12 @@ class SparsePrefillImpl(compat.DenseImpl):
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the layer goes sparse."""
+        """Whether the layer runs sparse."""
         return bool(self.levels)
 
     @property
     def layer(self) -> Layer:
-        """The methods and engines at the server's own level. The layer must go sparse."""
+        """The methods and engines at the server's own level. The layer must run sparse."""
         return self.levels[DEFAULT].layer
 
     @property
@@ -81,7 +81,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             plans: The layer's groups of heads at each level; empty if the plan leaves it dense at all levels.
 
         Returns:
-            The reason; None if the layer can go sparse.
+            The reason; None if the layer can run sparse.
         """
         if self.fallback is not None:
             return self.fallback
@@ -94,7 +94,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         return None
 
     def adopt(self, number: int, levels: Mapping[str, LayerLevel], worker: Worker) -> None:
-        """Make the layer go sparse from now on.
+        """Make the layer run sparse from now on.
 
         Args:
             number: Number of the layer in the model.
@@ -187,7 +187,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         levels = {slab.level for slab in step.slabs}
         held = {level for level in levels if (self.number, level) in step.held}
         probes = [probe for probe in step.probes if self.number in probe.layers]
-        # Levels that the guard holds dense still go sparse for its checks. Dense attention overwrites their output.
+        # Levels that the guard holds dense still run sparse for its checks. Dense attention overwrites their output.
         with not_counting():
             run_sparse(held & {probe.level for probe in probes})
         held_outputs = {probe.level: output[probe.run.tokens].clone() for probe in probes if probe.level in held}

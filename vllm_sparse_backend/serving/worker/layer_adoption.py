@@ -47,16 +47,16 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class AdoptedLayers:
-    """The layers of a cache group that go sparse, and the data that their steps need.
+    """The layers of a cache group that run sparse, and the data that their steps need.
 
     Attributes:
         numbers: Their numbers in the model, ascending.
         worker: State that all layers of this worker share.
-        memory: The worker's arena; None if no row ever goes sparse.
+        memory: The worker's arena; None if no row ever runs sparse.
         guard: The worker's guard; None if it is off.
-        thresholds: Lengths in tokens from which rows go sparse, by level.
-        worker_layers_by_level: Layers of the whole worker that can go sparse, by level.
-        is_first_group: Whether the worker's first layer that can go sparse is among them.
+        thresholds: Lengths in tokens from which rows run sparse, by level.
+        worker_layers_by_level: Layers of the whole worker that can run sparse, by level.
+        is_first_group: Whether the worker's first layer that can run sparse is among them.
     """
 
     numbers: tuple[int, ...]
@@ -69,12 +69,12 @@ class AdoptedLayers:
 
     @property
     def layers_by_level(self) -> dict[str, frozenset[int]]:
-        """Layers of this group that can go sparse, by level."""
+        """Layers of this group that can run sparse, by level."""
         return {level: layers.intersection(self.numbers) for level, layers in self.worker_layers_by_level.items()}
 
 
 class LayerAdoption:
-    """Makes the layers of a cache group go sparse, before the first step.
+    """Makes the layers of a cache group run sparse, before the first step.
 
     Args:
         group: The layers as vLLM groups them.
@@ -90,7 +90,7 @@ class LayerAdoption:
         """Give each layer its part of the plan, allocate the arena, compile kernels, and log how each layer runs.
 
         Returns:
-            The layers that go sparse; None if all layers of the group stay dense.
+            The layers that run sparse; None if all layers of the group stay dense.
 
         Raises:
             ConfigurationError: A setting is wrong or does not fit the model, or no attention engine is left.
@@ -161,7 +161,7 @@ class LayerAdoption:
         return other_decode(stock, compat.DenseBackend.get_name())
 
     def _thresholds(self, impls: Sequence[SparsePrefillImpl], worker: Worker) -> dict[str, Thresholds]:
-        """Return the lengths from which rows of each level go sparse on the engines that the layers got."""
+        """Return the lengths from which rows of each level run sparse on the engines that the layers got."""
         limits = ChunkLimits.of(self._group.vllm_config)
         is_auto = worker.resolved.config.min_query_tokens == AUTO
         by_level = {}
@@ -173,7 +173,7 @@ class LayerAdoption:
 
 
 def _layers_by_level(worker: Worker, reasons: Mapping[int, Fallback | None]) -> dict[str, frozenset[int]]:
-    """Return the layers of the worker that can go sparse, by level."""
+    """Return the layers of the worker that can run sparse, by level."""
     sparse = [number for number, reason in reasons.items() if reason is None]
     return {
         level: frozenset(number for number in sparse if plan.layer(number) is not None)

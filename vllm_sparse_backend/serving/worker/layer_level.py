@@ -13,7 +13,7 @@ class LayerLevel:
     Attributes:
         layer: Methods of the heads at this level, and the engines that they run on.
         stays_dense: Whether the plan of this level leaves the layer dense. ``layer`` then keeps all pairs. It runs only
-            in steps that also have rows of another level at which the layer goes sparse.
+            in steps that also have rows of another level at which the layer runs sparse.
     """
 
     layer: Layer

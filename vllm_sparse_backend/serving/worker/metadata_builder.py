@@ -4,7 +4,7 @@
 Nothing here waits for the device. A batch without a sparse row gets the dense backend's own metadata, unchanged.
 
 The first ``min_tokens`` positions of every row are dense, so their cached keys and values do not depend on the method
-or the chunk size. A row that crosses that border is cut there: its first tokens run dense, the others go sparse.
+or the chunk size. A row that crosses that border is cut there: its first tokens run dense, the others run sparse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     supports_update_block_table = False
 
     sparse_layers: tuple[int, ...] = ()
-    """Numbers of the layers of this group that go sparse. If empty, all metadata is the dense backend's own."""
+    """Numbers of the layers of this group that run sparse. If empty, all metadata is the dense backend's own."""
 
     # Set if there are such layers.
     row_classifier: RowClassifier
@@ -81,7 +81,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
                 compat.outside_memory_pool(vllm_config, device, lambda: self._adopt(layers))
 
     def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
-        """Make the layers of this group go sparse if they can."""
+        """Make the layers of this group run sparse if they can."""
         group = CacheGroup(
             self.vllm_config, self.device, self.layer_names, self.kv_cache_spec, getattr(self, "isa", "")
         )
@@ -117,7 +117,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             fast_build: As vLLM's own.
 
         Returns:
-            The dense backend's metadata; with the sparse part of the step if a row goes sparse.
+            The dense backend's metadata; with the sparse part of the step if a row runs sparse.
         """
         common = common_attn_metadata
         if not self.sparse_layers:

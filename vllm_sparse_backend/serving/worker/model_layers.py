@@ -81,7 +81,7 @@ def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
         vllm_config: vLLM's configuration.
 
     Returns:
-        The shared object; None if no layer goes sparse.
+        The shared object; None if no layer runs sparse.
     """
     impls = plain_impls(vllm_config).values()
     return next((impl.worker for impl in impls if impl.is_adopted), None)
@@ -94,7 +94,7 @@ def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
         vllm_config: vLLM's configuration.
 
     Returns:
-        Number of heads of all layers by reach, whether the layers go sparse or not.
+        Number of heads of all layers by reach, whether the layers run sparse or not.
     """
     layers = vllm_config.compilation_config.static_forward_context
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
@@ -119,7 +119,7 @@ def _number_of(name: str) -> int | None:
 
 
 def require_sparse_layer(vllm_config: VllmConfig) -> None:
-    """Check that some layer of this worker can go sparse.
+    """Check that some layer of this worker can run sparse.
 
     With pipeline parallelism other workers have other layers. A worker without such a layer then only logs a warning.
 
@@ -127,7 +127,7 @@ def require_sparse_layer(vllm_config: VllmConfig) -> None:
         vllm_config: vLLM's configuration.
 
     Raises:
-        ConfigurationError: No layer can go sparse, and there is one pipeline stage.
+        ConfigurationError: No layer can run sparse, and there is one pipeline stage.
     """
     reasons = {impl.fallback for impl in plain_impls(vllm_config).values()} or {Fallback.NOT_DECODER}
     if None in reasons:

@@ -26,8 +26,8 @@ class RowClassifier:
     """Classifies the rows of batches by their lengths and the levels of their requests.
 
     Attributes:
-        thresholds: Lengths in tokens from which rows go sparse, by level.
-        room: Decides whether a row fits into the arena; None if no row ever goes sparse.
+        thresholds: Lengths in tokens from which rows run sparse, by level.
+        room: Decides whether a row fits into the arena; None if no row ever runs sparse.
         requests: Levels and prompts of the requests of the worker's current step.
         reads_prompt_length: Whether a method needs the length of a row's prompt. Rows whose prompt is not known are
             dense then.
@@ -94,7 +94,7 @@ class RowClassifier:
         return rows
 
     def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:
-        """Return why a row of these lengths in tokens prefills dense; None if it goes sparse."""
+        """Return why a row of these lengths in tokens prefills dense; None if it runs sparse."""
         thresholds = self.thresholds[level]
         min_tokens = thresholds.min_tokens
         if min_tokens is None:
@@ -110,7 +110,7 @@ class RowClassifier:
 
 
 def _dense_reason_of_batch(common: CommonAttentionMetadata, common_prefix_len: int) -> Fallback | None:
-    """Return why no row of the batch can go sparse; None if some may."""
+    """Return why no row of the batch can run sparse; None if some may."""
     if common.causal is not True:
         return Fallback.NON_CAUSAL
     return Fallback.CASCADE if common_prefix_len > 0 else None

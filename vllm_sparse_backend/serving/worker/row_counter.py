@@ -27,7 +27,7 @@ class RowCounter:
         recorder: The worker's counts.
         requests: The requests of the worker's current step.
         guard: The worker's guard, which may hold layers dense; None if it is off.
-        layers_by_level: Layers of the worker that can go sparse, by level.
+        layers_by_level: Layers of the worker that can run sparse, by level.
         heads_by_reach: Query heads of all layers of the worker, by attention reach.
         counts_rows: Whether this group is the one that counts.
     """
@@ -79,7 +79,7 @@ class RowCounter:
             logger.info("sparse-prefill: a row prefills dense: %s (logged once)", reason.explain)
 
     def _counted_kind(self, kind: RowKind) -> RowKind:
-        """Return the kind to count for a row: dense if the guard holds all layers that would go sparse at its level."""
+        """Return the kind to count for a row: dense if the guard holds every layer that would run sparse."""
         if self._guard is None or kind.path != SPARSE:
             return kind
         places = {(layer, kind.level) for layer in self._layers_by_level[kind.level]}

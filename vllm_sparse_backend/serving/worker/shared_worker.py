@@ -29,7 +29,7 @@ class Worker:
         rank: Tensor-parallel rank.
         resolved: The settings.
         recorder: Counts of this worker.
-        memory: The arena; None until ``reserve_memory``, and if no row ever goes sparse.
+        memory: The arena; None until ``reserve_memory``, and if no row ever runs sparse.
         guard: The guard; None until ``get_guard``, and if it is off.
         requests: The requests of this worker and their levels.
     """
@@ -63,7 +63,7 @@ class Worker:
         """Return the arena. The first call allocates it.
 
         Returns:
-            The arena; None if no row ever goes sparse.
+            The arena; None if no row ever runs sparse.
         """
         if self.memory is None and not self.resolved.is_dense:
             self.memory = Memory.reserve(self.vllm_config, self.resolved, self.device, self.rank)

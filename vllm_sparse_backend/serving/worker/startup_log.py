@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's log at start-up: dense layers, the plan of each level, and settings under which no row goes sparse.
+"""A worker's log at start-up: dense layers, the plan of each level, and settings under which no row runs sparse.
 
 docs/operations.md explains each line.
 """
@@ -27,7 +27,7 @@ def log_pooling() -> None:
     """Log that a server of a pooling model prefills every row dense."""
     logger.info(
         "sparse-prefill: every row of this pooling model prefills dense, because embeddings and scores are compared "
-        'with stored ones. To let rows go sparse, set "requests": {"default": "on"}'
+        'with stored ones. To let rows run sparse, set "requests": {"default": "on"}'
     )
 
 
@@ -35,7 +35,7 @@ def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
     """Log the layers that prefill dense, one line for each reason.
 
     Args:
-        reasons: By layer, why it prefills dense; None if it can go sparse.
+        reasons: By layer, why it prefills dense; None if it can run sparse.
     """
     for reason in Fallback:
         dense = [number for number, why in reasons.items() if why is reason]
@@ -44,12 +44,12 @@ def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
 
 
 def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
-    """Log the plan of each level, the levels that requests may choose, and a warning if no row can go sparse.
+    """Log the plan of each level, the levels that requests may choose, and a warning if no row can run sparse.
 
     Args:
         vllm_config: vLLM's configuration.
         resolved: The settings.
-        thresholds: Lengths in tokens from which rows go sparse, by level.
+        thresholds: Lengths in tokens from which rows run sparse, by level.
     """
     for level, plan in resolved.plans.items():
         if level == SHARE:  # its plan is the server's own
@@ -64,7 +64,7 @@ def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[s
 
 
 def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> None:
-    """Warn if requests or their chunks are too short to go sparse at the server's own level."""
+    """Warn if requests or their chunks are too short to run sparse at the server's own level."""
     if thresholds.min_tokens is None:
         return
     max_len = vllm_config.model_config.max_model_len

@@ -173,7 +173,7 @@ def requests_of(runner: Any) -> RunnerRequests | None:
         runner: vLLM's runner.
 
     Returns:
-        The requests that the worker of its layers keeps; None if no layer goes sparse.
+        The requests that the worker of its layers keeps; None if no layer runs sparse.
     """
     requests: RunnerRequests | None = vars(runner).get(REQUESTS)
     if requests is None:

@@ -64,7 +64,7 @@ def worker_tallies(worker: Any, ticket: str) -> list[dict[str, Any]]:
         ticket: Ticket of the HTTP request.
 
     Returns:
-        ``RequestTallies.with_ticket``; empty if no layer of the worker goes sparse.
+        ``RequestTallies.with_ticket``; empty if no layer of the worker runs sparse.
     """
     shared = adopted_worker(worker.vllm_config)
     return [] if shared is None else shared.requests.tallies.with_ticket(ticket)

@@ -166,7 +166,7 @@ def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
         return f"it reads {', '.join(map(str, flash.dtypes))}, not {spec.dtype}"
     step = 16 if spec.dtype == FP8 else 8
     if spec.head_dim % step or spec.head_dim > 256:
-        return f"head_dim {spec.head_dim} is no multiple of {step} up to 256"
+        return f"head_dim {spec.head_dim} is not a multiple of {step} up to 256"
     unit = gcd(spec.block_tokens, spec.page_size)
     if unit % flash.page_multiple:
         return f"pages of {unit} tokens would be needed, and it reads multiples of {flash.page_multiple}"

@@ -240,7 +240,7 @@ def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     No address depends on a value that an iteration carries to the next, because Triton does not pipeline such loads.
 
     Triton pipelines the loads of products at the loop's top level, or all loads if there is no such product. The step
-    therefore stands in a branch, whose condition always holds but is unknown to the compiler, and all of its data are
+    therefore is in a branch, whose condition always holds but is unknown to the compiler, and all of its data are
     loaded AHEAD buffers before. With a margin, the values' product is in a branch anyway, and nothing else would load
     values ahead. Without AHEAD there is no margin: see ``engine._ahead``.
     """

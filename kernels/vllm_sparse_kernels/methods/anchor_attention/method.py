@@ -63,7 +63,7 @@ of 8 queries find 4 at a density of 0.85. Two options go beyond the paper; both 
   keeps it. Such scores need a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
 * ``whole_blocks``: a vote for a key keeps the index block around it. The block has 32 keys where all heads of a layer
   use this option and such blocks cost no more (``block_width.py``), else 64 or 128. Copied text is copied in order, so
-  the keys that unsampled queries look for lie beside those that the sampled queries find. Keys of a block also cost
+  the keys that unsampled queries look for lie next to those that the sampled queries find. Keys of a block also cost
   half as much as stripes, and short groups, which make for long lists of stripes, need no room for them.
 
 With one tile in a group and ``window_tokens`` = 512, on the same prompt: sampling every 16th query with blocks of 32

@@ -167,7 +167,7 @@ def half_refusal(spec: SelectSpec) -> str | None:
 def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
     """Return the index blocks of tiles [begin, end) between sink and local region.
 
-    Of a tile's two query blocks the first one's local region begins no later than the second one's.
+    The local region of a tile's first query block begins no later than that of its second.
     """
     _, _, length, position = load_tile(tiles, i_tile)
     stop = local_start(position + tl.minimum(length, QUERY_BLOCK), sink_tokens, local_tokens)

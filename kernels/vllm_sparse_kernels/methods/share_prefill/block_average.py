@@ -232,7 +232,7 @@ def _mean_keys_kernel(
         MEMBERS: GROUP rounded up to a power of two.
         ENTRIES: n rounded up to a power of two.
     """
-    # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
+    # Kv heads side by side: in vLLM's usual layout those of a token are adjacent.
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
     is_clustered = _is_clustered(i_kv, heads, clusters, num_entries, SHAPE.GROUP, ENTRIES)
     _, _, length, first = load_tile(last_tiles, i_row)

@@ -165,14 +165,14 @@ def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds
 def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles, SHAPE):
     """Compute the softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
 
-    Scores stand in its place until their sum is known.
+    Its place holds scores until their sum is known.
     """
     row = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, SHAPE.BLOCK_N)
     b_q = average_tile(queries, keys, index.tiles, i_tile, i_head, row, SHAPE)
     means = args.mean_keys + ((i_head // SHAPE.GROUP) * num_blocks + start_block) * SHAPE.HEAD_DIM
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    # Of one query: tensor cores, which take 8, need more instructions for a product that comes to float32.
+    # For a single query, tensor cores, which take 8, need more instructions for a product that comes to float32.
     for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=SHAPE.MAP_STAGES):
         o_n = start + tl.arange(0, MEANS_AT_ONCE)
         in_keys = (o_n < diagonal)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]

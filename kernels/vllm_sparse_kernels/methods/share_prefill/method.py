@@ -278,8 +278,8 @@ class SharePrefill(PerHead):
 class Pivots:
     """The pivots of one forward pass, by slot and row. A cluster gets its slot in the first layer that has it.
 
-    They are beside the workspace, as later layers read them: a map has 4 bytes a (tile, block) and 1 KiB a tile. Room
-    is made for twice as many clusters at a time, so that few layers wait for a copy.
+    They are not in the workspace, because later layers read them. A map has 4 bytes a (tile, block) and 1 KiB a tile.
+    Room is made for twice as many clusters at a time, so that few layers wait for a copy.
     """
 
     def __init__(self, index: SparseIndex) -> None:

@@ -21,7 +21,7 @@ default, so that attention over the kept blocks is exact to rounding.
   see. ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1, below which no block is.
 * Its cumulative cut is that of the paper's listing: it keeps blocks while the sum is at most τ, and so stops one block
   earlier than the paper's text, though it keeps at least 1.
-* No diagonal block is forced: a tile may drop the keys beside its own queries.
+* No diagonal block is forced: a tile may drop the keys at its own queries.
 * ``attention_sink`` keeps the first key block. The module that attends with searched parameters sets it, the
   recommended call does not.
 * On Hopper, SageAttention2's calls use tiles of 64 queries and blocks of 128 keys.
@@ -134,7 +134,7 @@ class SpargeAttn(PerHead):
             share = self.top_share
             require(0 < share <= 1, "top_share", share, "a number in (0, 1], or null for the cumulative cut")
             is_alone = self.kept_mass == type(self).kept_mass
-            require(is_alone, "kept_mass", self.kept_mass, "no kept_mass beside top_share, which replaces its cut")
+            require(is_alone, "kept_mass", self.kept_mass, "no kept_mass with top_share, which replaces its cut")
 
     @property
     def keeps_all(self) -> bool:

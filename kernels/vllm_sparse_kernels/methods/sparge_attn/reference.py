@@ -102,7 +102,7 @@ def compressed_scores(
 
 
 def softmax_of(scores: torch.Tensor) -> torch.Tensor:
-    """Compute P^. A tile none of whose blocks is similar has no softmax: it keeps them all.
+    """Compute P^. A tile without similar blocks has no softmax and keeps all blocks.
 
     Args:
         scores: S^ [..., key blocks].

@@ -33,7 +33,7 @@ TINY = tl.constexpr(1e-20)  # replaces the largest magnitude of zeros
 LOG2_E = 1.4426950408889634
 
 SAMPLE = tl.constexpr(64)
-"""Keys of a group of the sample. Of a tile, half as many queries are in the sample."""
+"""Keys of a group of the sample. The sample has half as many queries of each tile."""
 
 EVERY = tl.constexpr(8)
 """Number of groups of keys, of which the first belongs to the sample."""
