@@ -7,6 +7,7 @@ as it has no tensors to receive the first stage's output.
 """
 
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ pytestmark = [
     pytest.mark.skipif(has_cuda(), reason="two workers on one card: vLLM wants a card for each"),
 ]
 
+ALL_LAYOUTS = bool(os.environ.get("ALL_LAYOUTS"))
+"""Whether to test data parallelism too: two engines and two API servers take three minutes to start on two cores."""
 LOGPROB_TOLERANCE = 5e-5
 LEVELS = ("exact", "high", "fast", "everything")
 
@@ -75,7 +78,13 @@ def single(servers: Servers) -> tuple[dict[str, Answer], MetricsReport]:
     return ask_in_turn(servers.ours)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "tensor parallel",
+        pytest.param("data parallel", marks=pytest.mark.skipif(not ALL_LAYOUTS, reason="ALL_LAYOUTS=1 runs it")),
+    ],
+)
 def divided(
     request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Divided]:
