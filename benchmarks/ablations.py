@@ -114,7 +114,7 @@ VARIANTS = (
     Variant("SpargeAttn", "without self-similarity judge", "sparge_attn", {"min_similarity": 0.0}, MASS),
     Variant("SpargeAttn", "without smooth keys", "sparge_attn", {"smooth_keys": False}, MASS),
     Variant("SpargeAttn", "without sink", "sparge_attn", {"keep_sink": False}, MASS),
-    # Table 6, M_pv beside M_g.
+    # Table 6, M_pv together with M_g.
     Variant("SpargeAttn", "with second stage, λ = −4", "sparge_attn", {"skip_margin": -4.0}),
     Variant("SALE", COMPLETE, "sale"),
     Variant("SALE", "without sink", "sale", {"sink_tokens": 0}),
@@ -196,7 +196,7 @@ class Bench:
 def skipped_steps(
     q: torch.Tensor, cache: PagedCache, index: SparseIndex, methods: Sequence[Method], scale: float
 ) -> tuple[int, int]:
-    """Return the number of skipped steps and of all steps, over one row's heads that have a λ."""
+    """Count skipped steps and all steps of one row, over the heads that have a λ."""
     rows, group, skipped, steps = index.rows, index.num_heads // cache.num_kv_heads, 0, 0
     margins = {head: method.skip_margin for head, method in enumerate(methods) if method.skip_margin is not None}
     keys = cache.gather(rows.block_table[0], rows.seq_lens[0])[0].float() if margins else q

@@ -89,7 +89,7 @@ class Case:
 def cases_of(
     contexts: Sequence[int], query_len: int, blocks: Sequence[int], densities: Sequence[float], stripes: Sequence[int]
 ) -> list[Case]:
-    """Return every width with every density, and single keys with only the diagonal, for every context."""
+    """Return cases for every context: each width at each density, and single keys with only the diagonal."""
     cases = []
     for context_len in contexts:
         longest = context_len == max(contexts)
@@ -111,7 +111,7 @@ def run_attend(
     for case in cases:
         if made_for != (case.context_len, case.query_len):
             made_for = (case.context_len, case.query_len)
-            batches.clear()  # before new ones are made, because both might not fit
+            batches.clear()  # before new batches are made, because two batches might not fit
             batches += [_batch(heads, made_for, seed, card.device) for seed in range(NUM_INPUTS)]
         indices = [random_index(batch, case.block_tokens, case.density, case.stripes) for batch in batches]
         for engine in engines:

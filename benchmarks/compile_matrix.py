@@ -149,7 +149,7 @@ def figures_with(cases: Sequence[str], release: Path | None = None) -> dict[str,
 def as_results(table: dict[str, dict[str, dict[str, int]]]) -> list[dict[str, object]]:
     """Return rows for docs/results: the figures that determine speed, for each release and case."""
     shown = {
-        "fewest_exponents_beside": ("exponents beside the product with values", "instructions", None, "higher"),
+        "fewest_exponents_beside": ("exponents during the product with values", "instructions", None, "higher"),
         "spills_within_steps": ("spills within a step", "instructions", 0, "lower"),
         "hasty_arrivals": ("arrivals with no meeting of warps since their products", "instructions", 0, "lower"),
         "barriers_in_data": ("barriers whose memory data share", "barriers", 0, "lower"),

@@ -298,7 +298,7 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
                 raise RequestError(f"audit, {len(prompt)} tokens at level {level}: {error}") from None
         after = Look.at(server)
         cached = after.cached_tokens - before.cached_tokens
-        for prompt in requests:  # only the last one begins like another
+        for prompt in requests:  # only the last prompt has a prefix in common with another
             expected.add(served.expected(Sent(len(prompt), AUDIT_TOKENS, level), cached * (prompt is requests[-1])))
         counted = after.counts.since(before.counts)
         done.num_requests += len(requests)

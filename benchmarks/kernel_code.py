@@ -116,7 +116,10 @@ def compiled_variants(arch: int, kernels: Sequence[str] = ("",)) -> Iterator[tup
 
 
 def _cases(arch: int) -> Iterator[Case]:
-    """Yield each method at each setting of its ladder; the first ones also with bulk copies, flash and head_dim 64."""
+    """Yield each method at each setting of its ladder.
+
+    Its first settings also come with bulk copies, flash and head_dim 64.
+    """
     import torch
 
     from tests.helpers.offline_compiler import SHARED_KIB

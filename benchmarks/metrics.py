@@ -136,7 +136,7 @@ def _report(report: Report, row: dict[str, Any], about: str) -> None:
     report.add_case(row)
     report.add_figure(f"{about}: device's share of a step", row["share_of_device"], "share", "lower", 0.005)
     report.add_figure(f"{about}: host's share of a step", row["share_of_host"], "share", "lower", 0.005)
-    report.add_figure(f"{about}: what a step gets longer by", row["longer"], "share", "lower", 0.005)
+    report.add_figure(f"{about}: added time of a step", row["longer"], "share", "lower", 0.005)
 
 
 def copied_ms(card: Card, num_bytes: float) -> float:

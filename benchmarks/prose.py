@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the English of documents, docstrings, comments and messages, and pick sentences at random to read aloud.
 
-    python -m benchmarks.prose check [--list]
+    python -m benchmarks.prose check
     python -m benchmarks.prose sample --seed 1 --count 60
 
 `benchmarks/prose_rules.yaml` has the rules: phrases that are hard to read, with what to write instead. proselint runs
-them, and a few groups of its own checks. Markdown files must keep every rule, and have lines of at most 100 characters
-outside of tables and code; findings in Python sources are counted.
+them, and a few groups of its own checks. All files must keep every rule, and Markdown files have lines of at most 100
+characters outside of tables and code.
 """
 
 import io
@@ -305,18 +305,6 @@ def check_file(path: Path) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.line)
 
 
-def must_pass(path: Path) -> bool:
-    """Return whether a finding in this file fails the check.
-
-    Args:
-        path: a file of the repository.
-
-    Returns:
-        True for Markdown files.
-    """
-    return path.suffix == ".md"
-
-
 def sentences(prose: Prose) -> Iterator[tuple[int, str]]:
     """Yield (line, sentence) of each sentence of a file.
 
@@ -342,34 +330,29 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 @app.command()
 def check(
-    paths: Annotated[list[Path] | None, typer.Argument(help="Files to check; all without.")] = None,
-    show_all: Annotated[bool, typer.Option("--list", help="Print findings of files that do not fail, too.")] = False,
+    paths: Annotated[list[Path] | None, typer.Argument(help="Files to check. Default: all.")] = None,
 ) -> None:
-    """Print findings, and their number by file; exit code 1 if a Markdown file has any."""
+    """Print findings, and their number by file; exit code 1 if there are any."""
     files = [path.resolve() for path in paths] if paths else [*markdown_files(), *python_files()]
     counts: Counter[str] = Counter()
-    num_failures = 0
     for path in files:
-        findings = check_file(path)
-        num_failures += len(findings) if must_pass(path) else 0
-        for finding in findings:
+        for finding in check_file(path):
             counts[finding.path] += 1
-            if show_all or must_pass(path):
-                print(f"{finding.path}:{finding.line}: {finding.rule}: {finding.phrase!r}: {finding.advice}")
+            print(f"{finding.path}:{finding.line}: {finding.rule}: {finding.phrase!r}: {finding.advice}")
     if counts:
         table = Table("file", "findings")
         for name, count in counts.most_common():
-            table.add_row(name, str(count), style="red" if must_pass(ROOT / name) else None)
+            table.add_row(name, str(count))
         Console(width=120, highlight=False).print(table)
-    print(f"{num_failures} findings fail this check, of {counts.total()} in {len(files)} files.")
-    raise typer.Exit(1 if num_failures else 0)
+    print(f"{counts.total()} findings in {len(files)} files.")
+    raise typer.Exit(1 if counts else 0)
 
 
 @app.command()
 def sample(
     seed: Annotated[int, typer.Option(help="Seed of the choice.")] = 0,
     count: Annotated[int, typer.Option(help="Number of sentences.", min=1)] = 60,
-    paths: Annotated[list[Path] | None, typer.Argument(help="Files to choose from; all without.")] = None,
+    paths: Annotated[list[Path] | None, typer.Argument(help="Files to choose from. Default: all.")] = None,
 ) -> None:
     """Print sentences of documents, docstrings and messages at random: rewrite each that you would not say."""
     files = [path.resolve() for path in paths] if paths else [*markdown_files(), *python_files()]

@@ -33,7 +33,7 @@ EXPLAINED = (
 )
 QUERIES_EXPLAINED = (
     "Hundredth, thousandth, worst: of all layers' and heads' queries, so many have no more recall. Density (paper): at "
-    "the granularity of the method's paper, where that is finer than what is computed and known."
+    "the granularity of the method's paper, if that is finer than the computed granularity and known."
 )
 LOWEST = ("hundredth", "thousandth", "worst")
 """Names of ``plan_quality.QUANTILES``."""

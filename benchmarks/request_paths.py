@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends POST requests to every path of a server, without a level and with exact, invalid and misspelt ones.
+"""Sends POST requests to every path of a server, without a level and with exact, invalid and misspelt levels.
 
     python -m benchmarks.request_paths [--results docs/results/operators.json]
 

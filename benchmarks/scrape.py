@@ -33,7 +33,7 @@ MAX_LEN = 8192
 SERVER_ARGS = ("--max-model-len", str(MAX_LEN), "--max-num-batched-tokens", "2048")
 SETTINGS = {"min_tokens": 512, "min_query_tokens": 1, "guard": {}}
 ALLOWED_S = 0.05
-"""Maximum additional seconds of our page over stock's, at p99."""
+"""Seconds that our page may take longer than stock's, at p99."""
 
 LOADS = {
     "idle": (),

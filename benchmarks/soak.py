@@ -338,7 +338,7 @@ def lines(asking: Asking, done: Checked) -> list[str]:
         said.append("no memory of devices: the server's workers report none")
     report = done.after.report
     rows = ", ".join(f"{' '.join(kind).strip()} {count:,}" for kind, count in sorted(report.rows.items()))
-    said.append(f"rows: {rows}; density of the sparse ones {report.pairs.density or math.nan:.3f}")
+    said.append(f"rows: {rows}; density of the sparse rows {report.pairs.density or math.nan:.3f}")
     compiled, beyond, checks, trips = _rare(report)
     said.append(
         f"compilations: {compiled['warmup']} at start-up, {compiled['serving']} while serving; "

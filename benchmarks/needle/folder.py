@@ -45,7 +45,8 @@ alias, at the end.
 
 `python -m benchmarks.needle.train OUT --minutes {minutes} --seed {seed}` on one {device}, torch {torch}:
 {million_tokens:.0f} million tokens in {steps:,} steps, made of simple prose ({prose_share:.0%}) and this project's
-sources with such lines between. Texts grew over {lengths} tokens. All else is in training.json and benchmarks/needle.
+sources with such lines between. Texts grew over {lengths} tokens. The settings are in training.json and
+benchmarks/needle.
 """
 
 

@@ -25,7 +25,7 @@ from vllm_sparse_kernels.selection.engine import SelectEngine
 LEAST_AGREEMENT = 0.8
 """Minimum share of the blocks and stripes kept by either of two engines that both must keep.
 
-On ``sharpened`` random batches on an H100, head dims 64, 128 and 256, Hopper's kernels agree with the portable ones on
+On ``sharpened`` random batches on an H100, head dims 64, 128 and 256, Hopper's and the portable kernels agree on
 at least 0.96 of ``top_p``'s blocks and on all of SALE's (docs/results/mend.json). The agreement of a kernel that keeps
 wrong blocks is an estimate."""
 
@@ -43,7 +43,7 @@ class Batch:
         rows: The rows of the batch.
         scale: Factor from q·k to scores.
         out_dtype: Type of the attention output; None for q's, or fp16 if that is fp8.
-        sinks: [num_heads] learnt sinks; None for none.
+        sinks: [num_heads] learnt sinks; None without sinks.
     """
 
     q: torch.Tensor
@@ -113,7 +113,7 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
     Args:
         batch: Queries, cache and rows.
         index: The keys to attend to.
-        options: Approximations that heads request, which become part of the expected result; None for none.
+        options: Approximations that heads request, which become part of the expected result; None without any.
 
     Returns:
         Outputs and log-sum-exps in float64 with their budgets.
@@ -143,7 +143,7 @@ def failure(
         engine: The engine.
         batch: Queries, cache and rows.
         index: The keys to attend to.
-        options: Approximations that heads request; None for none.
+        options: Approximations that heads request; None without any.
         exact: The expected result; None to check only for exceptions and NaN.
 
     Returns:

@@ -132,7 +132,7 @@ class Layer:
     Attributes:
         groups: The plan of the layer.
         head_ids: Per group, the numbers of its heads: int32 on the device.
-        options: Approximations that heads request from ``attend``; None for none.
+        options: Approximations that heads request from ``attend``; None without any.
         block_tokens: Keys of an index block.
         by_kernels: Whether kernels select and attend, as on a GPU; otherwise the references do.
         select_engines: Per group, the engine that selects if ``by_kernels``.
@@ -234,7 +234,7 @@ class Layer:
             index: The index, filled by ``select``.
             out: Like ``query``; written for the tokens of the index's rows.
             scale: Factor from q·k to scores.
-            sinks: [num_heads] learnt sinks; None for none.
+            sinks: [num_heads] learnt sinks; None without sinks.
         """
         attend = self.engine.attend if self.by_kernels else reference_attend
         with index.workspace.frame():
@@ -272,9 +272,9 @@ def run(
         inputs: Queries, cache, rows and scale.
         out: Like the queries; written.
         workspace: Memory of the index and of temporary tensors; None to let torch allocate every tensor.
-        sinks: [num_heads] learnt sinks (``attention.engine.Attend``); None for none. Sinks do not affect selection: a
-            sink scales a query's output and leaves the order of its blocks unchanged. Shares and thresholds of methods
-            refer to the attention that remains for keys.
+        sinks: [num_heads] learnt sinks (``attention.engine.Attend``); None without sinks. Sinks do not affect
+            selection: a sink scales a query's output and leaves the order of its blocks unchanged. Shares and
+            thresholds of methods refer to the attention that remains for keys.
         check: Whether to synchronise with the device and check the index, for debugging.
 
     Returns:

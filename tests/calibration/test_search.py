@@ -209,7 +209,7 @@ def test_prompts_in_which_a_method_keeps_every_key_are_refused(text, least, tmp_
     problem = (
         f"prompts: given '{least} tokens', expected prompts of more than {least} tokens: anchor_attention.* keeps "
     )
-    with pytest.raises(ConfigurationError, match=problem + "every key of shorter ones; pass --tokens, or longer --pro"):
+    with pytest.raises(ConfigurationError, match=problem + "every key of shorter prompts; pass --tokens, or longer"):
         parse(make_job(tmp_path / "short", num_tokens=least), BOUND)
     assert parse(make_job(tmp_path / "long", num_tokens=least + 1), BOUND).settings
     with pytest.raises(ConfigurationError, match="expected prompts of more than 512 tokens"):

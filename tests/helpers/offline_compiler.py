@@ -2,7 +2,7 @@
 """Compiling for a GPU that is not there: what a kernel comes to, read from the machine code.
 
 Triton needs a driver to know its target. Here a stand-in says that it is Hopper; nothing can be launched on it, and
-``Recorder`` compiles in place of launching. Disassembly is by the tools that Triton brings along.
+``Recorder`` compiles instead of launching. Disassembly is by the tools that Triton brings along.
 """
 
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of ``benchmarks/prose_rules.yaml`` report what they should and no more, and documents keep them."""
+"""The rules of ``benchmarks/prose_rules.yaml`` report what they should and no more, and all files keep them."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from benchmarks import prose
 
 RULES = prose.read_rules()
-DOCUMENTS = [path for path in prose.markdown_files() if prose.must_pass(path)]
+FILES = [*prose.markdown_files(), *prose.python_files()]
 
 
 def rules_broken(source: str, name: str = "page.md") -> list[str]:
@@ -23,8 +23,8 @@ def test_each_rule_reports_its_bad_sentence_and_leaves_its_good_one(rule: prose.
     assert rule.name not in rules_broken(f"{rule.passes}\n")
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(prose.ROOT)))
-def test_documents_keep_the_rules(path: Path) -> None:
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(prose.ROOT)))
+def test_files_keep_the_rules(path: Path) -> None:
     assert prose.check_file(path) == []
 
 
@@ -79,13 +79,16 @@ def test_sentences_are_whole_have_their_line_and_depend_on_the_seed_only() -> No
     assert outputs[0].count("CONTRIBUTING.md:") == 5
 
 
-def test_a_finding_in_a_document_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_fails_the_check_in_documents_and_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     (tmp_path / "page.md").write_text("Rows go sparse.\n")
     (tmp_path / "module.py").write_text('"""A module beside others."""\n')
     failing = CliRunner().invoke(prose.app, ["check", str(tmp_path / "page.md")])
     assert failing.exit_code == 1
     assert "page.md:1: go-sparse: 'go sparse'" in failing.output
-    counted = CliRunner().invoke(prose.app, ["check", str(tmp_path / "module.py")])
-    assert counted.exit_code == 0
-    assert "0 findings fail this check, of 1 in 1 files." in counted.output
+    source = CliRunner().invoke(prose.app, ["check", str(tmp_path / "module.py")])
+    assert source.exit_code == 1
+    assert "module.py:1: beside: 'beside'" in source.output
+    assert "1 findings in 1 files." in source.output
+    (tmp_path / "module.py").write_text('"""A module next to others."""\n')
+    assert CliRunner().invoke(prose.app, ["check", str(tmp_path / "module.py")]).exit_code == 0

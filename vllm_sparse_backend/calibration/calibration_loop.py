@@ -70,9 +70,9 @@ def parse_strategy(
     """Return the search that calibrates one method.
 
     Args:
-        text: The method's name, which selects the part of its ladder that differs from the defaults in the searched
-            numbers only; or NAME:FIELD=VALUE,FIELD=VALUE for the part of the ladder with these values, or
-            for the method's ladder with options that are on or off, such as ``dense_tail=true``.
+        text: The method's name, or NAME:FIELD=VALUE,FIELD=VALUE. The name alone selects the part of its ladder that
+            differs from the defaults in the searched numbers only. Values select the part of the ladder that has them.
+            Options that are on or off, such as ``dense_tail=true``, select the method's ladder with these options.
         bounds: The bound of each level, by the level's name.
         distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
         taus: SALE's first threshold and the one at which halving stops, as ``MOST:LEAST``; None for the ladder of its
@@ -144,7 +144,7 @@ def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
     if longest <= least:
         problem = unexpected(f"{longest} tokens", f"prompts of more than {least} tokens")
         raise ConfigurationError(
-            f"prompts: {problem}: {describe(most_eager)} keeps every key of shorter ones; pass --tokens, or longer "
+            f"prompts: {problem}: {describe(most_eager)} keeps every key of shorter prompts; pass --tokens, or longer "
             "--prompts"
         )
 
@@ -252,7 +252,7 @@ def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[lis
         bound: The bound that each sparse head must hold.
 
     Returns:
-        The method of each head, and the figures of that joint choice; None in place of figures if every head is dense.
+        The method of each head, and the figures of that joint choice; None instead of figures if every head is dense.
     """
     failed: dict[int, set[Method]] = defaultdict(set)
     given_up: set[int] = set()

@@ -258,7 +258,7 @@ class _Network:
 
 
 def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
-    """Raise ConfigurationError if a layer's attention is not plain attention, which the capture continues with."""
+    """Raise ConfigurationError if a layer's attention is not plain: the capture continues with plain attention."""
     for keyword, what in (("softcap", "a soft cap on their scores"), ("s_aux", "learnt sinks")):
         if more.get(keyword) is not None:
             raise ConfigurationError(

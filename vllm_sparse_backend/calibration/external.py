@@ -41,7 +41,7 @@ def safetensors() -> Any:
 
 
 @contextmanager
-def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
+def readable(path: Path, what: str, remedy: str = "") -> Iterator[None]:
     """Turn any failure to read a file or folder into one ConfigurationError.
 
     Readers raise many kinds of exceptions for missing and damaged files.
@@ -49,7 +49,7 @@ def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
     Args:
         path: The file or folder, which the message names.
         what: Name of its content.
-        mend: Remedy for the operator; empty if there is none.
+        remedy: Remedy for the operator; empty if there is none.
 
     Yields:
         Nothing; the reading happens in the block.
@@ -63,7 +63,7 @@ def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         why = next(iter(str(error).splitlines()), "") or repr(error)
-        raise ConfigurationError(f"{path}: its {what} cannot be read: {why}{mend and '; '}{mend}") from error
+        raise ConfigurationError(f"{path}: its {what} cannot be read: {why}{remedy and '; '}{remedy}") from error
 
 
 @contextmanager
@@ -86,16 +86,16 @@ def writable(path: Path) -> Iterator[None]:
         raise ConfigurationError(f"{path}: cannot be written: {why}") from error
 
 
-def read_json(path: Path, form: Any, mend: str = "delete it") -> Any:
+def read_json(path: Path, form: Any, remedy: str = "delete it") -> Any:
     """Read a JSON file as a value of a type.
 
     Args:
         path: The file.
         form: The type, as pydantic validates it.
-        mend: Remedy for a damaged file.
+        remedy: Remedy for a damaged file.
 
     Returns:
         The value. A file that cannot be read as ``form`` raises ConfigurationError.
     """
-    with readable(path, "contents", mend):
+    with readable(path, "contents", remedy):
         return TypeAdapter(form).validate_json(path.read_bytes(), strict=True)

@@ -75,7 +75,7 @@ class Bound:
     p999: float = math.inf
     """Limit of ``HeadResult.p999``."""
     mean: float = math.inf
-    """Limit of the mean of ``HeadResult.error`` over all heads of the model, dense ones included."""
+    """Limit of the mean of ``HeadResult.error`` over all heads of the model, including dense heads."""
     of_default: float = math.inf
     """Limit of ``HeadResult.of_default``."""
     absolute: float = math.inf

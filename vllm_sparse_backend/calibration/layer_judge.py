@@ -255,7 +255,7 @@ def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
 
 
 class RememberingJudge:
-    """A ``LayerJudge`` that saves its outcomes and loads the layer only for unknown ones.
+    """A ``LayerJudge`` that saves its outcomes and loads the layer only for unknown outcomes.
 
     The file ``path`` holds this layer's figures for one set of prompts. An interruption loses outcomes since the last
     ``save``.
@@ -292,7 +292,7 @@ class RememberingJudge:
         return self.known[key]
 
     def save(self) -> None:
-        """Write all outcomes to ``path``, if there are new ones."""
+        """Write all outcomes to ``path``, if there are new outcomes."""
         if len(self.known) > self.num_saved:
             write_json(self.path, {key: [asdict(result) for result in results] for key, results in self.known.items()})
             self.num_saved = len(self.known)

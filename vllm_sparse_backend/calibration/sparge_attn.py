@@ -2,10 +2,10 @@
 """SpargeAttn's τ, θ and λ for each head (Zhang et al., arXiv:2502.18137, section 3.6).
 
 The search first finds the pair of τ and θ with the largest sparsity whose error is below l₁, then the λ that skips most
-with an error below l₂ (0.08 and 0.09 for Llama-3.1). The paper states "grid search"; the released code
-(``autotune.py``) has the details that are used here: θ in sixteenths; at each θ, τ to a thousandth and λ to a tenth by
-bisection; no higher θ once the sparsity is below a tenth; and heads that leave out less than a tenth of the pairs run
-dense.
+with an error below l₂ (0.08 and 0.09 for Llama-3.1). The paper states "grid search". The details are
+those of the released code (``autotune.py``). θ goes in sixteenths. At each θ, bisection finds τ to a thousandth and λ
+to a tenth. Once the sparsity is below a tenth, no higher θ is tried. Heads that leave out less than a tenth of the
+pairs run dense.
 
 Differences from the paper and from that code:
 

@@ -212,7 +212,7 @@ def attention(model: Path | None) -> Iterator[Finding]:
 
         shape = None if model is None else ModelShape.from_folder(model)
     except ConfigurationError:
-        return  # said of the model's layers
+        return  # reported with the model's layers
     except Exception as error:  # any exception of vLLM
         yield bad("attention", f"{type(error).__name__}: {error}")
         return
@@ -245,7 +245,7 @@ def selection(model: Path | None) -> Iterator[Finding]:
             return
         choice = engine_picker.forecast_selection(make_method("default", {}), head_dim)
     except ConfigurationError:
-        return  # said of the model's layers
+        return  # reported with the model's layers
     except Exception as error:  # any exception of vLLM
         yield bad("selection", f"{type(error).__name__}: {error}")
         return

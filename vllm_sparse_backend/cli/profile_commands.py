@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile best|calibrate`: make a profile for a model from prompts."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ Level = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
+class JobOptions(ABC):
     """Options of both commands: a model, prompts and the output file."""
 
     model: Model
@@ -60,10 +61,11 @@ class JobOptions:
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Length of made prompts, and limit for given ones. Default: 32,768, or the model's positions.", min=64
+            help="Length of generated prompts, and limit for --prompts. Default: 32,768, or the model's positions.",
+            min=64,
         ),
     ] = None
-    count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3
+    count: Annotated[int, typer.Option(help="Number of generated prompts.", min=1)] = 3
     chunk: Chunk = 8192
     min_tokens: Annotated[
         int | None,
@@ -79,9 +81,9 @@ class JobOptions:
         ),
     ] = None
 
+    @abstractmethod
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
-        """Make the profile. ``make_job`` makes prompts, which takes time, so commands check their options first."""
-        raise NotImplementedError
+        """Make the profile. Check options before calling ``make_job``, because it generates prompts and takes time."""
 
     def run(self) -> None:
         """Make the profile, write it, and report its figures."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured figures of each head, as a profile's ``provenance.figures`` holds them.
 
-Each figure maps a layer to one number per query head of the model. Layers without numbers, which are the dense ones,
-are left out:
+Each figure maps a layer to one number per query head of the model. Dense layers, which have no numbers, are left
+out:
 
     figures:
       density: {1: [0.123, 0.05, 1.0, 0.3], 2: [0.1, 0.1, 0.2, 0.1]}

@@ -45,7 +45,7 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
 
     Args:
         name: A method or a preset.
-        params: Values of the method's fields, in place of its defaults or the preset's values.
+        params: Values of the method's fields, instead of its defaults or the preset's values.
 
     Returns:
         The method.

@@ -25,7 +25,7 @@ _CONFIG_NAMES = {
 }
 
 _PATTERN_KINDS = {"*": "full_attention", "M": "mamba", "-": "mlp", "E": "moe"}
-"""Kinds of layers in the string that Nemotron-H's older configs have in place of a list."""
+"""Kinds of layers in the string that Nemotron-H's older configs have instead of a list."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ModelShape:
         head_dim: Elements of a head's query or key.
         rope_theta: Base of the rotary embedding, which distinguishes models of one shape with different context
             lengths; None if unknown.
-        names: Names of models with this shape. Of several profiles that fit, ``auto`` takes the one with the model's
+        names: Names of models with this shape. If several profiles fit, ``auto`` takes the profile with the model's
             name. Comparisons ignore the names.
     """
 

@@ -165,7 +165,7 @@ class Mark:
         return Mark(level, kept_mass, Salt(text, exact_tokens))
 
     def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Put the mark into ``extra_args``, in place of the request's choice and of any mark that a client sent.
+        """Put the mark into ``extra_args``, instead of the request's choice and of any mark that a client sent.
 
         The mark consists of plain values, which all of vLLM's serialisers support. The level's name is bytes: clients
         send JSON, which has no bytes, so no client can send a mark through any front process. A request of the
@@ -278,21 +278,21 @@ class Choices:
         """
         if isinstance(value, RequestLevel):  # checked before
             return value
-        unasked = self.unasked(model).name
-        level = self.named_by(value, unasked)
-        if self._may_have(level.name, unasked):
+        default_level = self.unasked(model).name
+        level = self.named_by(value, default_level)
+        if self._may_have(level.name, default_level):
             return level
         why = self.refusal
         if why is None:
-            why = f"this server's settings (requests.allow) permit only {self.offers(unasked)}"
+            why = f"this server's settings (requests.allow) permit only {self.offers(default_level)}"
         raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; remove it")
 
-    def named_by(self, value: object, unasked: str = DEFAULT) -> RequestLevel:
+    def named_by(self, value: object, default_level: str = DEFAULT) -> RequestLevel:
         """Return the level that a value names, whether the request may have it or not.
 
         Args:
             value: The request's value of ``sparse_prefill``.
-            unasked: The level that the request would get without a choice.
+            default_level: The level that the request would get without a choice.
 
         Returns:
             The level.
@@ -308,9 +308,9 @@ class Choices:
             if self.has_shares:
                 return RequestLevel(SHARE, value)
             why = "no head of this server's plan selects by attention mass (top_p), so there is no p to set"
-            expected = f"expected one of {self.offers(unasked)}"
+            expected = f"expected one of {self.offers(default_level)}"
             raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; {expected}")
-        raise ValueError(f"vllm_xargs {FIELD}: {unexpected(value, f'one of {self.offers(unasked)}')}")
+        raise ValueError(f"vllm_xargs {FIELD}: {unexpected(value, f'one of {self.offers(default_level)}')}")
 
     def mark(self, level: RequestLevel) -> Mark:
         """Return the mark of requests of a level.
@@ -327,8 +327,8 @@ class Choices:
         salt = None if text is None or self.exact_tokens is None else Salt(text, self.exact_tokens)
         return Mark(level.name, level.kept_mass, salt)
 
-    def _may_have(self, level: str, unasked: str) -> bool:
-        if level == unasked:
+    def _may_have(self, level: str, default_level: str) -> bool:
+        if level == default_level:
             return True
         return self.refusal is None and (self.allowed is None or level in self.allowed)
 
@@ -342,24 +342,24 @@ class Choices:
         allowed = "all levels" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "none"
         return f"default {_shown(self.default)}{models}; on request {allowed}"
 
-    def offers(self, unasked: str) -> str:
+    def offers(self, default_level: str) -> str:
         """List the values that a request may give.
 
         Args:
-            unasked: The level that the request would get without a choice.
+            default_level: The level that the request would get without a choice.
 
         Returns:
             The values, separated by commas.
         """
         values = []
-        if self._may_have(EXACT, unasked):
+        if self._may_have(EXACT, default_level):
             values.append("0 (exact)")
-        if self._may_have(DEFAULT, unasked):
+        if self._may_have(DEFAULT, default_level):
             values.append(f"1 (this server's own level{'' if self.server_level is None else f', {self.server_level}'})")
         for name in self.levels:
-            if self._may_have(DEFAULT if name == self.server_level else name, unasked):
+            if self._may_have(DEFAULT if name == self.server_level else name, default_level):
                 values.append(f"'{name}'")
-        if self.has_shares and self._may_have(SHARE, unasked):
+        if self.has_shares and self._may_have(SHARE, default_level):
             values.append("a number between 0 and 1 (p of its top_p heads)")
         return ", ".join(values)
 

@@ -130,7 +130,7 @@ class Resolved:
     def is_dense(self) -> bool:
         """Whether every row runs dense: the default of servers of pooling models.
 
-        Embeddings and scores are compared with stored ones, and their small errors go unnoticed.
+        Embeddings and scores are compared with stored values, and their small errors go unnoticed.
         """
         return self.pools and self.config.requests.default in (None, EXACT)
 

@@ -107,7 +107,7 @@ class SparsePrefillConfig(Section):
     crossover. Takes precedence over the profile."""
 
     crossover: StrictStr | None = None
-    """Path of a table of measured crossovers, as written by `sparse-prefill bench crossover`, in place of the bundled
+    """Path of a table of measured crossovers, as written by `sparse-prefill bench crossover`, instead of the bundled
     table."""
 
     dense_layers: Annotated[Ranges, BeforeValidator(_without_duplicates)] = ()

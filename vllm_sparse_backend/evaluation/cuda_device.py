@@ -150,7 +150,7 @@ class Card:
 
 
 def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:
-    """Return the host's time for one pass in ms. Only the first pass counts: later ones may wait for a full queue."""
+    """Return the host's time for one pass in ms. Only the first pass counts: later passes may wait for a full queue."""
     began = time.thread_time()
     new_pass()
     for _, run in spans:

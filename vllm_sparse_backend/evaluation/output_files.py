@@ -10,7 +10,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.strict_yaml import kind_of_file
 
 PROBE_BYTES = 4096
-"""Bytes that a check writes and deletes. An empty file would not do: a full disk often still has room for one."""
+"""Bytes that a check writes and deletes. An empty file proves nothing: a full disk often still has room for it."""
 
 
 def require_output_file(option: str, path: Path) -> None:

@@ -55,7 +55,7 @@ class ServerError(RuntimeError):
 
 
 def root_cause(log: str) -> str | None:
-    """Return the first exception that the engine logged. Later ones only say that the engine is gone."""
+    """Return the first exception that the engine logged. Later exceptions only say that the engine is gone."""
     match = _ENGINE_ERROR.search(log)
     return match[1] if match else None
 

@@ -283,7 +283,7 @@ def stock_backend(
     """Return the attention backend that vLLM itself would choose for a decoder's layers on this device.
 
     Args:
-        vllm_config: The configuration of the served model, which some backends consult; None for none.
+        vllm_config: The configuration of the served model, which some backends consult; None without a model.
         head_dim: Dimension of a head.
         dtype: dtype of the model.
         kv_cache_dtype: vLLM's name for the dtype of the cache.

@@ -2,7 +2,7 @@
 """The levels that this server's requests may choose, and the cached keys and values that they may read.
 
 Keys past the first ``exact_tokens`` positions depend on the level that wrote them, so from there on the blocks of each
-level have different hashes. Usually the server's own level has vLLM's hashes, because routers compute the same ones. A
+level have different hashes. Usually the server's own level has vLLM's hashes, because routers compute the same. A
 KV connector may store blocks by hash and share them with other servers. In that case exact requests have vLLM's hashes.
 Blocks under vLLM's hashes are then exact, whichever server wrote them, and only servers with the same level read the
 blocks of a level.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """This backend's entry in vLLM's enum of attention backends, and checks that no other plugin has taken it.
 
-vLLM has a single open place, ``CUSTOM``, which ``plugin.register`` points at our backend. This module imports vLLM
-inside its functions only: plugins are loaded before vLLM knows its platform.
+vLLM has a single entry for external backends, ``CUSTOM``, which ``plugin.register`` points at our backend. This module
+imports vLLM inside its functions only: plugins are loaded before vLLM knows its platform.
 """
 
 from typing import Any

@@ -102,7 +102,7 @@ def log_other_device(resolved: Resolved, rank: int) -> None:
     if resolved.uses_auto and resolved.device.casefold() != device.casefold():
         logger.warning(
             "sparse-prefill: rank %d runs on %s, but auto uses the measurements of %s, where the server started, "
-            "because all processes must run sparse from the same lengths. Set min_tokens and min_query_tokens to "
+            "because all processes need the same thresholds. Set min_tokens and min_query_tokens to "
             "choose other numbers", rank, device, resolved.device,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 
 VARIABLE = "VLLM_ATTENTION_BACKEND"
-"""Environment variable that older releases of vLLM read in place of the flag."""
+"""Environment variable that older releases of vLLM read instead of the flag."""
 
 
 def log_unread_settings(vllm_config: Any) -> None:

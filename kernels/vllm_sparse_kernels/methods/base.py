@@ -193,7 +193,7 @@ class Method(ABC):
     def select_engines(self) -> Sequence[SelectEngine]:
         """Engines that can run the selection, fastest first. The last one runs on every device that Triton supports.
 
-        A method with kernels for certain GPUs only overrides this together with ``select`` (``selection/engine.py``).
+        A method that has kernels for certain GPUs overrides this together with ``select`` (``selection/engine.py``).
         """
         return (SelectEngine(PORTABLE, never_refuses, type(self).select),)
 

@@ -14,7 +14,7 @@ GROUP = "vllm_sparse_backend.methods"
 class PluginError(ValueError):
     """An entry point of an installed package that does not provide a method.
 
-    The message names the package and the entry point, what was given and what was expected.
+    The message names the package and the entry point, with the given and the expected value.
     """
 
 

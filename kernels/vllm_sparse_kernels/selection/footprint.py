@@ -2,7 +2,7 @@
 """Upper bounds, on the host, of the workspace memory of selection. A test checks every method against them.
 
 Methods allocate tensors by key, or by pair of blocks, for one slab of rows or keys at a time. Long steps therefore need
-little more memory than short ones. All functions return bytes.
+little more memory than short steps. All functions return bytes.
 """
 
 from collections.abc import Sequence

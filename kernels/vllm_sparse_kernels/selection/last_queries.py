@@ -92,7 +92,7 @@ class Estimate(NamedTuple):
     Diagonals are those of keys (``band`` 1, at most 64 queries) or of blocks of 64 keys (``band`` 64, at most 256
     queries).
 
-    With ``spread``, which needs ``band`` 64, the queries are evenly spread over the chunk instead of its last ones.
+    With ``spread``, which needs ``band`` 64, the queries are evenly spread over the chunk instead of at its end.
     """
 
     last_queries: int

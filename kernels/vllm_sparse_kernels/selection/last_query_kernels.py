@@ -62,7 +62,7 @@ class StackShape(NamedTuple):
     GROUP: Any  # query heads of a kv head
     MEMBERS: Any  # query heads that one program stacks, a power of two
     QUERIES: Any  # rows of one head in a stack, a multiple of 64
-    SPREAD: Any  # whether queries are spread over the chunk; otherwise they are its last ones
+    SPREAD: Any  # whether queries are spread over the chunk; otherwise they are its last queries
     BAND: Any  # 1: diagonals of keys; 64: of blocks
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two

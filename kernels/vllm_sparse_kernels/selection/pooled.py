@@ -48,7 +48,7 @@ UNSPECIALIZED = (
 
 
 class PooledSlab(NamedTuple):
-    """Rows whose keys are pooled together, and runs of their tiles whose products are computed together."""
+    """Rows whose keys are pooled in one launch, and runs of their tiles whose products are computed together."""
 
     first_row: int
     end_row: int
@@ -122,7 +122,7 @@ def row_table(rows: Rows) -> torch.Tensor:
 
 
 def _warps(head_dim: int) -> int:
-    """Return the minimum number of warps that hold 64 tokens in registers. Sums over fewer warps wait less."""
+    """Return the minimum number of warps that hold 64 tokens in registers: sums over few warps synchronise less."""
     return max(2, triton.next_power_of_2(head_dim) // 64)
 
 
@@ -331,7 +331,7 @@ def _pool_queries_kernel(
     """Average POOL queries of one tile and head and, on request, compute the mean cosine of all their pairs.
 
     means is [heads, pooled, HEAD_DIM], and similarity [heads, pooled] float32, with PER_TILE pooled queries per tile.
-    The last ones of a short tile stay unchanged.
+    The last entries of a short tile stay unchanged.
 
     Grid: (n, pooled queries). Bound by memory: it reads each query once.
 

@@ -27,7 +27,8 @@ from vllm_sparse_kernels.selection.last_query_kernels import sums_of
 from vllm_sparse_kernels.selection.topk import ALIGNED
 
 CHUNK = 4096
-"""Values processed at a time. Arrays of up to 16 times as many have chunks of this size, others longer chunks."""
+"""Values processed at a time. Arrays of up to 16 times as many values have chunks of this size, and longer
+arrays have longer chunks."""
 
 MOST_CHUNKS = tl.constexpr(16)
 DIGITS = tl.constexpr(256)

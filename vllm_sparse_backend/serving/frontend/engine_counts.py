@@ -145,7 +145,7 @@ class EngineReader:
         return f"no answer after {TIMEOUT_S:.0f} s" if self.is_silent else self._failure
 
     def take(self, counts: EngineCounts) -> bool:
-        """Keep counts if they are newer than the present ones.
+        """Keep counts if they are newer than the present counts.
 
         Args:
             counts: Counts of the same engine.

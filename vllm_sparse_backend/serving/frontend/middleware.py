@@ -46,7 +46,7 @@ levels until they are listed here."""
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 SMALL_BYTES = 1 << 16
-"""Bodies up to this size are parsed on the event loop. Longer ones are ignored on paths that do not prefill."""
+"""Bodies up to this size are parsed on the event loop. Longer bodies are ignored on paths that do not prefill."""
 
 MOST_KEYS = 200_000
 """Maximum number of keys of a body that may contain ours: parsing a larger one would block the event loop."""
@@ -116,7 +116,7 @@ class Post:
         self.prefills = self.path in PREFILLING
         self.request = HttpRequest()
         self.refusal: str | None = None
-        """Error about the request's level; sent in place of the app's answer."""
+        """Error about the request's level; sent instead of the app's answer."""
         self._receive, self._send = receive, send
         self._headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self._content_type = self._headers.get(b"content-type", "").strip().lower()
@@ -237,7 +237,7 @@ def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
     if b"\0" in body[:4]:  # UTF-16 or UTF-32, which vLLM accepts too
         with contextlib.suppress(ValueError):
             body = body.decode(json.detect_encoding(body)).encode()
-    # Lazily, so that other threads run between two matches.
+    # The search is lazy, so that other threads run between two matches.
     ends = (match.start() for match in KEY_END.finditer(body))
     keys = (end for end in ends if body[end - 1 : end] != b"\\")
     if sum(1 for _ in islice(keys, MOST_KEYS + 1)) > MOST_KEYS:

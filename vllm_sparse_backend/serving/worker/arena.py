@@ -50,7 +50,7 @@ DEVICE_SHARE = 1 / 16
 
 
 class Arena(Workspace):
-    """A workspace that allocates tensors that do not fit with torch, and logs the first of them.
+    """A workspace that uses torch to allocate tensors that do not fit, and logs the first of them.
 
     Attributes:
         overflows: Number of tensors that did not fit.
@@ -219,7 +219,7 @@ class Room:
     """Divides rows into slabs that fit into the arena.
 
     Args:
-        layers: Need of each layer. Equal ones count once.
+        layers: Need of each layer. Equal needs count once.
         num_bytes: Size of the arena in bytes.
     """
 
@@ -330,7 +330,7 @@ def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[
     """Return the two rows that need the most memory of all rows that the scheduler can form, up to ``SLACK``.
 
     These are the row with the most new and cached tokens, and the row that begins a token earlier. A method that groups
-    tiles by absolute position (AnchorAttention) has one more group in the latter.
+    tiles by absolute position (AnchorAttention) has one more group in the second row.
 
     Args:
         max_tokens: Maximum number of new tokens of a step.

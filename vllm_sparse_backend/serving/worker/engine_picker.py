@@ -264,7 +264,7 @@ def forecast_selection(method: Method, head_dim: int) -> EngineChoice[SelectEngi
         head_dim: Dimension of the heads.
 
     Returns:
-        The engine, and why faster ones do not support the method.
+        The engine, and why faster engines do not support the method.
     """
     return choose_select_engine(SelectSpec(method, torch.device(compat.DEVICE_TYPE), head_dim))
 

@@ -155,10 +155,10 @@ class SparsePrefillImpl(compat.DenseImpl):
             layer: vLLM's attention layer, which has the scales of an fp8 cache.
             query: [num_tokens, num_heads, head_dim]; fp8, rounded by vLLM's layer, if the cache is fp8.
             key: [num_tokens, num_kv_heads, head_dim]; None if the layer reads another layer's cache.
-            value: Of the shape of ``key``; None where ``key`` is.
+            value: Same shape as ``key``; None if ``key`` is.
             kv_cache: As vLLM's dense backend lays it out.
             attn_metadata: Of the builder of this backend; None in vLLM's profile run.
-            output: Of the shape of ``query``, never in fp8. The result is written into it.
+            output: Same shape as ``query``, never fp8. The result is written into it.
             *scales: Passed on to the dense backend.
             **kwargs: Passed on to the dense backend.
 

@@ -98,7 +98,7 @@ def ticket_in(extra_args: Mapping[str, object]) -> str | None:
 
 
 class RequestTallies:
-    """Tallies of one worker, by the engine's request id. At most ``MOST_KEPT`` are kept, the latest ones."""
+    """Tallies of one worker, by the engine's request id. Keeps the latest ``MOST_KEPT``."""
 
     def __init__(self) -> None:
         self._by_request: OrderedDict[str, Tally] = OrderedDict()

@@ -27,7 +27,7 @@ def log_pooling() -> None:
     """Log that a server of a pooling model prefills every row dense."""
     logger.info(
         "sparse-prefill: every row of this pooling model prefills dense, because embeddings and scores are compared "
-        'with stored ones. To let rows run sparse, set "requests": {"default": "on"}'
+        'with stored values. To let rows run sparse, set "requests": {"default": "on"}'
     )
 
 

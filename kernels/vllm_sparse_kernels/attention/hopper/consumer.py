@@ -237,7 +237,7 @@ class Group:
 
     @gluon.jit
     def block_steps(self, b_q, walk, step, state):
-        """Process the other steps over blocks, masked ones first.
+        """Process the other steps over blocks, masked steps first.
 
         Args:
             b_q: Shared memory of the queries.

@@ -20,8 +20,8 @@ An item's steps run from the diagonal backwards, then through the stripes:
 
     One thread of a group arrives at a barrier for all four warps, and all four wait. Before a group releases a slot,
     its warps must therefore have synchronised since they read it. Triton synchronises consumers between their wait for
-    a product and the arrival, and a group of producers synchronises after each wait for a slot. Tests check the former
-    in the SASS, and launch the kernel thousands of times on a card, also next to other processes.
+    a product and the arrival, and a group of producers synchronises after each wait for a slot. Tests check the
+    consumers in the SASS, and launch the kernel thousands of times on a card, also next to other processes.
 
     Items do not overlap: computing an item's first scores while the previous item is written gave NaN on a card that
     ran other processes too.

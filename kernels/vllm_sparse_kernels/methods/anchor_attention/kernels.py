@@ -87,7 +87,7 @@ class VoterArgs(NamedTuple):
     a short tile lacks have the anchor ∞.
     """
 
-    queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype, fp16 where that is fp8
+    queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype, fp16 if q is fp8
     anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, x_a: mean over the tile, or of the voter
 
 

@@ -17,7 +17,7 @@ Deviations from Algorithm 5:
 * All columns and diagonals that are tied at the threshold are kept. Sums count as tied if their mantissas agree in 10
   bits. γ is therefore reached, with additional columns within a thousandth of the smallest one. This takes two passes
   over the sums (radix.py), while exact ties would take four.
-* The first block and the diagonal ones are always kept, as in the authors' code.
+* The first block and the diagonal blocks are always kept, as in the authors' code.
 * The last queries are those of the row's chunk in this step, fewer if the chunk is shorter.
 * Columns and diagonals hold γ each, and more together. If they are reduced until all of them together hold γ of Â, they
   lie on the same curve of recall against density.
@@ -26,7 +26,7 @@ Two parts are not implemented. The authors' minimal budget of 1,024 keys lies on
 it at 6K. The paper's query-aware heads (its Algorithms 2 and 4), which Algorithm 5 does not have, are about a tenth of
 a trained model's heads at τ = 0.1, and lie slightly below that curve.
 
-Beyond the paper, ``estimating: spread`` uses queries that are spread evenly over the chunk instead of its last ones, at
+Beyond the paper, ``estimating: spread`` uses queries that are spread evenly over the chunk, not at its end, at
 the same cost. The distance between these queries decides how well single queries with their own targets are served.
 Results of code-lm-29m-128k at γ = 0.9: answers inside the prompt, perplexity, density (dense on the longer prompt: 38,
 3.418):
@@ -227,7 +227,7 @@ def _threshold(shares, digits, i_all, chunks, used):
 
 @triton.jit
 def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Return keys [blocks, BLOCK_N] from ``start`` on, flags of the kept ones, and their number in each block."""
+    """Return keys [blocks, BLOCK_N] from ``start`` on, flags of the kept keys, and their number in each block."""
     o_n = start + tl.reshape(tl.arange(0, CHUNK), [CHUNK // BLOCK_N, BLOCK_N])
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept, tl.sum(b_kept.to(tl.int32), 1)
@@ -235,7 +235,7 @@ def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
-    """Return the numbers of CHUNK bands from ``start`` on, and int32 flags of the kept ones."""
+    """Return the numbers of CHUNK bands from ``start`` on, and int32 flags of the kept bands."""
     o_n = start + tl.arange(0, CHUNK)
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept.to(tl.int32)

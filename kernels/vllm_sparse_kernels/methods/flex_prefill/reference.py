@@ -132,7 +132,7 @@ def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> tor
     """Flag the first block and the blocks to keep whole, so that at most ``capacity`` columns remain outside.
 
     Args:
-        columns: [seq_len] bool, kept ones.
+        columns: [seq_len] bool, True for kept keys.
         capacity: Stripes of a tile.
         block_tokens: Keys of an index block.
 

@@ -5,7 +5,7 @@
 ("verticals"). The k_s offsets ``query position - key position`` with the largest diagonal sums are kept as blocks
 ("slashes").
 
-* last_queries.py computes the sums, and radix.py finds the largest ones, exactly as many as k_v and k_s.
+* last_queries.py computes the sums, and radix.py finds exactly the k_v and k_s largest sums.
 * Algorithm 4 merges points and ranges one after the other for each row of blocks. Here the kept slashes become running
   counts: a tile at positions [p, p'] keeps the key block [s, e] iff a kept offset lies in [max(p - e, 0), p' - s],
   which takes one subtraction. The result is the same, for all blocks of a tile at once.

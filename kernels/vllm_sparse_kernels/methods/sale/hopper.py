@@ -40,7 +40,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS
 class Span:
     """Work of one program: up to two tiles of one head, and the keys [begin, end). All fields are scalars."""
 
-    i_group: gl.tensor  # place of the head among the selected ones
+    i_group: gl.tensor  # place of the head among the selected heads
     i_kv: gl.tensor
     i_tile: gl.tensor  # the first one; the other follows
     num_tiles: gl.tensor  # 1 or 2
@@ -205,8 +205,8 @@ def half_kernel(
     It replaces ``scores._test_kernel`` for spans whose products fit half precision.
 
     Grid: (pairs of tiles, spans of the furthest tile's keys, selected heads), 4 warps. Two programs fit a
-    multiprocessor. Bound by the instructions that look at scores: a multiply-add and a maximum for two scores, next to
-    which the matrix units multiply the other tile's.
+    multiprocessor. Bound by the instructions that test scores: a multiply-add and a maximum for two scores. Meanwhile
+    the matrix units multiply the other tile.
 
     Args:
         queries: ``RoundedQueries``, integers [num_selected, num_queries, BLOCK_D] e4m3.

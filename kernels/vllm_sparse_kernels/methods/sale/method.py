@@ -18,11 +18,11 @@ remainder at the row's end (fewer than four blocks) joins the local region, whic
 
 Choices where the paper is ambiguous, and deviations from it:
 
-* Hopper has no 4-bit matrix instruction. The integers are exact in int8 and in e4m3, so no arithmetic is lost. From
+* Hopper has no 4-bit matrix instruction. The integers are exact in int8 and in e4m3, so no precision is lost. From
   Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most 49 · head_dim
   ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (tests check this). Other
   devices use int8.
-* Comparing is the bottleneck on Hopper, so it runs in half precision where that is safe. Half precision represents
+* Comparing is the bottleneck on Hopper, so it runs in half precision if that is safe. Half precision represents
   every integer up to 2,048, so sums of e4m3 products are exact while |q̃| · |k̃| is at most 2,048 (Cauchy-Schwarz). With
   q̄(k − k̄)ᵀ, also at most 2,048 steps, scores are off by at most 2^-11 of themselves and 2^-10 of that term, a fraction
   of the error of 4 bits. Programs whose queries or keys may exceed these limits, and all other devices, use float32.
@@ -44,8 +44,8 @@ Choices where the paper is ambiguous, and deviations from it:
   so the omitted term, (q − q̄)(k − k̄)ᵀ of the other half, averages to 0 over a row's keys. To avoid losing keys, each
   query's threshold is lowered by that term's standard deviation, √(Σ (q − q̄)² var k) over the omitted channels. On a
   trained model with 128 channels, where half of them hold 0.66 to 0.99 of the energy, density and recall stay the same
-  at the paper's τ (0.70 and 0.996). At τ = 0.03 they are 0.49 and 0.961 against 0.51 and 0.970, at 0.1 they are 0.29
-  and 0.857 against 0.33 and 0.890.
+  at the paper's τ (0.70 and 0.996). At τ = 0.03 they are 0.49 and 0.961 (all channels: 0.51 and 0.970). At
+  0.1 they are 0.29 and 0.857 (all channels: 0.33 and 0.890).
 
 **The authors' released code** differs from the paper and from this module in the following ways:
 
@@ -109,7 +109,7 @@ class Sale(PerHead):
     per head, from 0.008 downwards by halves."""
 
     sink_tokens: int = 32
-    """Keys at the sequence's begin that are always kept, in whole 32-key blocks."""
+    """Keys at the start of the sequence that are always kept, in whole 32-key blocks."""
 
     local_tokens: int = 128
     """l, the least number of keys before a query block's end that are always kept; the module says when more are."""
@@ -158,7 +158,7 @@ class Sale(PerHead):
 def select_on_hopper(
     method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads``, comparing in half precision where that is exact.
+    """Fill the lists of ``heads``, comparing in half precision if that is exact.
 
     Args:
         method: The merged method of the heads.

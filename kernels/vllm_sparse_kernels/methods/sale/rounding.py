@@ -215,7 +215,7 @@ def _round_keys_kernel(
     i_row = first_row + tl.program_id(2)
     seq_len = tl.load(row_ends + i_row)
     first = tl.program_id(0) * BLOCK_N
-    # Where each query head of the kv head stands in ``heads``.
+    # Position of each query head of the kv head in ``heads``.
     o_h = tl.arange(0, HEADS)
     o_g = tl.arange(0, GROUP_2)
     b_heads = tl.load(heads + o_h, mask=o_h < num_selected, other=-1)

@@ -29,7 +29,8 @@ from vllm_sparse_kernels.selection.engine import HOPPER, SelectSpec
 from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
 
 TEST_TILES = 2
-"""Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
+"""Tiles that one program tests together: keys are read half as often as for one tile. L2 could not keep up
+otherwise."""
 
 TEST_WARPS = 4
 """A warp group's: a thread then holds 128 registers of scores, and two programs run on one multiprocessor."""
@@ -128,7 +129,7 @@ def flag_blocks(
         selected: The selected heads.
         regions: Sink and local region of every query block.
         run: The tiles.
-        by_half: Whether to compare in half precision, by ``hopper.py``, where that is exact.
+        by_half: Whether to compare in half precision, by ``hopper.py``, if that is exact.
     """
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.pairs, *regions)

@@ -16,7 +16,7 @@ SPECS = (
         SharePrefill,
         select_share_prefill,
         full=SharePrefill(gamma=1.0, cluster=0),
-        demo={"gamma": 0.5, "cluster": 0},  # all heads in one cluster: similar ones share
+        demo={"gamma": 0.5, "cluster": 0},  # all heads in one cluster: similar heads share
         ladder=(*({"gamma": gamma} for gamma in GAMMAS), *({"gamma": gamma, **SPREAD} for gamma in GAMMAS)),
         cost=0.08,
         paper="[SharePrefill](https://arxiv.org/abs/2505.19578)",

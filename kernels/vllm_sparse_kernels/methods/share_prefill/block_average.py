@@ -21,7 +21,7 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_devi
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
 MEANS_AT_ONCE = tl.constexpr(128)
-"""Mean keys that meet a mean query at a time, with as many or twice as many buffered."""
+"""Mean keys that are multiplied by a mean query at a time. As many, or twice as many, are buffered."""
 
 
 class Spans(NamedTuple):
@@ -100,9 +100,9 @@ def _map_stages(head_dim: int, limit_bytes: int) -> int:
 class BlockAverages:
     """Inputs of softmaxes over blocks of block-averaged, scaled QK, and these softmaxes for each head's last queries.
 
-    ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 of the blocks before a row's last tile, and
-    ``scores`` [query heads, all rows' key blocks] of the last queries: of heads where ``clusters`` [heads] int32 is not
-    below 0; key heads that have none of these are not read.
+    ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 has the blocks before a row's last tile.
+    ``scores`` [query heads, all rows' key blocks] has the scores of the last queries. Both cover only heads whose entry
+    in ``clusters`` [heads] int32 is at least 0. Key heads without such a head are not read.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class BlockAverages:
     ) -> None:  # fmt: skip
         self.queries = QueryArgs(q, q.stride(0), q.stride(1), scale)
         keys = key_args(cache, index.rows.block_table)
-        # Known when it is compiled, a page's keys are loaded by one address.
+        # If the kernel is compiled with this stride, it loads a page's keys by one address.
         self.keys = keys._replace(stride_token=tl.constexpr(keys.stride_token))
         self.index, self.heads, self.clusters, self.spans = index, heads, clusters, spans
         num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
@@ -254,7 +254,7 @@ def _mean_keys_kernel(
 
 @triton.jit
 def _sum_of(b_k):
-    """Sum keys [n, D] in float32: [D]. A product of matrices with ones takes far fewer instructions."""
+    """Sum keys [n, D] in float32: [D]. A product with a matrix of 1s takes far fewer instructions."""
     if b_k.dtype == tl.float32:
         return tl.sum(b_k, 0)
     else:
@@ -359,7 +359,7 @@ def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
     i_row, token, length, first = load_tile(tiles, i_tile)
     diagonal, num_causal = tile_blocks(tiles, i_tile, SHAPE.BLOCK_N)
     i_kv, o_m = i_head // SHAPE.GROUP, tl.arange(0, SHAPE.BLOCK_M)
-    # Keys are under way before queries are waited for, and the next ones before products of these.
+    # Loads of keys start before the wait for queries, and loads of the next keys before products of these.
     b_k = _load_chunk(keys, i_row, i_kv, diagonal * SHAPE.BLOCK_N, first + length, SHAPE)
     b_q = load_queries(queries, i_head, token, length, SHAPE.BLOCK_M, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)

@@ -41,9 +41,10 @@ class ShareArgs(NamedTuple):
 
     Fields are by head [n], by cluster of the layer, by slot of ``Pivots``, or by row or tile.
 
-    A tile's masses by a digit of their keys (radix.py): ``weights`` [slots, num_tiles, 256] by the upper one, kept with
-    the maps; ``low_weights`` [n, num_tiles, 256] by the lower one where the upper is the threshold's, ``high``
-    [n, num_tiles], which leaves the masses ``left`` to be reached.
+    A tile's masses are summed by a digit of their keys (radix.py). ``weights`` [slots, num_tiles, 256] has sums by the
+    upper digit, and is kept with the maps. ``high`` [n, num_tiles] is the threshold's upper digit, and ``left`` the
+    mass still missing. ``low_weights`` [n, num_tiles, 256] has sums by the lower digit, of keys whose upper digit is
+    ``high``.
     """
 
     heads: Any

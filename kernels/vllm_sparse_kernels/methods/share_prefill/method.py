@@ -25,8 +25,9 @@ Which head becomes a pivot depends on the data, so it differs from row to row. T
 * *Blocks.* The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate
   uses the chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
 * *JSD* uses the natural logarithm, as the released code does. Blocks tied at the threshold are all kept.
-* *γ per head.* A head that shares takes the pivot's map, not its pattern, and keeps the blocks that hold its own γ of
-  it; the paper has one γ. Thus γ never decides which heads share, and a head's γ changes no other head.
+* *γ per head.* A head that shares takes the pivot's map, not its pattern, and keeps the blocks that hold the
+  head's γ of the mass; the paper has one γ. Thus γ never decides which heads share, and a head's γ changes no other
+  head.
 * *No sharing.* With δ = 0 or τ = 0 nothing could be shared, and no pivot is computed. sqrt(JSD) never exceeds 0.83 =
   √ln 2: with δ = 1.01, the paper's most accurate row (table 2: 39.35 against 39.05, at 1.18 times the latency), no head
   is too sparse to share.
@@ -115,7 +116,7 @@ class SharePrefill(PerHead):
     """Number of queries from which vertical-slash's lines are estimated."""
 
     estimating: Literal["last", "spread"] = "last"
-    """Which queries these are: the chunk's last ones, or, beyond the paper, ``spread`` evenly over the chunk."""
+    """Which queries these are: the chunk's last queries, or, beyond the paper, ``spread`` evenly over the chunk."""
 
     def __post_init__(self) -> None:
         require(self.max_sparsity >= 0, "max_sparsity", self.max_sparsity, "a number >= 0 (δ)")
@@ -230,7 +231,7 @@ class SharePrefill(PerHead):
         return self.max_sparsity > 0 and self.max_distance > 0 and any(head.cluster != NOISE for head in heads)
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
-        """Return the state that layers keep for later ones, created by the first layer.
+        """Return the state that layers keep for later layers, created by the first layer.
 
         Heads with other thresholds do not share it.
 
@@ -278,8 +279,8 @@ class SharePrefill(PerHead):
 class Pivots:
     """The pivots of one forward pass, by slot and row. A cluster gets its slot in the first layer that has it.
 
-    They are not in the workspace, because later layers read them. A map has 4 bytes a (tile, block) and 1 KiB a tile.
-    Room is made for twice as many clusters at a time, so that few layers wait for a copy.
+    They are not in the workspace, because later layers read them. A map has 4 bytes per (tile, block) and 1 KiB per
+    tile. Room is made for twice as many clusters at a time, so that few layers wait for a copy.
     """
 
     def __init__(self, index: SparseIndex) -> None:
@@ -292,7 +293,7 @@ class Pivots:
         self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
 
     def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
-        """Return the slots of clusters, with room for new ones. The host computes them without reading from the device.
+        """Return the slots of clusters, and room for more. The host computes them without reading from the device.
 
         Args:
             clusters: The layer's, ascending.

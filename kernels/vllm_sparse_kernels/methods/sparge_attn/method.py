@@ -15,10 +15,11 @@ default, so that attention over the kept blocks is exact to rounding.
 
 **Released code.** The authors' repository (thu-ml/SpargeAttn at bfd980b) differs from the paper:
 
-* It recommends the calls whose names contain ``topk``, and states "we do not recommend" for the cumulative ones. In
+* It recommends the calls whose names contain ``topk``, and states "we do not recommend" for the cumulative calls. In
   place of step 3 they keep the ⌊share · K⌋ blocks of the largest P^, at least 1, where K counts all key blocks of the
-  call, not the causal ones: with a share of 0.5 and one call per prompt, the first half of the tiles keep all they can
-  see. ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1, below which no block is.
+  call, not only the causal blocks: with a share of 0.5 and one call per prompt, the first half of the tiles keep all
+  blocks that they can see. ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1, which no block is
+  below.
 * Its cumulative cut is that of the paper's listing: it keeps blocks while the sum is at most τ, and so stops one block
   earlier than the paper's text, though it keeps at least 1.
 * No diagonal block is forced: a tile may drop the keys at its own queries.
@@ -121,7 +122,7 @@ class SpargeAttn(PerHead):
     """Multiply queries and keys in 8 bits (section 3.5)."""
 
     top_share: float | None = None
-    """Share of the row's key blocks that each tile keeps, in (0, 1], in place of the cumulative cut; None for the cut.
+    """Share of the row's key blocks that each tile keeps, in (0, 1], instead of the cumulative cut; None for the cut.
     Not in the paper: the call that its authors recommend has 0.5, with ``min_similarity`` below 0. 1 keeps every causal
     block."""
 
@@ -251,7 +252,7 @@ def _keep_top_blocks_kernel(
         is_reached = _weight(b_rank, row, num_blocks, middle, is_counted, CHUNK) >= target
         bits = tl.where(is_reached, middle, bits)
         too_many = tl.where(is_reached, too_many, middle)
-    # Of the blocks of just those bits, the first ones, as many as it takes.
+    # Keep the first blocks of just those bits, as many as it takes.
     missing = target - _weight(b_rank, row, num_blocks, bits + 1, is_counted, CHUNK)
     weight = tl.where(is_counted, 1.0, bits.to(tl.float32, bitcast=True))
     num_equal = tl.ceil(missing / weight).to(tl.int32)
@@ -291,9 +292,9 @@ def _rank(b_s, largest, is_counted):
 def _ranks(row, num_blocks, is_counted, CHUNK: tl.constexpr):
     """Compute the ranks of a row of scores, the largest 1, and FORCED for scores of −∞.
 
-    Returns those of the first CHUNK, and the sum of all but FORCED ones.
+    Returns the ranks of the first CHUNK, and the sum of all ranks but FORCED.
 
-    The others are written in place of their scores.
+    The other ranks overwrite their scores.
     """
     b_s = _load(row, 0, num_blocks, float("-inf"), CHUNK)
     largest = tl.maximum(tl.max(b_s, 0), LEAST)

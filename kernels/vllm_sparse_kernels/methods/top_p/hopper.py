@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masses of blocks on Hopper: three launches for a run of tiles.
 
-1. ``_own_kernel`` handles each tile with its diagonal keys, the only ones with a mask. For each query it computes the
+1. ``_own_kernel`` handles each tile with its diagonal keys, the only keys with a mask. For each query it computes the
    reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
 2. ``_scores_kernel``, in Gluon, handles all earlier keys: one maximum per query and block, one exponential, one byte. A
    producer loads keys; two consumer groups hold the scores of one tile each and do not wait for each other. Two such

@@ -15,7 +15,7 @@ scale s:
    outweigh its tile; this lost answers.
 3. Average over the tile's queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other blocks with
    which the kept blocks hold p of Σ_b A[b]. Ties go to the first blocks. At most the share ``most_share`` of the tile's
-   blocks is kept, the heaviest ones: if attention is that flat, part of the keys represents all of them.
+   blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
 

@@ -31,7 +31,7 @@ MASS_BLOCKS = 64
 """Blocks of one program of ``_masses_kernel``."""
 
 MOST = tl.constexpr(60000.0)
-"""Limit of the absolute value of scores: half precision has no much larger numbers."""
+"""Limit of the absolute value of scores: half precision cannot hold much larger numbers."""
 
 
 class Scratch(NamedTuple):
@@ -129,7 +129,7 @@ def _num_stages(key_bytes: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        3 for two buffers of 128 keys next to the 128 queries, or 2 for one if two do not fit the GPU.
+        3 if two buffers of 128 keys fit the GPU next to the 128 queries, otherwise 2, for one buffer.
     """
     return 3 if 3 * 128 * key_bytes <= limit_bytes else 2
 

@@ -36,7 +36,7 @@ SAMPLE = tl.constexpr(64)
 """Keys of a group of the sample. The sample has half as many queries of each tile."""
 
 EVERY = tl.constexpr(8)
-"""Number of groups of keys, of which the first belongs to the sample."""
+"""Out of this many consecutive groups of keys, the first belongs to the sample."""
 
 SPLIT_GROUPS = 4
 """Groups of the sample that one program adds up."""
