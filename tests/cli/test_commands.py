@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -12,12 +13,14 @@ from typer.testing import CliRunner, Result
 
 from tests.helpers.command_line import COMMANDS
 from tests.helpers.external_tools import ROOT
-from tests.helpers.stub_server import Api, running
+from tests.helpers.stub_server import MODEL, Api, running
 from vllm_sparse_backend.cli import app, common, profile_commands, progress
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import answer_run
+from vllm_sparse_backend.evaluation.client import Endpoint
+from vllm_sparse_backend.evaluation.vllm_server import Server
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
 NAME = "sparse-prefill/needle"
@@ -137,6 +140,20 @@ def test_an_address_without_http_is_refused_with_the_right_one() -> None:
     result = run("switch", "127.0.0.1:8101", "exact")
     says = "URL: given '127.0.0.1:8101', expected a server's address such as http://127.0.0.1:8101"
     assert (result.exit_code, result.stderr.strip()) == (1, says)
+
+
+def test_proxies_of_the_environment_are_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands speak to servers on loopback, which a proxy does not reach."""
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with running(Api()) as url:
+        endpoint = Endpoint.connect("stub", url)
+        assert endpoint.tokenize("ab") == [97, 98]
+        assert endpoint.metrics() == ""
+        assert run("switch", url, "exact").output == f"{url}: all new requests run exact\n"
+        assert MODEL in Server.get(SimpleNamespace(url=url), "/v1/models")  # type: ignore[arg-type]
 
 
 def test_a_missing_folder_is_no_model_to_download(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill doctor`: layers of fabricated models, and the exit code with its last line."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.helpers.external_tools import ROOT
 from tests.helpers.folders import LLAMA_8B, model_folder
 from vllm_sparse_backend.cli import app, doctor
 from vllm_sparse_backend.config import model_check
@@ -301,6 +304,24 @@ def test_here(changes: dict[str, Any], code: int, last: str, layers: str, tmp_pa
     assert lines[-1].startswith(last)
     assert '"text": "6 of 6 layers (0-5)' in (tmp_path / "found.json").read_text()
     assert any(f"{layers}: 6 of 6 layers (0-5)" in line for line in lines)
+
+
+def test_its_first_lines_wait_for_no_large_package() -> None:
+    """Versions come before torch, transformers and vLLM are imported, which takes up to half a minute."""
+    program = """
+import sys
+from vllm_sparse_backend.cli import app, doctor
+def device():
+    print("imported:", *sorted({"numpy", "openai", "torch", "transformers", "triton", "vllm"} & {*sys.modules}))
+    raise SystemExit
+doctor.device = device
+app(["doctor"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, *_, last = done.stdout.splitlines()
+    assert first.split()[:2] == ["ok", "vllm-sparse-backend:"]
+    assert last == "imported:"
+    assert done.stderr.startswith("Importing transformers, torch and vLLM: up to half a minute")
 
 
 @pytest.mark.usefixtures("_vllm")

@@ -7,9 +7,6 @@ limit on the size of files stands for a full disk: the kernel refuses the same w
 
 import json
 import re
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from typer.testing import CliRunner, Result
 from tests.helpers.command_line import COMMANDS
 from tests.helpers.external_tools import ROOT
 from tests.helpers.folders import LLAMA_8B, model_folder
+from tests.helpers.full_disk import full_disk
 from tests.helpers.profile_cases import PATTERNS, SHAPE
 from vllm_sparse_backend.cli import app, common, doctor
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -49,17 +47,6 @@ NO_OUTPUTS = {"settings", "model", "url", "text", "prompts", "held_out", "file",
 
 def run(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
-
-
-@contextmanager
-def full_disk(most_bytes: int = 1024) -> Iterator[None]:
-    """No file can grow past so many bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture(autouse=True)

@@ -152,6 +152,23 @@ def test_what_cannot_be_asked_is_said(options, said):
     assert said in result.stderr
 
 
+def test_one_server_is_too_few_and_two_of_its_levels_are_enough(pair, tmp_path):
+    """The first level is the baseline, and tables call it by its name."""
+    _, ours = pair()
+    for levels in ((), ("--level", "half")):
+        result = run("--url", ours, *levels, "--lengths", "40")
+        assert result.exit_code == 1
+        assert "--url: given one server, expected at least two, of which the first is the baseline" in result.stderr
+    levels = ("--level", "half", "--level", "tenth", "--label", "x")
+    result = run("--url", ours, *levels, "--lengths", "40", "--repeats", 1, "--json", tmp_path / "all.json")
+    assert result.exit_code == 0, result.output
+    (case,) = [case for case in cases_of(tmp_path / "all.json") if case["part"] == "latency"]
+    assert (case["first"], case["label"]) == ("x half", "x tenth")
+    headings = serve_bench.columns(case["first"])
+    assert headings["stock_first_s"] == "x half: TTFT, s"
+    assert not any("stock" in heading for heading in headings.values())
+
+
 @pytest.mark.parametrize("fault", ["short", "nan", "error", "refuse"])
 def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
     stock, ours = pair(fault=lambda length: fault if length > 400 else None)

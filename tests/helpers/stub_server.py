@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from vllm_sparse_backend.config.metrics import SWITCH_PATH
+
 MODEL = "stub-model"
 METRICS = """# TYPE sparse_prefill_up gauge
 sparse_prefill_up{{engine="0"}} 1
@@ -123,6 +125,9 @@ def running(api: Api) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == SWITCH_PATH:
+                self.reply({})
+                return
             assert body["model"] == MODEL
             if self.path == "/tokenize":
                 self.reply({"tokens": api.tokenize(body["prompt"])})

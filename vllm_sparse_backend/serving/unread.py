@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log line for operators who set this backend's options on a server with another backend."""
+"""A log line for operators who set up this backend on a server that runs another one."""
 
 import multiprocessing
 import os
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_sparse_backend.config.keys import KEY, OPTION
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import LOGGER, NAMES
 
 VARIABLE = "VLLM_ATTENTION_BACKEND"
 """Environment variable that older releases of vLLM read instead of the flag."""
 
 
 def log_unread_settings(vllm_config: Any) -> None:
-    """Log once that this backend's settings are ignored, and which backend runs instead.
+    """Log once that this backend's settings, or a variable that names it, are ignored, and which backend runs.
 
-    Nothing is logged without such settings, nor in engine cores and workers, which get the same configuration.
+    Nothing is logged without either, nor in engine cores and workers, which get the same configuration.
 
     Args:
         vllm_config: vLLM's configuration of a server that runs another backend.
@@ -25,8 +25,11 @@ def log_unread_settings(vllm_config: Any) -> None:
 
     if multiprocessing.parent_process() is not None:
         return
+    backend = vllm_config.attention_config.backend
     if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
-        init_logger(LOGGER).info_once(unread_settings(vllm_config.attention_config.backend))
+        init_logger(LOGGER).info_once(unread_settings(backend))
+    elif os.environ.get(VARIABLE, "").upper() in NAMES and not _is_read(VARIABLE):
+        init_logger(LOGGER).info_once(unread_variable(backend))
 
 
 def unread_settings(backend: Any) -> str:
@@ -45,6 +48,22 @@ def unread_settings(backend: Any) -> str:
     if (value := os.environ.get(VARIABLE)) is not None and not _is_read(VARIABLE):
         line += f" ({VARIABLE}={value} is set, but this release of vLLM does not read it)"
     return line
+
+
+def unread_variable(backend: Any) -> str:
+    """Format the line about a variable that names this backend, on a server without settings of this backend.
+
+    Args:
+        backend: vLLM's enum member for the configured backend; None if vLLM chooses.
+
+    Returns:
+        The line, with what to do.
+    """
+    return (
+        f"sparse-prefill: {VARIABLE}={os.environ[VARIABLE]} is ignored, because this release of vLLM does not read it: "
+        f"attention runs on {_name_of(backend)}; start the server with --attention-backend sparse-prefill, or "
+        "unset the variable"
+    )
 
 
 def _name_of(backend: Any) -> str:

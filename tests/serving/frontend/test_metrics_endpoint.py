@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.engine_client import Client
+from tests.helpers.full_disk import full_disk
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend import engine_counts, metrics_endpoint
@@ -354,6 +355,17 @@ class TestSeveralProcesses:
         page = open_page(Client({0: Engine()}), siblings=SiblingCounts(tmp_path / "gone", 1, 1))
         assert values(asyncio.run(page.fresh_text()))[COUNT] == 1
         assert len(lines) == 1
+
+    def test_a_full_disk_keeps_no_reader_and_leaves_no_part_of_a_file(self, tmp_path: Path, lines: list[str]) -> None:
+        siblings = SiblingCounts(tmp_path, 1, 1)
+        siblings.publish({"0": EngineCounts(9, {"arena_overflows": {(): 4.0}})})
+        before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        page = open_page(Client({0: Engine()}), siblings=siblings)
+        with full_disk(16):
+            assert values(asyncio.run(page.fresh_text()))[COUNT] == 1
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+        (line,) = lines
+        assert "File too large" in line
 
     def test_only_a_server_of_several_processes_has_files(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,6 +251,8 @@ class SiblingCounts:
             aside.write_text(json.dumps(data))
             aside.replace(self._file)
         except OSError as error:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
             self._warn(f"cannot write {self._file}: {error}")
 
     def newest(self) -> dict[str, EngineCounts]:
