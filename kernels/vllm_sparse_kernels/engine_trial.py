@@ -9,6 +9,7 @@ The result of selection is compared with that of the method's portable engine. E
 estimates next to a threshold may differ. The lists must agree on most of their entries (``LEAST_AGREEMENT``).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -207,18 +208,34 @@ def selection_failure(
         return _reason(error)
     if expected is None:
         return None
-    shared = total = 0
-    for head in numbers:
-        for i_tile in range(index.rows.num_tiles):
-            ours, theirs = _kept(index, head, i_tile), _kept(expected, head, i_tile)
-            shared, total = shared + len(ours & theirs), total + len(ours | theirs)
-    agreement = shared / total
-    if agreement < LEAST_AGREEMENT:
+    share = agreement(index, expected, numbers)
+    if share < LEAST_AGREEMENT:
         return (
-            f"its selection in a trial agrees with the portable engine's on {agreement:.0%} of what either keeps, "
+            f"its selection in a trial agrees with the portable engine's on {share:.0%} of what either keeps, "
             f"expected at least {LEAST_AGREEMENT:.0%}"
         )
     return None
+
+
+def agreement(index: SparseIndex, other: SparseIndex, heads: Sequence[int]) -> float:
+    """Return the share of the blocks and stripes in either of two indices that both of them keep.
+
+    Copies lists from the device.
+
+    Args:
+        index: Selected keys.
+        other: Selected keys of the same rows.
+        heads: Numbers of the query heads to compare.
+
+    Returns:
+        A number from 0 to 1.
+    """
+    shared = total = 0
+    for head in heads:
+        for i_tile in range(index.rows.num_tiles):
+            ours, theirs = _kept(index, head, i_tile), _kept(other, head, i_tile)
+            shared, total = shared + len(ours & theirs), total + len(ours | theirs)
+    return shared / total
 
 
 def _kept(index: SparseIndex, head: int, i_tile: int) -> set[tuple[str, int]]:
