@@ -31,6 +31,18 @@ LENGTHS = ([(0, 3_000)], [(15_904, 4_096), (0, 4_000)])
 """(context_len, query_len) of the rows of each batch: of 3,000 tokens, and of 20,000 and 4,000."""
 SEEDS = (0, 1)
 PAGE_TOKENS = 128
+FIGURE = "blocks that the Hopper and the portable engine both keep, of those that either keeps, least of four batches"
+
+
+def sharpened_batches(head_dim: int, device: str) -> list[Batch]:
+    """Return a batch for each of ``LENGTHS`` and ``SEEDS``."""
+    heads = (NUM_HEADS, NUM_KV_HEADS, head_dim)
+    batches = [
+        random_batch(lengths, *heads, PAGE_TOKENS, torch.bfloat16, device, seed)
+        for lengths in LENGTHS
+        for seed in SEEDS
+    ]
+    return [sharpened(batch) for batch in batches]
 
 
 def least_agreement(method: str, head_dim: int, batches: Sequence[Batch]) -> float:
@@ -74,21 +86,9 @@ def main(json_path: Json = None, results: Results = None) -> None:
     try:
         for method in METHODS:
             for head_dim in HEAD_DIMS:
-                batches = [
-                    sharpened(
-                        random_batch(
-                            lengths, NUM_HEADS, NUM_KV_HEADS, head_dim, PAGE_TOKENS, torch.bfloat16, "cuda", seed
-                        )
-                    )
-                    for lengths in LENGTHS
-                    for seed in SEEDS
-                ]
-                share = least_agreement(method, head_dim, batches)
+                share = least_agreement(method, head_dim, sharpened_batches(head_dim, "cuda"))
                 report.add_case({"method": method, "head_dim": head_dim, "share": share})
-                name = (
-                    f"{method}, head dim {head_dim}: blocks that the Hopper and the portable engine both keep, of those "
-                    "that either keeps, least of four batches"
-                )
+                name = f"{method}, head dim {head_dim}: {FIGURE}"
                 report.add_figure(name, share, "share", "higher", LEAST_AGREEMENT)
     except BenchError as error:
         typer.echo(str(error), err=True)
