@@ -280,7 +280,7 @@ def _streamed(answer: aiohttp.ClientResponse, more_headers: Mapping[str, str]) -
 
 
 def app_of(decode: str, prefill: str | None = None) -> Starlette:
-    """The proxy before the decode server at ``decode``, paired with the server at ``prefill`` if given, as an ASGI app."""
+    """The proxy before the decode server at ``decode``, paired with that at ``prefill`` if there is one, as an app."""
     proxy = Proxy(decode, prefill)
     methods = ["GET", "HEAD", "POST"]
     return Starlette(routes=[Route("/{path:path}", proxy.forward, methods=methods)], lifespan=proxy.lifespan)
