@@ -32,7 +32,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ from benchmarks.soak import Asking, Checked, lines, served_by, soak_and_check
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.cli.commands import run_alone
-from vllm_sparse_backend.cli.common import failures, token_counts
+from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH, METRICS, WORKER_METHOD
 from vllm_sparse_backend.config.model_shape import ModelShape, name_of_path
@@ -88,6 +88,9 @@ ANSWER_TOKENS = 8
 LEVELS = ("exact", "on", "fast", 0.9)
 """Levels of the checked servers' requests. ``fast`` is a level of their profile."""
 
+LIMITS = {"one": (190.0, 100.0), "tensor": (220.0, 100.0), "others": (200.0, 90.0)}
+"""Most seconds of each step, and the fewest that must be left for it to begin: servers take about a minute to start."""
+
 SAMPLE_TRIES = 20
 REQUEST_TIMEOUT_S = 120.0
 LOAD_S = 120.0
@@ -97,7 +100,7 @@ class StepTimeoutError(RuntimeError):
     """The step's time is over."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Spec:
     """A server: ``setting`` and ``layout`` name it in figures; ``settings`` is None for stock vLLM."""
 
@@ -278,6 +281,14 @@ def tokens_again(server: Server, prompt: Sequence[int], level: object = None) ->
     return tokens_of(server.url, server.model, prompt, level)
 
 
+def names_among(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """Return the comma-separated names of an option. Raises BenchError if one is unknown."""
+    names = split(text)
+    if unknown := [name for name in names if name not in known]:
+        raise BenchError(f"{option}: given {unknown[0]!r}, expected some of {', '.join(known)}")
+    return names
+
+
 def equal_share(pairs: Sequence[tuple[list[int], list[int]]]) -> float:
     """Return the share of pairs of equal answers."""
     return sum(first == second for first, second in pairs) / len(pairs)
@@ -322,6 +333,9 @@ class TwoGpus:
     steps: Annotated[str, typer.Option(help="Steps to run, comma-separated: one, tensor, others.")] = (
         "one,tensor,others"
     )
+    layouts: Annotated[str, typer.Option(help="What the step others measures: pair, data, pipeline.")] = (
+        "pair,data,pipeline"
+    )
     lengths: Annotated[str, typer.Option(help="Tokens of the timed prompts, comma-separated.")] = "32768,131072"
     answer_lengths: Annotated[str, typer.Option(help="Tokens of the prompts with questions, comma-separated.")] = (
         "32768"
@@ -336,28 +350,23 @@ class TwoGpus:
 
     def run(self) -> None:
         """Run the steps, and show what failed."""
-        steps: dict[str, tuple[float, float, Callable[[Lab], None]]] = {
-            "one": (190.0, 100.0, self.one),
-            "tensor": (220.0, 100.0, self.tensor),
-            "others": (200.0, 90.0, self.others),
-        }
+        steps: dict[str, Callable[[Lab], None]] = {"one": self.one, "tensor": self.tensor, "others": self.others}
         with failures():
-            chosen = [name.strip() for name in self.steps.split(",")]
-            if unknown := [name for name in chosen if name not in steps]:
-                raise BenchError(f"--steps: given {unknown[0]!r}, expected some of {', '.join(steps)}")
+            chosen = names_among("--steps", self.steps, steps)
+            names_among("--layouts", self.layouts, ("pair", "data", "pipeline"))
             if self.profile is not None:
                 Settings.parse(str(self.profile), self.model)
             lab = Lab(self.out.absolute(), self.budget_s)
             signal.signal(signal.SIGTERM, lambda *_: (lab.stop_servers(), os._exit(143)))
         for name in chosen:
-            limit_s, least_s, step = steps[name]
-            if lab.left_s < least_s * min(1.0, self.budget_s / 480):
+            limit_s, least_s = LIMITS[name]
+            if lab.left_s < least_s:
                 lab.problem(f"step {name}", f"skipped: {lab.left_s:.0f} s are left, expected at least {least_s:.0f} s")
                 continue
             began = time.monotonic()
             try:
-                with lab.limit(min(limit_s * max(1.0, self.budget_s / 480), lab.left_s)):
-                    step(lab)
+                with lab.limit(min(limit_s, lab.left_s)):
+                    steps[name](lab)
             except (StepTimeoutError, BenchError, ServerError, RequestError, ConfigurationError) as error:
                 lab.problem(f"step {name}", error)
             lab.report.add_case({"part": "step", "name": name, "seconds": round(time.monotonic() - began, 1)})
@@ -399,6 +408,7 @@ class TwoGpus:
             folder,
             min_tokens=self.checked_min_tokens,
             min_query_tokens=64,
+            level="high",
             default={"method": "top_p"},
             levels={"fast": {"default": {"method": "a_shape"}}},
         )
@@ -670,19 +680,21 @@ class TwoGpus:
         )  # fmt: skip
         with ExitStack() as stack:
             pair = Pair.plan(self, lab.logs, stack)
-            running = lab.start([*pair.specs, pipeline, data])
-            checks: list[tuple[str, Sequence[Spec], Callable[[], object]]] = [
-                (PAIR, pair.specs, lambda: pair.check(lab, running, stack)),
-                (DATA, [data], lambda: self.check_data(lab, data, running.servers[data])),
-                (PIPELINE, [pipeline], lambda: self.check_pipeline(lab, pipeline, running.servers[pipeline])),
-            ]
-            for name, specs, check in checks:
-                if not all(spec in running.servers for spec in specs):
+            specs_by_layout = {"pair": pair.specs, "data": [data], "pipeline": [pipeline]}
+            layouts = names_among("--layouts", self.layouts, specs_by_layout)
+            running = lab.start([spec for layout in layouts for spec in specs_by_layout[layout]])
+            checks: dict[str, Callable[[], object]] = {
+                "pair": lambda: pair.check(lab, running, stack),
+                "data": lambda: self.check_data(lab, data, running.servers[data]),
+                "pipeline": lambda: self.check_pipeline(lab, pipeline, running.servers[pipeline]),
+            }
+            for layout in layouts:
+                if not all(spec in running.servers for spec in specs_by_layout[layout]):
                     continue  # recorded when it did not start
                 try:
-                    check()
+                    checks[layout]()
                 except (BenchError, ServerError, RequestError, ConfigurationError) as error:
-                    lab.problem(name, error)
+                    lab.problem(layout, error)
 
     def check_pipeline(self, lab: Lab, spec: Spec, server: Server) -> None:
         self.measure_answers(lab, self.workload(), [(spec, server)], 2)
