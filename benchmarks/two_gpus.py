@@ -78,7 +78,7 @@ ONE, TENSOR, PIPELINE, DATA, PAIR = "TP 1", "TP 2", "PP 2", "DP 2", "pair"
 
 SPARE_TOKENS = 2048
 OVERHEAD_BYTES = 4 << 30
-"""Memory of a server beside weights and cache: activations, graphs, the arena, NCCL's buffers, the CUDA context."""
+"""Memory of a server in addition to weights and cache: activations, graphs, the arena, NCCL's buffers, the CUDA context."""
 
 NO_PLUGINS = {"VLLM_PLUGINS": "none"}
 FACTS = 24
@@ -573,7 +573,7 @@ class TwoGpus:
                 chosen.append(spec)
             else:
                 lab.problem(
-                    spec.label, f"not measured: its card lacks {-room / 2**30:.0f} GiB for it beside the others"
+                    spec.label, f"not measured: its card lacks {-room / 2**30:.0f} GiB for it next to the others"
                 )
         return chosen
 
@@ -721,7 +721,7 @@ class TwoGpus:
             switch.ask(server.url, switch.To.ON)
         add(2, f"{spec.label}: sparse rows while switched to exact", sparse, "rows", "lower", 0)
         share = equal_share(list(zip(switched, exact * 2, strict=True)))
-        add(2, f"{spec.label}: share of switched answers equal to exact ones", share, "share", "higher", 1)
+        add(2, f"{spec.label}: share of switched answers equal to exact answers", share, "share", "higher", 1)
         before = counted(server)
         for prompt in self.check_prompts(server.url):
             tokens_of(server.url, server.model, prompt)
@@ -816,7 +816,7 @@ class Pair:
         add(2, name, equal_share(exact), "share", "higher", 1)
         name = f"{about}: share of {len(sparse)} sparse answers equal to a single server's"
         add(2, name, equal_share(sparse), "share", "higher", 1)
-        add(2, f"{about}: sparse answers that differ from the exact ones", mixed, "answers", "higher")
+        add(2, f"{about}: sparse answers that differ from exact answers", mixed, "answers", "higher")
         lab.report.add_case({"part": "pair", "exact": exact, "sparse": sparse, "nixl": self.uses_nixl})
 
 
