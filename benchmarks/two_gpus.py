@@ -78,7 +78,7 @@ ONE, TENSOR, PIPELINE, DATA, PAIR = "TP 1", "TP 2", "PP 2", "DP 2", "pair"
 
 SPARE_TOKENS = 2048
 OVERHEAD_BYTES = 4 << 30
-"""Memory of a server in addition to weights and cache: activations, graphs, the arena, NCCL's buffers, the CUDA context."""
+"""Memory of a server in addition to weights and cache: activations, graphs, the arena, NCCL, the CUDA context."""
 
 NO_PLUGINS = {"VLLM_PLUGINS": "none"}
 FACTS = 24
