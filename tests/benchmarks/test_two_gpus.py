@@ -58,11 +58,14 @@ class TestSteps:
         assert "expected at least 100 s" in problems(tmp_path)["step one"]
 
     def test_a_step_that_takes_too_long_ends_with_its_servers_and_the_next_runs(self, tmp_path, monkeypatch) -> None:
-        stopped, after = [], []
+        calls, after = [], []
 
         class Stuck:
+            def kill(self) -> None:
+                calls.append("kill")
+
             def stop(self) -> None:
-                stopped.append(self)
+                calls.append("stop")
 
         def stuck(self: TwoGpus, lab: Lab) -> None:
             lab._started = [Stuck()]  # type: ignore[list-item]
@@ -75,7 +78,7 @@ class TestSteps:
         with pytest.raises(typer.Exit):
             options(tmp_path, steps="one,tensor").run()
         assert problems(tmp_path) == {"step one": "took longer than 1 s"}
-        assert (len(stopped), after) == (1, ["tensor"])
+        assert (calls, after) == (["kill", "stop"], ["tensor"])
 
     def test_a_failing_step_does_not_stop_the_next_and_nothing_is_an_error_if_all_went_well(
         self, tmp_path, monkeypatch
@@ -134,6 +137,17 @@ class TestServers:
         assert stock._env["VLLM_PLUGINS"] == "none"
         assert "--attention-backend" in single.command
         assert "--attention-backend" not in stock.command
+
+    def test_cards_are_those_that_this_process_may_use(self, monkeypatch) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert [two_gpus.visible_card(card) for card in (0, 1)] == ["0", "1"]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+        assert [two_gpus.visible_card(card) for card in (0, 1)] == ["5", "7"]
+
+    def test_a_large_model_for_data_parallelism_waits_for_the_cards(self, tmp_path) -> None:
+        assert options(tmp_path).together() == [["pair", "pipeline"], ["data"]]
+        assert options(tmp_path, layouts="data").together() == [["data"]]
+        assert options(tmp_path, second=tmp_path).together() == [["pair", "data", "pipeline"]]
 
     def test_lengths_fit_the_model(self, tmp_path) -> None:
         test = options(tmp_path, lengths="8192,16384")
