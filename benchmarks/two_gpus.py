@@ -89,7 +89,10 @@ LEVELS = ("exact", "on", "fast", 0.9)
 """Levels of the checked servers' requests. ``fast`` is a level of their profile."""
 
 LIMITS = {"one": (240.0, 120.0), "tensor": (290.0, 140.0), "others": (270.0, 130.0)}
-"""Most seconds of each step, and the fewest that must be left for it to begin: servers may take two minutes to start."""
+"""Most seconds of each step, and the fewest that must be left for it to begin: servers take up to two minutes."""
+
+RANKS_APART = 0.01
+"""Largest difference of the ranks' densities. In a widened model each rank has copies of the same heads."""
 
 SAMPLE_TRIES = 20
 REQUEST_TIMEOUT_S = 120.0
@@ -219,9 +222,7 @@ class Lab:
         """Stop all servers and raise StepTimeoutError after ``limit_s`` seconds; stop them in the end in any case."""
 
         def over(*_: object) -> None:
-            for server in self._started:
-                server.kill()
-            self.stop_servers()  # requests that wait for them end with an error
+            self.kill_servers()  # requests that wait for them end with an error
             raise StepTimeoutError(f"took longer than {limit_s:.0f} s")
 
         signal.signal(signal.SIGALRM, over)
@@ -237,6 +238,16 @@ class Lab:
         if servers:
             with ThreadPoolExecutor(len(servers)) as pool:
                 list(pool.map(Server.stop, servers))
+
+    def end(self) -> None:
+        """End this process and its servers immediately. Servers outlive their parent."""
+        self.kill_servers()
+        os._exit(143)
+
+    def kill_servers(self) -> None:
+        for server in self._started:
+            server.kill()
+        self.stop_servers()
 
     def start(self, specs: Sequence[Spec]) -> Running:
         """Start servers at the same time. Those that do not start are recorded, with the engine's own error."""
@@ -365,7 +376,7 @@ class TwoGpus:
             if self.profile is not None:
                 Settings.parse(str(self.profile), self.model)
             lab = Lab(self.out.absolute(), self.budget_s)
-            signal.signal(signal.SIGTERM, lambda *_: (lab.stop_servers(), os._exit(143)))
+            signal.signal(signal.SIGTERM, lambda *_: lab.end())
         for name in chosen:
             limit_s, least_s = LIMITS[name]
             if lab.left_s < least_s:
@@ -630,8 +641,10 @@ class TwoGpus:
         page, ranks = counted(server), samples_by_rank(server)
         add = lab.report.add_cards_figure
         for rank, report in ranks.items():
-            density = report.pairs.density
-            add(2, f"{spec.label}: density of rank {rank}", density or 0.0, "share", "lower")
+            add(2, f"{spec.label}: density of rank {rank}", report.pairs.density or 0.0, "share", "lower")
+        densities = [report.pairs.density or 0.0 for report in ranks.values()]
+        apart = max(densities) - min(densities)
+        add(2, f"{spec.label}: largest difference of the ranks' densities", apart, "share", "lower", RANKS_APART)
         causal = {report.pairs.causal for report in ranks.values()}
         add(2, f"{spec.label}: ranks whose pairs differ", len(causal) - 1, "ranks", "lower", 0)
         levels = {"default", "fast", "p"}
