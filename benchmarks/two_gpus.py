@@ -103,6 +103,11 @@ class StepTimeoutError(RuntimeError):
     """The step's time is over."""
 
 
+def label_of(model: Path, setting: str, layout: str) -> str:
+    """Return the name of a server in figures and cases."""
+    return f"{name_of_path(str(model))}, {setting}, {layout}"
+
+
 @dataclass(frozen=True, eq=False)
 class Spec:
     """A server: ``setting`` and ``layout`` name it in figures; ``settings`` is None for stock vLLM."""
@@ -123,7 +128,7 @@ class Spec:
 
     @property
     def label(self) -> str:
-        return f"{name_of_path(str(self.model))}, {self.setting}, {self.layout}"
+        return label_of(self.model, self.setting, self.layout)
 
     def server(self, logs: Path, timeout_s: float) -> Server:
         cache_bytes = kv_bytes(self.model, self.cache_tokens) // self.cache_parts
@@ -204,7 +209,10 @@ class Lab:
         cases = out / "cases.json"
         if cases.exists():
             held = json.loads(cases.read_text(encoding="utf-8"))["cases"]
-            self.report.cases.extend(case for case in held if case["part"] not in ("problem", "step"))
+            # Failed requests are sent again.
+            self.report.cases.extend(
+                case for case in held if case["part"] not in ("problem", "step") and not case.get("error")
+            )
         self.deadline = time.monotonic() + budget_s
         self._started: list[Server] = []
 
@@ -483,26 +491,25 @@ class TwoGpus:
         for key, name, unit in (("ttft_s", "TTFT", "s"), ("tpot_ms", "TPOT", "ms")):
             if case[key] is not None:
                 lab.report.add_cards_figure(cards, f"{about}: {name}", case[key], unit, "lower")
-        gain = self.gain(lab, spec, tokens)
+        gain = self.gain(lab, spec, spec.layout, tokens)
         if gain is None or spec.setting == STOCK:
             return
         lab.report.add_cards_figure(cards, f"{about}: TTFT, speed-up over stock", gain, "ratio", "higher")
         if (density := case["density"]) is not None:
             lab.report.add_cards_figure(cards, f"{about}: density of its sparse rows", density, "share", "lower")
-        on_one = Spec(spec.model, spec.setting, ONE, (0,), None, (), 0, 0)
-        single_gain = self.gain(lab, on_one, tokens)
+        single_gain = self.gain(lab, spec, ONE, tokens)
         if single_gain is not None and spec.layout != ONE:
             name = f"{about}: TTFT, speed-up over stock ÷ {ONE}'s"
             bar = 0.95 if spec.layout == TENSOR else None
             lab.report.add_cards_figure(cards, name, gain / single_gain, "ratio", "higher", bar)
 
-    def gain(self, lab: Lab, spec: Spec, tokens: int) -> float | None:
-        """Return TTFT's speed-up over stock with the same layout; None if it was not measured."""
-        stock = Spec(spec.model, STOCK, spec.layout, spec.cards, None, (), 0, 0)
-        times = [lab.report.cases_of("speed", label=which.label, tokens=tokens) for which in (stock, spec)]
-        if not all(times) or not all(cases[-1]["ttft_s"] for cases in times):
+    def gain(self, lab: Lab, spec: Spec, layout: str, tokens: int) -> float | None:
+        """Return the TTFT speed-up of a server's setting over stock, both with ``layout``; None if not measured."""
+        labels = [label_of(spec.model, setting, layout) for setting in (STOCK, spec.setting)]
+        stock, ours = (lab.report.cases_of("speed", label=label, tokens=tokens) for label in labels)
+        if not stock or not ours or not stock[-1]["ttft_s"] or not ours[-1]["ttft_s"]:
             return None
-        return float(times[0][-1]["ttft_s"] / times[1][-1]["ttft_s"])
+        return float(stock[-1]["ttft_s"] / ours[-1]["ttft_s"])
 
     def measure_answers(
         self, lab: Lab, workload: AnswerWorkload, servers: Sequence[tuple[Spec, Server]], cards: int
@@ -514,7 +521,7 @@ class TwoGpus:
                 spec.label, name_of_path(str(spec.model)), spec.label, lambda ready=endpoint: nullcontext(ready)
             )
             ask_all([contestant], workload, workload.key(spec.model.name), lab.report)
-            single = Spec(spec.model, spec.setting, ONE, (0,), None, (), 0, 0).label
+            single = label_of(spec.model, spec.setting, ONE)
             labels = list(dict.fromkeys((single, spec.label)))
             rows = summaries(list(lab.report.cases), labels, workload.lengths)
             for row in (row for row in rows if row["label"] == spec.label):

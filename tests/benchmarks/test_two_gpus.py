@@ -3,7 +3,7 @@
 
 import json
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ class TestMeasurements:
     def measured(self, tmp_path):
         """Speeds of four stubs: on one card ours is four times as fast as stock, on two twice."""
         test, lab, log = options(tmp_path), Lab(tmp_path / "out", 100), []
-        seconds = {(STOCK, ONE): 0.2, (DEFAULT, ONE): 0.05, (STOCK, TENSOR): 0.1, (DEFAULT, TENSOR): 0.05}
+        seconds = {(STOCK, ONE): 0.04, (DEFAULT, ONE): 0.01, (STOCK, TENSOR): 0.02, (DEFAULT, TENSOR): 0.01}
         for layout, cards in ((ONE, (0,)), (TENSOR, (0, 1))):
             with ExitStack() as stack:
                 servers = []
@@ -173,15 +173,22 @@ class TestMeasurements:
         return test, lab, log
 
     def test_speed_is_compared_with_stock_and_with_one_card(self, measured, tmp_path) -> None:
-        _, _, log = measured
+        _, lab, log = measured
         rows = figures(tmp_path)
         for length in (40, 900):
+            times = {
+                (setting, layout): case["ttft_s"]
+                for setting in (STOCK, DEFAULT)
+                for layout in (ONE, TENSOR)
+                for case in lab.report.cases_of("speed", label=f"large, {setting}, {layout}", tokens=length)
+            }
+            gains = [times[STOCK, layout] / times[DEFAULT, layout] for layout in (ONE, TENSOR)]
             about = f"large, default, TP 1, {length} tokens"
-            assert rows[f"{about}: TTFT, speed-up over stock"]["value"] == pytest.approx(4, rel=0.25)
+            assert rows[f"{about}: TTFT, speed-up over stock"]["value"] == pytest.approx(gains[0], rel=1e-3)
             assert "×" not in rows[f"{about}: TTFT"]["device"]
             about = f"large, default, TP 2, {length} tokens"
             ratio = rows[f"{about}: TTFT, speed-up over stock ÷ TP 1's"]
-            assert ratio["value"] == pytest.approx(0.5, rel=0.25)
+            assert ratio["value"] == pytest.approx(gains[1] / gains[0], rel=1e-3)
             assert ratio["bar"] == 0.95
             assert ratio["device"].startswith("2 × ")
             assert rows[f"{about}: TPOT"]["unit"] == "ms"
@@ -268,6 +275,73 @@ class TestRanks:
         assert wrong["ranks without the guard's checks"] == 1
         assert wrong["ranks whose pairs differ"] == 1
         assert wrong["metrics that differ from the workers' sum"] == 2  # kept and causal pairs
+
+
+class TestPair:
+    """Against servers whose answers to a prompt depend on its level only, unless told otherwise."""
+
+    SHORT, LONG = [1] * 129, [2] * 513
+
+    def checked(self, folder: Path, monkeypatch: pytest.MonkeyPatch, uses_nixl: bool, wrong: object = None) -> Any:
+        test = options(folder)
+        lab = Lab(folder / "out", 100)
+        asked: list[tuple[str, int, object]] = []
+
+        def tokens_of(url: str, model: str, prompt: list[int], level: object = None) -> list[int]:
+            asked.append((url, len(prompt), level))
+            level = (level or "on") if len(prompt) > 256 and url != "stock" else "exact"
+            mistakes = url in ("pair", "decode") and level == wrong
+            return [len(prompt), hash(str(level)) + mistakes]
+
+        class PrefillServer(StubServer):
+            def post(self, path: str, body: dict[str, Any]) -> None:
+                asked.append(("prefill", len(body["prompt"]), None))
+
+        monkeypatch.setattr(two_gpus.importlib.util, "find_spec", lambda name: object() if uses_nixl else None)
+        monkeypatch.setattr(two_gpus, "tokens_of", tokens_of)
+        monkeypatch.setattr(two_gpus, "proxy", lambda *urls: nullcontext("pair"))
+        monkeypatch.setattr(TwoGpus, "check_prompts", lambda options, url: [self.SHORT, self.LONG])
+        with ExitStack() as stack:
+            pair = two_gpus.Pair.plan(test, folder / "out/logs", stack)
+            names = ("prefill", "decode", "single", "stock")
+            servers = {spec: PrefillServer(name) for spec, name in zip(pair.specs, names, strict=True)}
+            pair.check(lab, Running(servers), stack)  # type: ignore[arg-type]
+        return pair, asked, {name: row["value"] for name, row in figures(folder).items()}
+
+    def test_with_nixl_all_levels_are_compared(self, tmp_path, monkeypatch) -> None:
+        pair, asked, rows = self.checked(tmp_path, monkeypatch, uses_nixl=True)
+        assert rows == {
+            # The short prompt at four levels, the long one once, and both again after the sparse requests.
+            "large, pair: share of 7 exact answers equal to a stock server's": 1,
+            "large, pair: share of 3 sparse answers equal to a single server's": 1,
+            "large, pair: sparse answers that differ from exact answers": 3,
+        }
+        levels = [level for url, length, level in asked if url == "pair" and length == len(self.LONG)]
+        assert levels == ["exact", "on", "fast", 0.9, "exact"]
+        assert [asked.count(("single", len(self.LONG), level)) for level in ("on", "fast", 0.9)] == [2, 2, 2]
+        assert problems(tmp_path) == {}
+        for spec, role in ((pair.prefill, "kv_producer"), (pair.decode, "kv_consumer")):
+            transfer = json.loads(spec.args[spec.args.index("--kv-transfer-config") + 1])
+            assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", role)
+        channels = {spec.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for spec in (pair.prefill, pair.decode)}
+        assert len(channels) == 2
+        assert (pair.prefill.settings is None, pair.decode.settings is None) == (False, True)
+
+    @pytest.mark.parametrize(("wrong", "exact", "sparse"), [("exact", 2 / 7, 1), ("fast", 1, 2 / 3)])
+    def test_a_wrong_answer_shows(self, tmp_path, monkeypatch, wrong: str, exact: float, sparse: float) -> None:
+        _, _, rows = self.checked(tmp_path, monkeypatch, uses_nixl=True, wrong=wrong)
+        values = list(rows.values())[:2]
+        assert values == pytest.approx([exact, sparse], rel=1e-3)
+
+    def test_without_nixl_the_servers_own_level_is_compared_by_a_shared_folder(self, tmp_path, monkeypatch) -> None:
+        pair, asked, rows = self.checked(tmp_path, monkeypatch, uses_nixl=False)
+        assert list(rows.values())[:2] == [1, 1]
+        # One token more, because this connector looks prompts up without their last token.
+        assert [call for call in asked if call[0] in ("prefill", "decode")] == [
+            ("prefill", 130, None), ("decode", 130, None), ("prefill", 514, None), ("decode", 514, None)
+        ]  # fmt: skip
+        assert "ExampleConnector" in pair.decode.args[-1]
+        assert "only the server's own level" in problems(tmp_path)["pair"]
 
 
 def test_equal_answers() -> None:
