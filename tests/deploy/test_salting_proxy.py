@@ -25,6 +25,8 @@ class Decode(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     release = threading.Event()
+    waits, aborted = threading.Event(), threading.Event()
+    """Whether a slow request waits, and whether the proxy closed its connection."""
 
     def do_GET(self) -> None:
         self._answer(200, json.dumps({"path": self.path}).encode())
@@ -32,6 +34,11 @@ class Decode(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         sent = {"path": self.path, "key": self.headers.get("Authorization"), "body": json.loads(body)}
+        if sent["body"].get("prompt") == "slow":
+            self.waits.set()
+            if not self.connection.recv(1):
+                self.aborted.set()
+            return
         if not sent["body"].get("stream"):
             self._answer(418 if sent["body"].get("prompt") == "refused" else 200, json.dumps(sent).encode())
             return
@@ -172,6 +179,19 @@ def test_a_decode_server_that_does_not_answer() -> None:
         assert "does not answer" in answer["error"]["message"]
 
 
+def go_while_it_waits(url: str, waits: threading.Event) -> None:
+    """Send a slow request, and close the connection once the server works on it."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "slow"}).encode())
+    assert waits.wait(30)
+    connection.close()
+
+
+def test_a_client_that_goes_aborts_a_request_without_a_stream(url: str) -> None:
+    go_while_it_waits(url, Decode.waits)
+    assert Decode.aborted.wait(30)
+
+
 TRANSFER = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "10.0.0.1", "remote_port": 5600}
 CHAT = "/v1/chat/completions"
 
@@ -181,9 +201,7 @@ class Prefill(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     bodies: ClassVar[list[tuple[str, dict[str, Any]]]] = []
-    waits = threading.Event()
-    """Set while a request is waiting."""
-    aborted = threading.Event()
+    waits, aborted = threading.Event(), threading.Event()
     is_healthy = True
 
     def do_GET(self) -> None:
@@ -331,14 +349,7 @@ class TestPair:
         assert message in answer["error"]["message"]
 
     def test_a_client_that_goes_aborts_the_prefill(self, pair_url: str) -> None:
-        Prefill.waits.clear()
-        Prefill.aborted.clear()
-        data = json.dumps({"prompt": "slow"}).encode()
-        address = urlsplit(pair_url)
-        connection = http.client.HTTPConnection(address.netloc, timeout=30)
-        connection.request("POST", "/v1/completions", data)
-        assert Prefill.waits.wait(30)
-        connection.close()
+        go_while_it_waits(pair_url, Prefill.waits)
         assert Prefill.aborted.wait(30)
 
     def test_a_pair_is_healthy_if_each_server_is(self, pair_url: str) -> None:
