@@ -48,7 +48,7 @@ from benchmarks.soak import Asking, Checked, lines, served_by, soak_and_check
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.cli.commands import run_alone
-from vllm_sparse_backend.cli.common import failures, split, token_counts
+from vllm_sparse_backend.cli.common import Text, failures, split, token_counts
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH, METRICS, WORKER_METHOD
 from vllm_sparse_backend.config.model_shape import ModelShape, name_of_path
@@ -373,6 +373,7 @@ class TwoGpus:
     requests: Annotated[int, typer.Option(help="Requests of the load.", min=1)] = 200
     clients: Annotated[int, typer.Option(help="Concurrent requests of the load.", min=1)] = 24
     checked_min_tokens: Annotated[int, typer.Option(help="min_tokens of the servers whose levels are checked.")] = 2048
+    text: Text = None
     server_args: Annotated[str, typer.Option(help="More arguments of all servers.")] = ""
 
     def run(self) -> None:
@@ -546,10 +547,10 @@ class TwoGpus:
             add(cards, f"{about}: perplexity ÷ {ONE}'s", change, "ratio", "lower", 1.01)
 
     def workload(self) -> AnswerWorkload:
-        """Return questions in generated prose, for the tokenizer of the first server that gets them."""
+        """Return the questions; the first server that gets them tokenizes them."""
         lengths = token_counts("--answer-lengths", self.answer_lengths)
         facts = min(FACTS, min(lengths) // 120)
-        return AnswerWorkload.from_text(None, lengths, self.prompts, facts)
+        return AnswerWorkload.from_text(self.text, lengths, self.prompts, facts)
 
     def is_measured(self, lab: Lab, spec: Spec) -> bool:
         """Return whether an earlier run measured all of a server."""

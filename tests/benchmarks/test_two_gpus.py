@@ -23,7 +23,7 @@ def options(folder: Path, **changes: Any) -> TwoGpus:
         "model": model_folder(folder / "large", CONFIG), "out": folder / "out", "second": None, "profile": None,
         "budget_s": 100.0, "steps": "one,tensor,others", "layouts": "pair,data,pipeline",
         "lengths": "40,900", "answer_lengths": "480", "prompts": 1,
-        "repeats": 1, "output_tokens": 3, "requests": 8, "clients": 2, "checked_min_tokens": 256, "server_args": "",
+        "repeats": 1, "output_tokens": 3, "requests": 8, "clients": 2, "checked_min_tokens": 256, "server_args": "", "text": None,
     }  # fmt: skip
     return TwoGpus(**values | changes)
 
