@@ -23,7 +23,8 @@ def options(folder: Path, **changes: Any) -> TwoGpus:
         "model": model_folder(folder / "large", CONFIG), "out": folder / "out", "second": None, "profile": None,
         "budget_s": 100.0, "steps": "one,tensor,others", "layouts": "pair,data,pipeline",
         "lengths": "40,900", "answer_lengths": "480", "prompts": 1,
-        "repeats": 1, "output_tokens": 3, "requests": 8, "clients": 2, "checked_min_tokens": 256, "server_args": "", "text": None,
+        "repeats": 1, "output_tokens": 3, "requests": 8, "clients": 2, "checked_min_tokens": 256,
+        "server_args": "", "text": None,
     }  # fmt: skip
     return TwoGpus(**values | changes)
 
@@ -125,12 +126,12 @@ class TestServers:
     def test_their_cards_caches_and_settings(self, tmp_path) -> None:
         test = options(tmp_path)
         (tmp_path / "out/logs").mkdir(parents=True)
-        single, both = (
+        single, double = (
             test.timed_spec(test.model, DEFAULT, layout, cards).server(tmp_path / "out/logs", 5)
             for layout, cards in ((ONE, (0,)), (TENSOR, (0, 1)))
         )
-        assert (single._env["CUDA_VISIBLE_DEVICES"], both._env["CUDA_VISIBLE_DEVICES"]) == ("0", "0,1")
-        caches = [int(s.command[s.command.index("--kv-cache-memory-bytes") + 1]) for s in (single, both)]
+        assert (single._env["CUDA_VISIBLE_DEVICES"], double._env["CUDA_VISIBLE_DEVICES"]) == ("0", "0,1")
+        caches = [int(s.command[s.command.index("--kv-cache-memory-bytes") + 1]) for s in (single, double)]
         assert caches[0] == 2 * caches[1]
         assert single.log_path.name == "large-default-TP1.log"
         stock = test.timed_spec(test.model, STOCK, ONE, (0,)).server(tmp_path / "out/logs", 5)
@@ -285,17 +286,17 @@ class TestPair:
     def checked(self, folder: Path, monkeypatch: pytest.MonkeyPatch, uses_nixl: bool, wrong: object = None) -> Any:
         test = options(folder)
         lab = Lab(folder / "out", 100)
-        asked: list[tuple[str, int, object]] = []
+        sent: list[tuple[str, int, object]] = []
 
         def tokens_of(url: str, model: str, prompt: list[int], level: object = None) -> list[int]:
-            asked.append((url, len(prompt), level))
+            sent.append((url, len(prompt), level))
             level = (level or "on") if len(prompt) > 256 and url != "stock" else "exact"
             mistakes = url in ("pair", "decode") and level == wrong
             return [len(prompt), hash(str(level)) + mistakes]
 
         class PrefillServer(StubServer):
             def post(self, path: str, body: dict[str, Any]) -> None:
-                asked.append(("prefill", len(body["prompt"]), None))
+                sent.append(("prefill", len(body["prompt"]), None))
 
         monkeypatch.setattr(two_gpus.importlib.util, "find_spec", lambda name: object() if uses_nixl else None)
         monkeypatch.setattr(two_gpus, "tokens_of", tokens_of)
@@ -306,19 +307,19 @@ class TestPair:
             names = ("prefill", "decode", "single", "stock")
             servers = {spec: PrefillServer(name) for spec, name in zip(pair.specs, names, strict=True)}
             pair.check(lab, Running(servers), stack)  # type: ignore[arg-type]
-        return pair, asked, {name: row["value"] for name, row in figures(folder).items()}
+        return pair, sent, {name: row["value"] for name, row in figures(folder).items()}
 
     def test_with_nixl_all_levels_are_compared(self, tmp_path, monkeypatch) -> None:
-        pair, asked, rows = self.checked(tmp_path, monkeypatch, uses_nixl=True)
+        pair, sent, rows = self.checked(tmp_path, monkeypatch, uses_nixl=True)
         assert rows == {
             # The short prompt at four levels, the long one once, and both again after the sparse requests.
             "large, pair: share of 7 exact answers equal to a stock server's": 1,
             "large, pair: share of 3 sparse answers equal to a single server's": 1,
             "large, pair: sparse answers that differ from exact answers": 3,
         }
-        levels = [level for url, length, level in asked if url == "pair" and length == len(self.LONG)]
+        levels = [level for url, length, level in sent if url == "pair" and length == len(self.LONG)]
         assert levels == ["exact", "on", "fast", 0.9, "exact"]
-        assert [asked.count(("single", len(self.LONG), level)) for level in ("on", "fast", 0.9)] == [2, 2, 2]
+        assert [sent.count(("single", len(self.LONG), level)) for level in ("on", "fast", 0.9)] == [2, 2, 2]
         assert problems(tmp_path) == {}
         for spec, role in ((pair.prefill, "kv_producer"), (pair.decode, "kv_consumer")):
             transfer = json.loads(spec.args[spec.args.index("--kv-transfer-config") + 1])
@@ -334,10 +335,10 @@ class TestPair:
         assert values == pytest.approx([exact, sparse], rel=1e-3)
 
     def test_without_nixl_the_servers_own_level_is_compared_by_a_shared_folder(self, tmp_path, monkeypatch) -> None:
-        pair, asked, rows = self.checked(tmp_path, monkeypatch, uses_nixl=False)
+        pair, sent, rows = self.checked(tmp_path, monkeypatch, uses_nixl=False)
         assert list(rows.values())[:2] == [1, 1]
         # One token more, because this connector looks prompts up without their last token.
-        assert [call for call in asked if call[0] in ("prefill", "decode")] == [
+        assert [call for call in sent if call[0] in ("prefill", "decode")] == [
             ("prefill", 130, None), ("decode", 130, None), ("prefill", 514, None), ("decode", 514, None)
         ]  # fmt: skip
         assert "ExampleConnector" in pair.decode.args[-1]
