@@ -37,7 +37,7 @@ test-all: $(INSTALLED)
 	@$(BIN)/pytest -m 'not server' -n $(JOBS) --dist worksteal --durations=15
 	@$(BIN)/pytest -m server --durations=15
 
-# On a card: its tests, then README's figures for it, into docs/results; twenty minutes at most.
+# On a card, or on two at the same time: its tests, then README's figures for it, into docs/results; twenty minutes at most.
 gpu: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.gpu
 

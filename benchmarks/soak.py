@@ -8,6 +8,7 @@ server and of its devices does not grow; that its counters show no event that mu
 the requests (``benchmarks.counters``), within bounds under load and exactly in an audit after it.
 """
 
+import itertools
 import math
 import random
 import threading
@@ -84,6 +85,8 @@ class Asking:
     """Share of requests that the client aborts after one or two tokens."""
     most_output_tokens: int = 16
     seed: int = 0
+    most_requests: int | None = None
+    """The load ends after this many requests, even if time is left; None for no limit."""
 
 
 Samples = list[tuple[float, int]]
@@ -178,11 +181,14 @@ def soak(
     """Let all clients send requests until the time is over, and wait for the last answers."""
     outcome, lock = Outcome(), threading.Lock()
     prefixes = [prompts.take(asking.longest) for _ in range(asking.shared_prefixes)]
+    numbers = itertools.count() if asking.most_requests is None else iter(range(asking.most_requests))
     began = time.monotonic()
 
     def run(client: Client) -> None:
         while time.monotonic() - began < asking.seconds:
             with lock:
+                if next(numbers, None) is None:
+                    return
                 request = client.next()
             error, received = _send(server, request)
             with lock:

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""salting_proxy.py --decode URL [--host ADDRESS] [--port PORT]: gives requests to a stock decode server a cache salt.
+"""salting_proxy.py --decode URL [--prefill URL]: pairs a sparse prefill server with a stock decode server.
 
 A stock vLLM server that decodes for sparse prefill servers does not know levels: its prefix cache may give an exact
-request the blocks that a sparse request left. Put this proxy before such a server, and let the disaggregation proxy
-send decode requests here. It sets ``cache_salt`` by the level in ``vllm_xargs``, so that requests of different levels
-share no cached blocks. A salt that the client sends becomes part of it.
+request the blocks that a sparse request left. This proxy sets ``cache_salt`` by the level in ``vllm_xargs``, so that
+requests of different levels share no cached blocks. A salt that the client sends becomes part of it.
+
+With ``--prefill``, the proxy is what clients connect to: it lets the prefill server compute the prompt, and passes
+where the keys and values are (``kv_transfer_params`` of vLLM's ``NixlConnector``) to the decode server, which answers.
+Without it, the proxy only salts: put it between a disaggregation proxy of your own and the decode server.
 
 It needs what vLLM itself installs: aiohttp, starlette and uvicorn.
 """
 
 import argparse
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +31,22 @@ EXACT, ON = "exact", "on"
 
 SALTED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"}
 """Paths whose bodies have a field ``cache_salt``. Others that are posted to are refused."""
+
+GENERATE = "/inference/v1/generate"
+
+PAIRED = {"/v1/completions", "/v1/chat/completions", GENERATE}
+"""Paths that a pair of servers answers: their answers say where the prompt's keys and values are."""
+
+REMOTE_DECODE = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+"""``kv_transfer_params`` of a request whose keys and values another server will fetch."""
+
+ENDINGS = ("stop", "stop_token_ids", "stream_options")
+"""Fields that a prefill request must not have. Connectors pass on no blocks of a request that a stop string ended."""
+
+REPORT_FIELD, REPORT_HEADER = "sparse_prefill_report", "sparse-prefill-report"
 
 NOT_FORWARDED = {
     "host", "content-length", "transfer-encoding", "connection", "keep-alive", "upgrade", "te", "trailer",
@@ -69,15 +89,69 @@ def salted(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "cache_salt": json.dumps([FIELD, level_of(body), salt])}
 
 
+def refusal_of_pair(path: str, body: Mapping[str, Any]) -> str | None:
+    """Why a pair of servers cannot answer this request, and what to do; None if it can."""
+    sampling = (body.get("sampling_params") or {}) if path == GENERATE else body
+    if not isinstance(sampling, Mapping):
+        return f"sampling_params: given {type(sampling).__name__}, expected an object"
+    if body.get("kv_transfer_params") is not None:
+        return "kv_transfer_params: given by the client, expected none; the prefill server's answer has them"
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt):
+        return f"prompt: given {len(prompt)} prompts, expected one; send a request for each"
+    if (choices := sampling.get("n")) not in (None, 1):
+        return f"n: given {choices}, expected 1, because a decode server fetches a prompt once; send {choices} requests"
+    if body.get("prompt_embeds") is not None:
+        return "prompt_embeds: given, expected a prompt of text or tokens"
+    if sampling.get("use_beam_search"):
+        return "use_beam_search: given true, expected false, because a decode server fetches a prompt once"
+    asks_for_logprobs = sampling.get("prompt_logprobs") is not None or (
+        body.get("echo") and body.get("logprobs") is not None
+    )
+    if asks_for_logprobs:
+        what = "prompt_logprobs, or echo with logprobs: given, expected neither"
+        return f"{what}, because the decode server would compute the prompt again, densely; ask the prefill server"
+    return None
+
+
+def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request for the prefill server: the same prompt, for one token, whose keys and values are kept."""
+    limits: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True}
+
+    def limited(fields: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in fields.items() if name not in (*ENDINGS, "min_tokens")}
+        return {**kept, **limits}
+
+    if path == GENERATE:
+        kept = {name: value for name, value in body.items() if name not in ENDINGS}
+        return {
+            **kept,
+            "sampling_params": limited(body.get("sampling_params") or {}),
+            "stream": False,
+            "kv_transfer_params": REMOTE_DECODE,
+        }
+    if path == "/v1/chat/completions":
+        limits["max_completion_tokens"] = 1
+    return {**limited(body), "stream": False, "kv_transfer_params": REMOTE_DECODE}
+
+
+class RefusedError(Exception):
+    """A request that ends here. ``response`` is for the client."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+
+
 def error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": f"salting proxy: {message}", "code": status}}, status)
 
 
 class Proxy:
-    """Forwards requests to one decode server."""
+    """Forwards requests to one decode server, after the prefill server if there is one."""
 
-    def __init__(self, decode: str) -> None:
+    def __init__(self, decode: str, prefill: str | None = None) -> None:
         self.decode = decode.rstrip("/")
+        self.prefill = None if prefill is None else prefill.rstrip("/")
         self.session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
@@ -88,47 +162,126 @@ class Proxy:
             yield
 
     async def forward(self, request: Request) -> Response:
-        body = await request.body()
-        if request.method == "POST":
-            path = request.url.path
-            if path not in SALTED:
-                known = ", ".join(sorted(SALTED))
-                what_to_do = "send others to a decode server without prefix caching"
-                return error(501, f"POST {path} has no cache_salt, expected one of {known}; {what_to_do}")
-            try:
-                fields = json.loads(body)
-                if not isinstance(fields, dict):
-                    raise ValueError("given no JSON object")
+        try:
+            body = await request.body()
+            more_headers: dict[str, str] = {}
+            if request.method == "POST":
+                path = request.url.path
+                fields = self._fields(path, body)
+                if self.prefill is not None:
+                    transfer, more_headers = await _while_connected(request, self._prefill(request, path, fields))
+                    fields = {**fields, "kv_transfer_params": transfer}
                 body = json.dumps(salted(fields)).encode()
-            except (ValueError, RecursionError) as wrong:
-                return error(400, f"the body of POST {path}: {wrong}")
-        return await self._send(request, body)
+            elif self.prefill is not None and request.url.path == "/health":
+                await _while_connected(request, self._require_prefill_server(request))
+            answer = await _while_connected(request, self._send(request, self.decode, "decode", body))
+        except RefusedError as refused:
+            return refused.response
+        return _streamed(answer, more_headers)
 
-    async def _send(self, request: Request, body: bytes) -> Response:
+    def _fields(self, path: str, body: bytes) -> dict[str, Any]:
+        """The fields of a body that can be salted and, with a prefill server, be divided between two servers."""
+        known = SALTED if self.prefill is None else PAIRED
+        if path not in known:
+            what = "has no cache_salt" if path not in SALTED else "cannot be divided between two servers"
+            to_do = "send others to a decode server without prefix caching"
+            raise RefusedError(error(501, f"POST {path} {what}, expected one of {', '.join(sorted(known))}; {to_do}"))
+        try:
+            fields = json.loads(body)
+            if not isinstance(fields, dict):
+                raise ValueError("given no JSON object")
+            salted(fields)
+            refusal = None if self.prefill is None else refusal_of_pair(path, fields)
+            if refusal is not None:
+                raise ValueError(refusal)
+        except (ValueError, RecursionError) as wrong:
+            raise RefusedError(error(400, f"the body of POST {path}: {wrong}")) from None
+        return fields
+
+    async def _prefill(
+        self, request: Request, path: str, fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Where the decode server finds the prompt's keys and values, and headers for the client."""
+        assert self.prefill is not None
+        sent = json.dumps(prefill_body(path, fields)).encode()
+        answer = await self._send(request, self.prefill, "prefill", sent)
+        if answer.status != 200:  # a refusal, such as of an unknown level
+            raise RefusedError(_streamed(answer, {}))
+        async with answer:
+            try:
+                said = json.loads(await answer.read())
+            except (aiohttp.ClientError, TimeoutError, ValueError) as wrong:
+                problem = f"the prefill server {self.prefill} gave no whole answer: {type(wrong).__name__}: {wrong}"
+                raise RefusedError(error(502, problem)) from None
+        transfer = said.get("kv_transfer_params") if isinstance(said, dict) else None
+        if not isinstance(transfer, dict):
+            expected = 'expected a server with --kv-transfer-config \'{"kv_connector": "NixlConnector", ...}\''
+            raise RefusedError(
+                error(502, f"the prefill server {self.prefill} answered without kv_transfer_params, {expected}")
+            )
+        report = said.get(REPORT_FIELD)
+        return transfer, {} if report is None else {REPORT_HEADER: json.dumps(report)}
+
+    async def _require_prefill_server(self, request: Request) -> None:
+        """A pair is healthy if each of its servers is."""
+        assert self.prefill is not None
+        answer = await self._send(request, self.prefill, "prefill", b"")
+        if answer.status != 200:
+            raise RefusedError(_streamed(answer, {}))
+        answer.release()
+
+    async def _send(self, request: Request, server: str, name: str, body: bytes) -> aiohttp.ClientResponse:
         assert self.session is not None
-        url = f"{self.decode}{request.url.path}"
+        url = f"{server}{request.url.path}"
         if request.url.query:
             url += f"?{request.url.query}"
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED]
+        # The proxy reads the prefill server's answer itself, so it must not be compressed.
+        skipped = NOT_FORWARDED if server == self.decode else {*NOT_FORWARDED, "accept-encoding"}
+        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in skipped]
         try:
-            answer = await self.session.request(request.method, url, data=body, headers=headers, allow_redirects=False)
+            return await self.session.request(request.method, url, data=body, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, TimeoutError) as wrong:
-            return error(502, f"the decode server {self.decode} does not answer: {type(wrong).__name__}: {wrong}")
-
-        async def parts() -> AsyncIterator[bytes]:
-            async with answer:  # closed, and so aborted there, when the client goes
-                async for part in answer.content.iter_any():
-                    yield part
-
-        streamed = StreamingResponse(parts(), answer.status)
-        kept = [(name, value) for name, value in answer.headers.items() if name.lower() not in NOT_FORWARDED]
-        streamed.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in kept]
-        return streamed
+            problem = f"the {name} server {server} does not answer: {type(wrong).__name__}: {wrong}"
+            raise RefusedError(error(502, problem)) from None
 
 
-def app_of(decode: str) -> Starlette:
-    """The proxy before the decode server at the URL ``decode``, as an ASGI app."""
-    proxy = Proxy(decode)
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``work``, which is cancelled when the client goes, and so aborted at the server."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RefusedError(error(499, "the client closed the connection"))
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _streamed(answer: aiohttp.ClientResponse, more_headers: Mapping[str, str]) -> StreamingResponse:
+    """A server's answer as it comes, with more headers."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        async with answer:  # closed, and so aborted there, when the client goes
+            async for part in answer.content.iter_any():
+                yield part
+
+    streamed = StreamingResponse(parts(), answer.status)
+    kept = [(name, value) for name, value in answer.headers.items() if name.lower() not in NOT_FORWARDED]
+    kept += more_headers.items()
+    streamed.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in kept]
+    return streamed
+
+
+def app_of(decode: str, prefill: str | None = None) -> Starlette:
+    """The proxy before the decode server at ``decode``, paired with that at ``prefill`` if there is one, as an app."""
+    proxy = Proxy(decode, prefill)
     methods = ["GET", "HEAD", "POST"]
     return Starlette(routes=[Route("/{path:path}", proxy.forward, methods=methods)], lifespan=proxy.lifespan)
 
@@ -136,12 +289,15 @@ def app_of(decode: str) -> Starlette:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--decode", required=True, metavar="URL", help="the stock decode server: http://10.0.0.2:8200")
+    parser.add_argument("--prefill", metavar="URL", help="the prefill server; none for a proxy that only salts")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8201, help="port to listen on (8201)")
     options = parser.parse_args()
-    if not options.decode.startswith(("http://", "https://")):
-        parser.error(f"--decode: given {options.decode!r}, expected http://HOST:PORT")
-    uvicorn.run(app_of(options.decode), host=options.host, port=options.port, log_level="warning")
+    for name, url in (("--decode", options.decode), ("--prefill", options.prefill)):
+        if url is not None and not url.startswith(("http://", "https://")):
+            parser.error(f"{name}: given {url!r}, expected http://HOST:PORT")
+    app = app_of(options.decode, options.prefill)
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 """`make gpu` without a card: its steps are programs that are there, end in time, and are told of."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,72 @@ def test_each_step_has_its_time_and_the_next_one_runs_all_the_same(tmp_path: Pat
 
 @pytest.mark.parametrize(("gib", "lengths"), [(80, "8192,32768,131072"), (24, "8192,32768")])
 def test_lengths_fit_the_card(tmp_path: Path, gib: int, lengths: str) -> None:
-    steps = gpu.steps_of(tmp_path, tmp_path / "card.json", gib << 30)
+    steps = gpu.steps_of(tmp_path, gib << 30)
     assert lengths in steps["TTFT"][0]
+
+
+def test_two_cards_run_two_steps_at_a_time_each_on_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each step waits for the other of its round, so that neither would end if they ran one after the other."""
+
+    def step(mine: str, other: str) -> list[list[str]]:
+        code = f"""if True:
+            import os, pathlib, time
+            folder = pathlib.Path({str(tmp_path)!r})
+            (folder / {mine!r}).write_text("")
+            while not (folder / {other!r}).exists():
+                time.sleep(0.01)
+            print({mine!r}, "on", os.environ["CUDA_VISIBLE_DEVICES"])"""
+        return [["-c", code]]
+
+    steps = {"a": step("a", "b"), "b": step("b", "a"), "c": step("c", "d"), "d": step("d", "c")}
+    ended = [(name, problem) for name, _, problem in gpu.run(steps, 60, step_s=20, cards=["4", "7"])]
+    assert sorted(ended) == [(name, None) for name in "abcd"]
+    assert {name for name, _ in ended[:2]} == {"a", "b"}
+    assert sorted(capfd.readouterr().out.splitlines()) == ["a on 4", "b on 7", "c on 4", "d on 7"]
+
+
+def test_a_step_on_one_of_two_cards_may_fail_or_take_too_long(capfd: pytest.CaptureFixture[str]) -> None:
+    steps = {
+        "slow": [["-c", "import time; print('begun', flush=True); time.sleep(60)"]],
+        "wrong": [["-c", "raise SystemExit('no memory')"]],
+        "fine": [["-c", "pass"]],
+    }
+    problems = {name: problem for name, _, problem in gpu.run(steps, 60, step_s=2, cards=["0", "1"])}
+    assert problems == {"slow": "took longer than 2 s", "wrong": "ended with 1", "fine": None}
+    assert sorted(capfd.readouterr().out.splitlines()) == ["begun", "no memory"]
+
+
+@pytest.mark.parametrize(
+    ("names", "visible", "cards"),
+    [
+        (["H100"], None, ["0"]),
+        (["H100", "H100", "H100"], None, ["0", "1"]),
+        (["H100", "A10", "H100"], "3,5,6", ["3", "6"]),
+        (["H100", "A10"], "", ["0"]),
+        (["H100", "H100"], "GPU-a,GPU-b", ["GPU-a", "GPU-b"]),
+    ],
+)
+def test_cards_of_the_first_ones_kind_are_used(names: list[str], visible: str | None, cards: list[str]) -> None:
+    assert gpu.cards_alike(names, visible) == cards
+
+
+def test_both_sides_of_a_ratio_are_one_step_which_runs_on_one_card(tmp_path: Path) -> None:
+    """One command starts stock vLLM and this backend, and one compares `attend` with FlashAttention."""
+    steps = gpu.steps_of(tmp_path, 80 << 30, at_once=2)
+    assert list(steps) == [*list(steps)[:2], "TTFT", "attend"]
+    assert steps["TTFT"][0][1:4] == ["vllm_sparse_backend", "bench", "serve"]
+    workers = [int(steps[name][0][steps[name][0].index("-n") + 1]) for name in list(steps)[:2]]
+    assert 2 * workers[0] == 2 * workers[1] <= max(2, (os.cpu_count() or 1) - 2)
+
+
+def test_figures_of_steps_are_merged_and_keep_their_bars(tmp_path: Path) -> None:
+    row = {"name": "TTFT", "value": 1, "unit": "s", "bar": 3, "better": "lower", "device": "a", "command": "b"}
+    (tmp_path / "card.json").write_text(json.dumps([row]))
+    (tmp_path / "TTFT.json").write_text(json.dumps([{**row, "value": 2, "bar": None}, {**row, "name": "more"}]))
+    for step in ("TTFT", "attend"):
+        gpu.add_figures(tmp_path / "card.json", tmp_path / f"{step}.json")
+    rows = {row["name"]: (row["value"], row["bar"]) for row in json.loads((tmp_path / "card.json").read_text())}
+    assert rows == {"TTFT": (2, 3), "more": (1, 3)}
 
 
 def test_tests_are_figures(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 import itertools
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,11 @@ class TestCounters:
         assert (audited["value"], audited["bar"]) == (0, 0)
         assert "growth of the memory of its devices" in figures
         assert any("0 counters differ" in line for line in lines(self.ASKING, done))
+
+    def test_a_load_ends_after_its_number_of_requests(self, served: Served) -> None:
+        asking = replace(self.ASKING, seconds=60.0, most_requests=7)
+        done = soak_and_check(CountingServer(served), asking, Prompts(range(3000)), None)  # type: ignore[arg-type]
+        assert (done.outcome.num_requests, done.problems) == (7, [])
 
     def test_that_are_off(self, served: Served) -> None:
         (tiles, *_) = self.checked(CountingServer(served, "tiles"), served).problems

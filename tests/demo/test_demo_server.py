@@ -4,6 +4,7 @@
 import json
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,20 @@ def test_a_cache_that_is_asked_for_is_not_overruled(
     server = Server(tmp_path, args)
     assert server._env.get(CPU_CACHE) == (None if args else "1")
     server.stop()
+
+
+def test_a_server_that_is_killed_does_not_delay_its_stop(tmp_path: Path) -> None:
+    """A program that ignores SIGTERM, as a server does while it starts."""
+    server = Server(tmp_path)
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    server.command = [sys.executable, "-c", deaf]
+    server._start()
+    while "deaf" not in server.tail():
+        time.sleep(0.05)
+    server.kill()
+    began = time.monotonic()
+    server.stop()
+    assert time.monotonic() - began < 10
+    server.kill()  # a stopped server has nothing to kill

@@ -4,7 +4,9 @@
 import json
 import re
 import runpy
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -22,6 +24,7 @@ OF_PROMETHEUS = {"instance", "job", "le"}
 QUERIES = {f"docs: {name}": query for name, query in promql.documented_queries().items()}
 QUERIES |= {f"dashboard: {name}": query for name, query in promql.dashboard_queries().items()}
 SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+PAIR = yaml.safe_load((DEPLOY / "disaggregated.compose.yaml").read_text())["services"]
 GROUPS = yaml.safe_load((DEPLOY / "monitoring/alerts.yml").read_text())["groups"]
 ALERTS = [rule for group in GROUPS for rule in group["rules"]]
 QUERIES |= {f"alert: {rule['alert']}": rule["expr"] for rule in ALERTS}
@@ -31,12 +34,13 @@ def test_dockerfile() -> None:
     external_tools.check("hadolint", DEPLOY / "Dockerfile")
 
 
-@pytest.mark.parametrize("profiles", [[], ["monitoring"]])
-def test_compose(profiles: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "profiles"),
+    [("compose.yaml", []), ("compose.yaml", ["monitoring"]), ("disaggregated.compose.yaml", [])],
+)
+def test_compose(name: str, profiles: list[str]) -> None:
     flags = [flag for profile in profiles for flag in ("--profile", profile)]
-    external_tools.check(
-        "docker-compose", "-f", DEPLOY / "compose.yaml", *flags, "config", "-q", env={"MODEL": "/model"}
-    )
+    external_tools.check("docker-compose", "-f", DEPLOY / name, *flags, "config", "-q", env={"MODEL": "/model"})
 
 
 def test_compose_mounts_what_is_there() -> None:
@@ -111,9 +115,10 @@ def _has(query: str, label: str) -> bool:
     return " by (" not in query and all(label in (*SAMPLES[metric].all_labels, "instance") for metric in metrics)
 
 
+@pytest.mark.parametrize("name", ["server.yaml", "disaggregated.yaml"])
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
-def test_kubernetes(version: str) -> None:
-    external_tools.check("kubernetes-validate", "--strict", "-k", version, KUBERNETES / "server.yaml")
+def test_kubernetes(version: str, name: str) -> None:
+    external_tools.check("kubernetes-validate", "--strict", "-k", version, KUBERNETES / name)
 
 
 def test_kubernetes_names_fit_together() -> None:
@@ -159,10 +164,112 @@ def test_health_check_follows_the_server(arguments: list[str], command: list[str
 
 
 def test_nothing_in_a_container_may_be_written_but_what_is_mounted() -> None:
-    for service in SERVICES.values():
+    for service in (*SERVICES.values(), *PAIR.values()):
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+class PairFile(NamedTuple):
+    """What a recipe for a disaggregated pair starts, by role: prefill, decode, proxy."""
+
+    entrypoints: dict[str, list[str]]
+    """Programs that replace the image's."""
+    args: dict[str, list[str]]
+    env: dict[str, dict[str, object]]
+    ports: dict[str, str]
+    """Where a role listens, by the name under which others reach it: HOST:PORT."""
+
+
+def pair_of_compose() -> PairFile:
+    args = {role: service["command"] for role, service in PAIR.items()}
+    return PairFile(
+        {role: service["entrypoint"] for role, service in PAIR.items() if "entrypoint" in service},
+        args,
+        {role: service.get("environment", {}) for role, service in PAIR.items()},
+        {role: f"{role}:{option(command, '--port')}" for role, command in args.items()},
+    )
+
+
+def pair_of_kubernetes() -> PairFile:
+    documents = list(yaml.safe_load_all((KUBERNETES / "disaggregated.yaml").read_text()))
+    services = [document for document in documents if document["kind"] == "Service"]
+    pair = PairFile({}, {}, {}, {})
+    for document in documents:
+        if document["kind"] != "Deployment":
+            continue
+        pod = document["spec"]["template"]
+        labels, (container,) = pod["metadata"]["labels"], pod["spec"]["containers"]
+        assert document["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        role = document["metadata"]["name"].removeprefix("sparse-prefill-")
+        (service,) = (service for service in services if service["spec"]["selector"].items() <= labels.items())
+        (port,), (listening,) = service["spec"]["ports"], container["ports"]
+        assert port["targetPort"] == listening["name"]
+        assert option(container["args"], "--port") == str(listening["containerPort"])
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
+        assert mounts == {volume["name"] for volume in pod["spec"].get("volumes", [])}
+        if "command" in container:
+            pair.entrypoints[role] = container["command"]
+        pair.args[role] = container["args"]
+        pair.env[role] = {
+            variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container.get("env", [])
+        }
+        pair.ports[role] = f"{service['metadata']['name']}:{port['port']}"
+    return pair
+
+
+def option(args: list[str], name: str) -> str:
+    return args[args.index(name) + 1]
+
+
+@pytest.mark.parametrize("read", [pair_of_compose, pair_of_kubernetes])
+def test_a_disaggregated_pair_fits_together(read: Callable[[], PairFile]) -> None:
+    pair = read()
+    assert pair.args.keys() == {"prefill", "decode", "proxy"}
+    # The prefill server is this image's own program, and the decode server is stock vLLM.
+    assert pair.entrypoints.keys() == {"decode", "proxy"}
+    load_config(json.loads(option(pair.args["prefill"], "--additional-config")))
+    assert pair.entrypoints["decode"] == ["vllm", "serve"]
+    assert pair.env["decode"]["VLLM_PLUGINS"] == "none"
+    assert "--additional-config" not in pair.args["decode"]
+    # One block size and one served name; the handshake would refuse the backend's other name.
+    for name in ("--block-size", "--served-model-name"):
+        assert option(pair.args["prefill"], name) == option(pair.args["decode"], name), name
+    for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        transfer = json.loads(option(pair.args[role], "--kv-transfer-config"))
+        assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", kv_role)
+        assert transfer["kv_connector_extra_config"] == {"enforce_handshake_compat": False}
+        # vLLM's default, localhost, is another machine for the other server.
+        own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
+        assert pair.env[role]["VLLM_NIXL_SIDE_CHANNEL_HOST"] in (role, own_address)
+    # The proxy is in the image, and reaches both by their services.
+    interpreter, program = pair.entrypoints["proxy"]
+    copied = re.findall(r"deploy/(\S+\.\w+)", (DEPLOY / "Dockerfile").read_text())
+    assert (interpreter, Path(program).parent) == ("python3", Path("/opt/sparse-prefill"))
+    assert Path(program).name in copied
+    for role in ("prefill", "decode"):
+        assert option(pair.args["proxy"], f"--{role}") == f"http://{pair.ports[role]}"
+
+
+def test_only_the_proxy_of_a_pair_is_published() -> None:
+    assert [role for role, service in PAIR.items() if service.get("ports")] == ["proxy"]
+    assert all(port.startswith("127.0.0.1:") for port in PAIR["proxy"]["ports"])
+    cards = [
+        PAIR[role]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for role in ("prefill", "decode")
+    ]
+    assert cards == [["0"], ["1"]]
+    policies = [
+        document
+        for document in yaml.safe_load_all((KUBERNETES / "disaggregated.yaml").read_text())
+        if document["kind"] == "NetworkPolicy"
+    ]
+    by_name = {policy["metadata"]["name"]: policy["spec"] for policy in policies}
+    clients = by_name["sparse-prefill-pair-clients"]
+    assert clients["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "sparse-prefill-proxy"}
+    assert {"podSelector": {}} not in [
+        peer for rule in by_name["sparse-prefill-pair"]["ingress"] for peer in rule["from"]
+    ]
 
 
 def test_production_stack_serves_this_backend() -> None:

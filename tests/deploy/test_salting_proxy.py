@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy before a stock decode server, as a process of its own, against a server that says what it was sent."""
+"""The proxy before a stock decode server, as a process of its own, against servers that say what they were sent."""
 
+import http.client
 import json
-import socket
-import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import pytest
 
+from tests.helpers.proxies import free_port, started_proxy
+
 pytest.importorskip("aiohttp", reason="needs what vLLM installs")
 
-PROXY = Path(__file__).parents[2] / "deploy/salting_proxy.py"
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -27,6 +25,8 @@ class Decode(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     release = threading.Event()
+    waits, aborted = threading.Event(), threading.Event()
+    """Whether a slow request waits, and whether the proxy closed its connection."""
 
     def do_GET(self) -> None:
         self._answer(200, json.dumps({"path": self.path}).encode())
@@ -34,6 +34,11 @@ class Decode(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         sent = {"path": self.path, "key": self.headers.get("Authorization"), "body": json.loads(body)}
+        if sent["body"].get("prompt") == "slow":
+            self.waits.set()
+            if not self.connection.recv(1):
+                self.aborted.set()
+            return
         if not sent["body"].get("stream"):
             self._answer(418 if sent["body"].get("prompt") == "refused" else 200, json.dumps(sent).encode())
             return
@@ -58,12 +63,6 @@ class Decode(BaseHTTPRequestHandler):
         pass
 
 
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def decode() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Decode)
@@ -72,26 +71,10 @@ def decode() -> Iterator[ThreadingHTTPServer]:
     server.shutdown()
 
 
-def started(decode_url: str) -> Iterator[str]:
-    port = free_port()
-    process = subprocess.Popen([sys.executable, PROXY, "--decode", decode_url, "--port", str(port)])
-    try:
-        for _ in range(600):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                assert process.poll() is None
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
 @pytest.fixture(scope="module")
 def url(decode: ThreadingHTTPServer) -> Iterator[str]:
-    yield from started(f"http://127.0.0.1:{decode.server_port}")
+    with started_proxy(f"http://127.0.0.1:{decode.server_port}") as address:
+        yield address
 
 
 def post(url: str, body: Any, path: str = "/v1/completions") -> tuple[int, Any]:
@@ -190,7 +173,198 @@ def test_a_stream_is_passed_on_part_by_part(url: str) -> None:
 
 
 def test_a_decode_server_that_does_not_answer() -> None:
-    for url in started(f"http://127.0.0.1:{free_port()}"):
+    with started_proxy(f"http://127.0.0.1:{free_port()}") as url:
         status, answer = post(url, {"prompt": "a"})
         assert status == 502
         assert "does not answer" in answer["error"]["message"]
+
+
+def go_while_it_waits(url: str, waits: threading.Event) -> None:
+    """Send a slow request, and close the connection once the server works on it."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "slow"}).encode())
+    assert waits.wait(30)
+    connection.close()
+
+
+def test_a_client_that_goes_aborts_a_request_without_a_stream(url: str) -> None:
+    go_while_it_waits(url, Decode.waits)
+    assert Decode.aborted.wait(30)
+
+
+TRANSFER = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "10.0.0.1", "remote_port": 5600}
+CHAT = "/v1/chat/completions"
+
+
+class Prefill(BaseHTTPRequestHandler):
+    """A prefill server: says where a prompt's keys and values are; the prompt may ask for another answer."""
+
+    protocol_version = "HTTP/1.1"
+    bodies: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+    waits, aborted = threading.Event(), threading.Event()
+    is_healthy = True
+
+    def do_GET(self) -> None:
+        self._answer(200 if self.is_healthy else 503, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append((self.path, body))
+        match body.get("prompt"):
+            case "refused":
+                self._answer(400, {"error": {"message": "no such level"}})
+            case "without connector":
+                self._answer(200, {"choices": []})
+            case "no JSON":
+                self._answer(200, "<html>")
+            case "slow":
+                self.waits.set()
+                if not self.connection.recv(1):
+                    self.aborted.set()
+            case _:
+                report = {"level": "fast"} if "report" in str(body.get("vllm_xargs")) else None
+                self._answer(200, {"kv_transfer_params": TRANSFER, "sparse_prefill_report": report})
+
+    def _answer(self, status: int, answer: Any) -> None:
+        body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Prefill)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pair_url(decode: ThreadingHTTPServer, prefill: ThreadingHTTPServer) -> Iterator[str]:
+    urls = (f"http://127.0.0.1:{server.server_port}" for server in (decode, prefill))
+    with started_proxy(*urls) as address:
+        yield address
+
+
+def sent_to_prefill(url: str, body: dict[str, Any], path: str = "/v1/completions") -> tuple[dict[str, Any], Any]:
+    """What the prefill server got for this request, and what the decode server got."""
+    Prefill.bodies.clear()
+    status, sent = post(url, body, path)
+    assert status == 200
+    ((prefill_path, prefilled),) = Prefill.bodies
+    assert prefill_path == sent["path"] == path
+    return prefilled, sent["body"]
+
+
+class TestPair:
+    """With a prefill server too."""
+
+    def test_the_prefill_server_computes_the_prompt_and_the_decode_server_fetches_it(self, pair_url: str) -> None:
+        body = {"prompt": "a", "max_tokens": 9, "stop": ["x"], "min_tokens": 2, **asking("fast")}
+        prefilled, decoded = sent_to_prefill(pair_url, body)
+        assert prefilled.pop("kv_transfer_params")["do_remote_decode"] is True
+        assert prefilled == {
+            "prompt": "a", "max_tokens": 1, "ignore_eos": True, "stream": False, **asking("fast")
+        }  # fmt: skip
+        assert decoded.pop("kv_transfer_params") == TRANSFER
+        assert json.loads(decoded.pop("cache_salt")) == ["sparse_prefill", "fast", None]
+        assert decoded == body
+
+    def test_chats_and_tokens(self, pair_url: str) -> None:
+        prefilled, _ = sent_to_prefill(pair_url, {"messages": [], "max_completion_tokens": 9, "stream": False}, CHAT)
+        assert (prefilled["max_tokens"], prefilled["max_completion_tokens"]) == (1, 1)
+        body = {"token_ids": [1], "sampling_params": {"max_tokens": 9, "stop_token_ids": [2], "seed": 1}}
+        prefilled, decoded = sent_to_prefill(pair_url, body, "/inference/v1/generate")
+        assert prefilled["sampling_params"] == {"max_tokens": 1, "ignore_eos": True, "seed": 1}
+        assert decoded["sampling_params"] == body["sampling_params"]
+
+    def test_streams(self, pair_url: str) -> None:
+        """Of the prefill server's answer nothing is streamed, and the decode server's comes part by part."""
+        Prefill.bodies.clear()
+        Decode.release.clear()
+        data = json.dumps({"stream": True, "stream_options": {"include_usage": True}}).encode()
+        with DIRECT.open(urllib.request.Request(f"{pair_url}/v1/completions", data), timeout=30) as answer:
+            assert answer.read(9) == b"data: 1\n\n"
+            Decode.release.set()
+            assert answer.read() == b"data: [DONE]\n\n"
+        ((_, prefilled),) = Prefill.bodies
+        assert prefilled["stream"] is False
+        assert "stream_options" not in prefilled
+
+    def test_the_prefill_servers_report_is_a_header(self, pair_url: str) -> None:
+        for body, header in (({}, None), ({"vllm_xargs": {"sparse_prefill_report": True}}, '{"level": "fast"}')):
+            data = json.dumps({"prompt": "a", **body}).encode()
+            request = urllib.request.Request(f"{pair_url}/v1/completions", data, {"Accept-Encoding": "gzip"})
+            with DIRECT.open(request, timeout=30) as answer:
+                assert answer.headers["sparse-prefill-report"] == header
+
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            ({"n": 2}, "n: given 2, expected 1"),
+            ({"prompt": ["a", "b"]}, "prompt: given 2 prompts, expected one"),
+            ({"prompt": [[1], [2]]}, "prompt: given 2 prompts, expected one"),
+            ({"prompt_embeds": "…"}, "prompt_embeds: given"),
+            ({"use_beam_search": True}, "use_beam_search: given true"),
+            ({"prompt_logprobs": 0}, "prompt_logprobs, or echo with logprobs"),
+            ({"echo": True, "logprobs": 1}, "prompt_logprobs, or echo with logprobs"),
+            ({"kv_transfer_params": {"remote_host": "10.6.6.6"}}, "kv_transfer_params: given by the client"),
+        ],
+    )
+    def test_what_a_pair_cannot_divide_is_refused(self, pair_url: str, body: dict[str, Any], message: str) -> None:
+        Prefill.bodies.clear()
+        status, answer = post(pair_url, {"prompt": "a", **body})
+        assert (status, Prefill.bodies) == (400, [])
+        assert message in answer["error"]["message"]
+
+    def test_one_prompt_in_a_list_and_token_ids_are_divided(self, pair_url: str) -> None:
+        for prompt in (["a"], [[1, 2]], [1, 2], "a"):
+            assert sent_to_prefill(pair_url, {"prompt": prompt, "n": 1})[0]["prompt"] == prompt
+
+    def test_sampling_parameters_that_are_no_object(self, pair_url: str) -> None:
+        status, answer = post(pair_url, {"sampling_params": [1]}, "/inference/v1/generate")
+        assert status == 400
+        assert "sampling_params: given list, expected an object" in answer["error"]["message"]
+
+    def test_paths_that_cannot_be_divided(self, pair_url: str) -> None:
+        status, answer = post(pair_url, {}, "/v1/responses")
+        assert status == 501
+        assert "POST /v1/responses cannot be divided between two servers" in answer["error"]["message"]
+
+    def test_the_prefill_servers_refusal_is_the_answer(self, pair_url: str) -> None:
+        assert post(pair_url, {"prompt": "refused"}) == (400, {"error": {"message": "no such level"}})
+
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [("without connector", "answered without kv_transfer_params"), ("no JSON", "gave no whole answer")],
+    )
+    def test_a_prefill_server_that_gives_no_keys(self, pair_url: str, prompt: str, message: str) -> None:
+        status, answer = post(pair_url, {"prompt": prompt})
+        assert status == 502
+        assert message in answer["error"]["message"]
+
+    def test_a_client_that_goes_aborts_the_prefill(self, pair_url: str) -> None:
+        go_while_it_waits(pair_url, Prefill.waits)
+        assert Prefill.aborted.wait(30)
+
+    def test_a_pair_is_healthy_if_each_server_is(self, pair_url: str) -> None:
+        with DIRECT.open(f"{pair_url}/health", timeout=30) as answer:
+            assert answer.status == 200
+        Prefill.is_healthy = False
+        try:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                DIRECT.open(f"{pair_url}/health", timeout=30)
+            assert refused.value.code == 503
+        finally:
+            Prefill.is_healthy = True
+
+    def test_a_prefill_server_that_does_not_answer(self, decode: ThreadingHTTPServer) -> None:
+        with started_proxy(f"http://127.0.0.1:{decode.server_port}", f"http://127.0.0.1:{free_port()}") as url:
+            status, answer = post(url, {"prompt": "a"})
+        assert status == 502
+        assert "the prefill server" in answer["error"]["message"]

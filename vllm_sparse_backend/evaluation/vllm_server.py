@@ -254,6 +254,11 @@ class Server:
         except OSError as error:
             raise ServerError(f"POST {path}: {error}. {self._end_of_log()}") from error
 
+    def kill(self) -> None:
+        """Kill the server's processes at once. ``stop`` must still be called."""
+        if self._process is not None:
+            _kill_group(self._process.pid)
+
     def stop(self) -> None:
         """Ask the server to end, then kill the rest of its process group."""
         process, self._process = self._process, None

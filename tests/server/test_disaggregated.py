@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill server and a decode server behind deploy/salting_proxy.py, with vLLM's NixlConnector between them, on CPUs.
+
+Needs the package `nixl`, whose UCX transfers between processes of one machine without RDMA. The decode server runs this
+backend too: vLLM's stock CPU attention takes keys of a server with another backend for those of a GPU, and rearranges
+them. Its decodes are vLLM's own. `python -m benchmarks.two_gpus` pairs with a stock decode server on GPUs.
+"""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.helpers import scenario, server_levels
+from tests.helpers.proxies import started_proxy
+from tests.helpers.scenario import Answer, Servers
+from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, reserve_port, sparse_args
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.full,
+    pytest.mark.skipif(has_cuda(), reason="python -m benchmarks.two_gpus runs a pair on GPUs"),
+]
+
+pytest.importorskip("nixl", reason="the pair needs: pip install nixl")
+
+LOGPROB_TOLERANCE = 5e-5
+LEVELS = ("high", "fast")
+# One token more than whole pages: a single server that finds these pages in its cache computes the last token as a
+# decode server does, densely.
+LENGTHS = (63, 8 * scenario.PAGE_TOKENS + 1)
+
+
+class Pair(NamedTuple):
+    prefill: Server
+    decode: Server
+    url: str
+    """Of the proxy."""
+
+    def ask(self, token_ids: list[int], level: object) -> Answer:
+        return scenario.ask(ProxiedServer(self.decode, self.url), token_ids, level=level)
+
+
+class ProxiedServer(Server):
+    """The decode server, asked through the proxy."""
+
+    def __init__(self, server: Server, url: str) -> None:
+        self.model, self.log_path, self._proxy_url = server.model, server.log_path, url
+
+    @property
+    def url(self) -> str:
+        return self._proxy_url
+
+
+def transfer_args(role: str) -> tuple[str, ...]:
+    config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    return "--kv-transfer-config", json.dumps(config)
+
+
+@pytest.fixture(scope="module")
+def pair(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    settings = server_levels.write(tmp_path_factory.mktemp("pair"), *server_levels.ALL)
+    with ExitStack() as stack:
+        servers = []
+        for role in ("kv_producer", "kv_consumer"):
+            side_channel = stack.enter_context(reserve_port())
+            env = {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel.getsockname()[1]),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "UCX_TLS": "tcp,self",
+            }
+            args = (*sparse_args(settings), *scenario.SERVER_ARGS, *transfer_args(role))
+            servers.append(Server(small_model, args, env=env))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(stack.enter_context, servers))
+        prefill, decode = servers
+        yield Pair(prefill, decode, stack.enter_context(started_proxy(decode.url, prefill.url)))
+
+
+def prompts() -> dict[int, list[int]]:
+    return {length: scenario.prompt(length, seed=3000 + length) for length in LENGTHS}
+
+
+def assert_same(answer: Answer, expected: Answer) -> None:
+    assert answer.token_ids == expected.token_ids
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def test_sparse_answers_are_those_of_a_single_server_and_exact_answers_are_stock(pair: Pair, servers: Servers) -> None:
+    """Each prompt at every level in turn, so that no level may read what another one left in the decode server."""
+    before = scenario.counted(pair.decode)
+    for length, token_ids in prompts().items():
+        answers = {level: pair.ask(token_ids, level) for level in (*LEVELS, "exact")}
+        assert_same(answers["exact"], scenario.ask(servers.stock, token_ids))
+        for level in LEVELS:
+            scenario.ask(servers.ours, token_ids, level=level)  # fills the cache
+            assert_same(answers[level], scenario.ask(servers.ours, token_ids, level=level))
+            if length > server_levels.MIN_TOKENS:
+                assert answers[level].logprobs != pytest.approx(answers["exact"].logprobs, abs=1e-3)
+        # Blocks that came through the connector are in the decode server's prefix cache, marked by their level.
+        assert_same(pair.ask(token_ids, "high"), answers["high"])
+    # The decode server computed nothing but decodes: all prompts came through the connector.
+    decoded = scenario.counted(pair.decode, before)
+    assert {path for (path, _), count in decoded.rows.items() if count} == {"decode"}
+
+
+def test_the_prefill_servers_refusal_reaches_the_client(pair: Pair) -> None:
+    with pytest.raises(Exception, match="answered 400") as refused:
+        pair.ask(scenario.prompt(300, seed=5), "no such level")
+    assert "no such level" in str(refused.value)
