@@ -38,7 +38,8 @@ class StandIn:
         self.target = target
 
     def get_current_device(self) -> int:
-        return 0
+        """Return a number of its own for each target: a kernel keeps what it compiled by device, not by target."""
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
@@ -137,6 +138,23 @@ class Recorder:
         return lambda *args, **options: self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
 
 
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+"""Assembler and disassemblers that Triton brings along."""
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Return the registers of a thread at a kernel's start, and its stack in bytes, where spilled registers lie."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK", "LOCAL"))
+    if registers is None or stack is None or local is None:
+        raise ValueError(f"cuobjdump -res-usage: given {usage!r}, expected REG, STACK and LOCAL")
+    return int(registers[1]), max(int(stack[1]), int(local[1]))
+
+
 class Code(NamedTuple):
     """Machine code of a kernel, one instruction a line, and what it takes up."""
 
@@ -146,17 +164,13 @@ class Code(NamedTuple):
 
     @staticmethod
     def of(compiled: Any) -> "Code":
-        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder, "kernel.cubin")
             cubin.write_bytes(compiled.asm["cubin"])
-            sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-            usage = subprocess.run(
-                [tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
-            ).stdout
-        registers = re.search(r"REG:(\d+)", usage)
+            sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+        registers, _ = resource_usage(compiled.asm["cubin"])
         lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
-        return Code(lines, int(registers[1]) if registers else 0, compiled.metadata.shared)
+        return Code(lines, registers, compiled.metadata.shared)
 
     def places(self, mnemonic: str) -> list[int]:
         """Lines of an instruction; ``mnemonic`` is a regular expression for its name."""
