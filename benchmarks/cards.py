@@ -3,9 +3,10 @@
 
     python -m benchmarks.cards [--jobs 14] [--out docs/results/cards.json] [--target 89] [--head-dim 256]
 
-It needs only torch and Triton. A head dim for which a GPU's shared memory holds no block of keys is refused, as a server
-refuses it. A kernel fails if it does not compile, or takes more shared memory or registers than the GPU has. Rows are
-written each time that a GPU and head dim are done. Exit code 1 if a kernel failed.
+It needs only torch and Triton. A head dim for which a GPU's shared memory holds no block of keys is refused, as a
+server refuses it, and so is a method whose selection does not fit. A kernel fails if it does not compile, or takes more
+shared memory or registers than the GPU has. Rows are written each time that a GPU and head dim are done. Exit code 1 if
+a kernel failed.
 """
 
 import argparse
@@ -46,10 +47,12 @@ def rows_of(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mappin
         return [_row(f"{case}: refused, {reason}", len(METHODS), "methods", None)]
     usages = [usage for kernels in table.values() for usage in kernels.values()]
     spilled = sum(usage["stack_bytes"] > 0 for usage in usages)
+    refused = [method for method, kernels in table.items() if not kernels]
     what = "kernels that need more shared memory or registers than the GPU has, or do not compile"
     return [
         _row(f"{case}: {what}", len(failed), "kernels", 0),
         _row(f"{case}: kernels compiled", len(usages), "kernels", None, "higher"),
+        _row(f"{case}: methods refused, whose selection needs more shared memory", len(refused), "methods", None),
         _row(f"{case}: kernels with a stack, such as spilled registers", spilled, "kernels", None),
     ]
 
@@ -101,6 +104,8 @@ def _finish(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mappin
     for kernel, reason in failed.items():
         print(f"  {kernel}: {reason}", flush=True)
     for method, kernels in table.items():
+        if not kernels and not case.is_refused:
+            print(f"  {method}: refused, its selection needs more shared memory", flush=True)
         for kernel, usage in kernels.items():
             if usage["stack_bytes"] > 0:
                 print(f"  {method}: {kernel}: a stack of {usage['stack_bytes']} bytes a thread", flush=True)

@@ -4,17 +4,18 @@
     python -m benchmarks.hybrid measure [--model qwen3-next] [--tokens 65536] [--budget-s 300] \
         [--out docs/results/cards.json] [--logs build/hybrid]
 
-Two shapes: Qwen3-Next's (three gated recurrences, then attention with head_dim 256) and Nemotron-H's (Mamba 2, MLPs and
-attention layers of their own). Weights are made on the card (``--load-format dummy``). Feed-forward layers of
-Qwen3-Next's shape are dense, as wide as the experts that a token activates, because doctor's forecast counts experts so.
+Two shapes: Qwen3-Next's (three gated recurrences, then attention with head_dim 256), and Nemotron-H's (Mamba 2, MLPs
+and attention layers of their own). Weights are made on the card (``--load-format dummy``). Feed-forward layers of
+Qwen3-Next's shape are dense, as wide as the experts that a token activates: doctor's forecast counts experts so.
 
 Random weights make attention nearly uniform: ``top_p`` then keeps nearly all of it, which shows that the default runs,
 and what it costs where nothing can be left out. The speed-up is that of A-shape, whose density does not depend on
 weights. A server at a density near zero gives the bound that attention really sets, next to doctor's forecast.
 
 Stock vLLM gets ``--block-size 128``, so that its pages are as long as this backend's, and attention sums in the same
-order: exact requests must then give stock's tokens. Each engine runs in a process of its own, and its rows are written
-as soon as it ends. A model that cannot be loaded costs its own rows only: the reason is printed, and the exit code is 1.
+order: exact requests must then give stock's tokens. Each engine runs in a process of its own, and a model's rows are
+written when its engines end. A model that cannot be loaded costs its own rows only: the reason is printed, and the exit
+code is 1.
 """
 
 import contextlib

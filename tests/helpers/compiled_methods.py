@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.helpers.batches import random_batch
@@ -28,6 +29,7 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.selection.engine import SelectSpec, portable_refusal
 
 Usage = dict[str, Any]
 """Of a kernel, the most of any variant: ``shared_bytes``, ``registers`` of a thread, ``registers_per_program``, and
@@ -83,8 +85,9 @@ def compiled_kernels(capability: int, head_dim: int, names: Sequence[str]) -> di
         names: methods.
 
     Returns:
-        The usage by method and kernel. Empty if the card's shared memory holds no block of keys: such layers stay dense
-        (``Fallback.SHARED_MEMORY``), and no kernel runs.
+        The usage by method and kernel. Layers that do not fit the card's shared memory stay dense
+        (``Fallback.SHARED_MEMORY``), and launch no kernel: it is empty if the card holds no block of keys, and a method
+        has no kernels if none of its settings fits.
     """
     if widest_block(head_dim, SHARED_KIB[capability] << 10) is None:
         return {}
@@ -106,6 +109,7 @@ def recorded(kernels: dict[str, Usage]) -> ExitStack:
         usage = kernels.setdefault(self.fn.__name__, {"variants": 0, "errors": []} | dict.fromkeys(FIELDS, 0))
         try:
             compiled = launch(self, *args, grid=grid, warmup=True, **options)
+            assert compiled.metadata.target.arch == driver.active.get_current_target().arch
         except Exception as error:  # whatever the compiler raises: the other kernels are compiled all the same
             usage["errors"].append(f"{type(error).__name__}: {error}"[:500])
             return None
@@ -135,10 +139,12 @@ def launch_all(batch: Batch, capability: int, name: str) -> None:
 
 
 def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
-    spec = METHODS[name]
+    spec, device = METHODS[name], torch.device("cpu")
     settings = (spec.parameters(), spec.full, *(spec.parameters(**step).group_key for step in spec.ladder))
     for method in dict.fromkeys(settings):
-        yield replace(Layer.of(layer_plan([method] * 8), head_dim, torch.device("cpu")), by_kernels=True)
+        plan = layer_plan([method] * 8)
+        if all(portable_refusal(SelectSpec(group.method, device, head_dim)) is None for group in plan):
+            yield replace(Layer.of(plan, head_dim, device), by_kernels=True)
 
 
 def no_attention(q: torch.Tensor, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

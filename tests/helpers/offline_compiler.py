@@ -96,8 +96,8 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
     from vllm_sparse_kernels.methods.anchor_attention import method as anchors
     from vllm_sparse_kernels.methods.sale import method as sale
     from vllm_sparse_kernels.methods.share_prefill import block_average
-    from vllm_sparse_kernels.methods.top_p import method as top_p, portable as top_p_masses
-    from vllm_sparse_kernels.selection import last_queries
+    from vllm_sparse_kernels.methods.top_p import method as top_p, portable as top_p_masses, rounding as top_p_rounding
+    from vllm_sparse_kernels.selection import engine as selection, last_queries
 
     limit_bytes, fp8 = SHARED_KIB[capability] << 10, torch.float8_e4m3fn
     answers = [
@@ -106,6 +106,10 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         (last_queries, "shared_bytes", limit_bytes),
         (block_average, "shared_bytes", limit_bytes),
         (top_p_masses, "shared_bytes", limit_bytes),
+        (top_p_rounding, "shared_bytes", limit_bytes),
+        (selection, "shared_bytes", limit_bytes),
+        (anchors, "shared_bytes", limit_bytes),
+        (sale_scores, "shared_bytes", limit_bytes),
         (top_p_masses, "_must_widen", False),
         (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card has room for
         (top_p, "stored_dtype", fp8 if capability >= 89 else torch.float16),

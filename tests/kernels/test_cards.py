@@ -2,22 +2,33 @@
 """Every kernel of every method compiled for every card of the table, without one, and within its shared memory."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.compiled_methods import HEAD_DIMS, compiled, problems
+from vllm_sparse_kernels import layer
 from vllm_sparse_kernels.attention import HOPPER, AttendSpec, widest_block
 from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.cards import CARDS, Card, find_card, status_note
 from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.share_prefill import block_average
 from vllm_sparse_kernels.methods.top_p import portable as top_p
-from vllm_sparse_kernels.selection import last_queries
+from vllm_sparse_kernels.selection import engine as selection, last_queries
 
 BY_TARGET = {card.target: card for card in CARDS}
 WHOLE = bool(os.environ.get("ALL_CARDS"))
 """Whether every method is compiled for every card and head dim, as ``make cards`` does."""
+
+
+def make_method(name: str, **parameters: Any) -> Method:
+    return METHODS[name].parameters(**parameters)
+
+
+REFUSED_METHODS = {(target, 512): ("sale",) for target in (90, 100)}
+"""Methods of which no setting runs, by target and head dim: their selection needs more shared memory."""
 
 
 def test_kernels_with_the_most_shared_memory_fit_small_cards() -> None:
@@ -46,6 +57,9 @@ def test_every_method_compiles_and_fits_every_card(target: int, head_dim: int, m
     if widest_block(head_dim, card.shared_bytes) is None:
         assert not table, "layers that stay dense launch no kernel"
         return
+    if method in REFUSED_METHODS.get((target, head_dim), ()):
+        assert not table[method]
+        return
     assert table[method]["attend_kernel"]["shared_bytes"] > 0
     assert not problems(table, card.shared_bytes)
 
@@ -64,7 +78,7 @@ def test_a_kernel_that_fails_or_does_not_fit_is_a_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "head_dim", "widest"), [(80, 256, 64), (80, 512, 64), (89, 256, 64), (90, 512, 64), (89, 512, None)]
+    ("target", "head_dim", "widest"), [(80, 256, 64), (89, 256, 64), (90, 512, 64), (80, 512, None), (89, 512, None)]
 )
 def test_layers_that_do_not_fit_are_refused_with_the_reason(
     target: int, head_dim: int, widest: int | None, monkeypatch: pytest.MonkeyPatch
@@ -76,6 +90,35 @@ def test_layers_that_do_not_fit_are_refused_with_the_reason(
     assert widest_block(head_dim, limit_bytes) == widest
     refused = f"blocks of 64 keys of {head_dim} do not fit the {limit_bytes} bytes of shared memory"
     assert portable.refusal(spec) == (None if widest else refused)
+
+
+@pytest.mark.parametrize(
+    ("method", "head_dim", "limit_kib", "fits"),
+    [
+        (make_method("top_p"), 256, 99, True),
+        (make_method("sale"), 128, 99, True),
+        (make_method("sale"), 256, 99, True),
+        (make_method("sale"), 512, 227, False),
+        (make_method("flex_vertical_slash", last_queries=128), 256, 99, True),
+        (make_method("flex_vertical_slash", last_queries=256), 128, 99, True),
+        (make_method("flex_vertical_slash", last_queries=256), 256, 99, False),
+        (make_method("share_prefill", last_queries=256), 256, 99, False),
+        (make_method("share_prefill", last_queries=256), 256, 163, True),
+    ],
+    ids=str,
+)
+def test_a_selection_that_does_not_fit_is_refused_with_the_reason(
+    method: Method, head_dim: int, limit_kib: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (selection, layer):
+        monkeypatch.setattr(module, "shared_bytes", lambda device: limit_kib << 10)
+    cpu, plan = torch.device("cpu"), layer.layer_plan([method] * 4)
+    assert layer.fits_shared_memory(plan, head_dim, cpu) == fits
+    if fits:
+        assert selection.choose_select_engine(selection.SelectSpec(method, cpu, head_dim)).engine.name == "portable"
+    else:
+        with pytest.raises(ValueError, match=rf"shared memory at head_dim {head_dim}, the GPU has {limit_kib << 10}"):
+            selection.choose_select_engine(selection.SelectSpec(method, cpu, head_dim))
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.target)

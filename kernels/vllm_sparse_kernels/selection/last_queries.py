@@ -184,6 +184,20 @@ def last_query_sums(
     return sums
 
 
+def least_shared_bytes(last_queries: int, head_dim: int) -> int:
+    """Return the shared memory of the passes over the keys without buffers for keys.
+
+    Args:
+        last_queries: Queries of a head, of which a program holds all.
+        head_dim: Elements of a query, in 16 bits.
+
+    Returns:
+        Bytes.
+    """
+    num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
+    return num_queries * triton.next_power_of_2(head_dim) * 2 + JOIN_BYTES
+
+
 def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
     """Return the pipeline stages of both passes over the keys.
 

@@ -45,8 +45,8 @@ LOG2_E = 1.4426950408889634
 STRIPE_STEP = 64
 """Stripes that are gathered per step."""
 
-MIN_QUERIES = 32
-"""Fewest queries of a program."""
+MIN_QUERIES = 64
+"""Fewest queries of a program. Hopper's matrix instruction takes no fewer."""
 
 RESULT_ELEMENTS = 128 * 256
 """Elements of a program's result, in float32, which its threads hold in registers: 128 for each of 8 warps."""

@@ -89,6 +89,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, descriptors_of, matrix_args, supports_bulk
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
@@ -417,7 +418,7 @@ class AnchorAttention(PerHead):
         # Two programs on a multiprocessor: one multiplies while the other takes maxima.
         options = {
             "num_warps": 8,
-            "num_stages": 2 if descriptor else 3,
+            "num_stages": 2 if descriptor else _num_stages(block_d, block_n, shared_bytes(q.device)),
             "maxnreg": 128 if descriptor else None,
         }
         thetas = on_device(tuple(min(head.theta, MOST_THETA) for head in self.of_heads(len(heads))), q.device)
@@ -461,6 +462,11 @@ class AnchorAttention(PerHead):
             args, index.args, heads, rows.num_tiles,
             INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
         )  # fmt: skip
+
+
+def _num_stages(block_d: int, block_n: int, limit_bytes: int) -> int:
+    """Return 3 stages for two buffered blocks of ``block_n`` keys, or 2 for one if two do not fit beside a tile."""
+    return 3 if 2 * block_d * (TILE_TOKENS + 2 * block_n) + 1024 <= limit_bytes else 2
 
 
 def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:

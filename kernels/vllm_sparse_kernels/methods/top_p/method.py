@@ -64,7 +64,7 @@ from vllm_sparse_kernels.selection.engine import (
     SelectEngine,
     SelectSpec,
     choose_select_engine,
-    never_refuses,
+    portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import on_device, require
@@ -169,7 +169,7 @@ class TopP(PerHead):
         """The engine for Hopper, then the portable one."""
         return (
             SelectEngine("hopper", hopper_refusal, select_on_hopper),
-            SelectEngine(PORTABLE, never_refuses, select_on_portable),
+            SelectEngine(PORTABLE, portable_refusal, select_on_portable),
         )
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
