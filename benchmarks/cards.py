@@ -23,7 +23,8 @@ from vllm_sparse_kernels.attention import widest_block
 from vllm_sparse_kernels.cards import CARDS, Card
 from vllm_sparse_kernels.methods import METHODS
 
-ROOT = Path(__file__).parents[1]
+ALL_KERNELS = "all kernels"
+"""In place of a kernel's name, if a process failed as a whole."""
 
 
 class Case(NamedTuple):
@@ -47,7 +48,7 @@ def rows_of(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mappin
         return [_row(f"{case}: refused, {reason}", len(METHODS), "methods", None)]
     usages = [usage for kernels in table.values() for usage in kernels.values()]
     spilled = sum(usage["stack_bytes"] > 0 for usage in usages)
-    refused = [method for method, kernels in table.items() if not kernels]
+    refused = refused_methods(table, failed)
     what = "kernels that need more shared memory or registers than the GPU has, or do not compile"
     return [
         _row(f"{case}: {what}", len(failed), "kernels", 0),
@@ -55,6 +56,11 @@ def rows_of(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mappin
         _row(f"{case}: methods refused, whose selection needs more shared memory", len(refused), "methods", None),
         _row(f"{case}: kernels with a stack, such as spilled registers", spilled, "kernels", None),
     ]
+
+
+def refused_methods(table: Mapping[str, Mapping[str, Usage]], failed: Mapping[str, str]) -> list[str]:
+    """Return the methods that launch no kernel, unless it was their process that failed."""
+    return [name for name, kernels in table.items() if not kernels and f"{name}: {ALL_KERNELS}" not in failed]
 
 
 def _row(name: str, value: int, unit: str, bar: int | None, better: str = "lower") -> dict[str, Any]:
@@ -76,22 +82,21 @@ def run(cases: Sequence[Case], jobs: int, out: Path | None) -> dict[Case, dict[s
     failures: dict[Case, dict[str, str]] = {case: {} for case in cases}
     tables: dict[Case, dict[str, dict[str, Usage]]] = {case: {} for case in cases}
     with ThreadPoolExecutor(jobs) as pool:
-        pending: dict[Future[Any], tuple[Case, str, float]] = {}
+        pending: dict[Future[dict[str, dict[str, Usage]]], tuple[Case, str]] = {}
         for case in cases:
             if case.is_refused:
                 _finish(case, {}, {}, out)
             for method in () if case.is_refused else METHODS:
-                future = pool.submit(compiled, case.card.target, case.head_dim, method)
-                pending[future] = case, method, time.monotonic()
+                pending[pool.submit(compiled, case.card.target, case.head_dim, method)] = case, method
         for future in as_completed(pending):
-            case, method, _ = pending[future]
+            case, method = pending[future]
             error = future.exception()
             if error is None:
                 tables[case] |= future.result()
                 failures[case] |= problems(future.result(), case.card.shared_bytes)
             else:
                 tables[case][method] = {}
-                failures[case][f"{method}: all kernels"] = str(error)
+                failures[case][f"{method}: {ALL_KERNELS}"] = str(error)
             if len(tables[case]) == len(METHODS):
                 _finish(case, tables[case], failures[case], out)
     return failures
@@ -103,9 +108,9 @@ def _finish(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mappin
         print(f"{row['name']}: {row['value']}", flush=True)
     for kernel, reason in failed.items():
         print(f"  {kernel}: {reason}", flush=True)
+    for method in refused_methods(table, failed):
+        print(f"  {method}: refused, its selection needs more shared memory", flush=True)
     for method, kernels in table.items():
-        if not kernels and not case.is_refused:
-            print(f"  {method}: refused, its selection needs more shared memory", flush=True)
         for kernel, usage in kernels.items():
             if usage["stack_bytes"] > 0:
                 print(f"  {method}: {kernel}: a stack of {usage['stack_bytes']} bytes a thread", flush=True)

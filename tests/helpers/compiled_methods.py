@@ -33,7 +33,7 @@ from vllm_sparse_kernels.selection.engine import SelectSpec, portable_refusal
 
 Usage = dict[str, Any]
 """Of a kernel, the most of any variant: ``shared_bytes``, ``registers`` of a thread, ``registers_per_program``, and
-``stack_bytes`` of a thread, which hold spilled registers; ``variants``, and the ``errors`` of those that do not compile.
+``stack_bytes`` of a thread, which hold spilled registers; ``variants``, and the ``errors`` of those that fail.
 """
 
 FIELDS = ("shared_bytes", "registers", "registers_per_program", "stack_bytes")
