@@ -18,7 +18,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from vllm_sparse_kernels.cards import CARDS
@@ -68,6 +67,8 @@ def without_launches() -> Iterator[None]:
 
     Tensors may be on any device and of any type, those for bulk copies too.
     """
+
+    from triton.runtime.interpreter import InterpretedFunction  # needs numpy, which compiling does not
 
     def nothing(*arguments: Any, **options: Any) -> None:
         pass

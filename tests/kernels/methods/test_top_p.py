@@ -126,7 +126,7 @@ def test_smaller_programs_round_to_the_same(method, permuted, monkeypatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("block_d", "limit_kib", "expected"), [(128, 99, 128), (256, 99, 64), (256, 227, 128), (512, 227, 64)]
+    ("block_d", "limit_kib", "expected"), [(128, 99, 128), (256, 99, 64), (256, 227, 128), (512, 227, 32)]
 )
 def test_programs_round_as_many_vectors_as_fit(block_d: int, limit_kib: int, expected: int) -> None:
     assert rounding.vectors_at_once(block_d, limit_kib << 10) == expected

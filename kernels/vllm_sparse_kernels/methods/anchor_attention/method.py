@@ -418,7 +418,7 @@ class AnchorAttention(PerHead):
         # Two programs on a multiprocessor: one multiplies while the other takes maxima.
         options = {
             "num_warps": 8,
-            "num_stages": 2 if descriptor else _num_stages(block_d, block_n, shared_bytes(q.device)),
+            "num_stages": _num_stages(block_d, block_n, descriptor is not None, shared_bytes(q.device)),
             "maxnreg": 128 if descriptor else None,
         }
         thetas = on_device(tuple(min(head.theta, MOST_THETA) for head in self.of_heads(len(heads))), q.device)
@@ -464,9 +464,11 @@ class AnchorAttention(PerHead):
         )  # fmt: skip
 
 
-def _num_stages(block_d: int, block_n: int, limit_bytes: int) -> int:
-    """Return 3 stages for two buffered blocks of ``block_n`` keys, or 2 for one if two do not fit beside a tile."""
-    return 3 if 2 * block_d * (TILE_TOKENS + 2 * block_n) + 1024 <= limit_bytes else 2
+def _num_stages(block_d: int, block_n: int, by_bulk_copies: bool, limit_bytes: int) -> int:
+    """Return the pipeline stages of ``anchor_kernel`` for two buffers of ``block_n`` keys, or one if two do not fit."""
+    two_buffers = 2 * block_d * (TILE_TOKENS + 2 * block_n) + 1024
+    num_buffers = 2 if two_buffers <= limit_bytes else 1
+    return num_buffers if by_bulk_copies else num_buffers + 1
 
 
 def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:

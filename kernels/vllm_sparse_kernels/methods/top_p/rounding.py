@@ -192,7 +192,8 @@ def vectors_at_once(block_d: int, limit_bytes: int) -> int:
         128, or as many as fit: 64 or 32.
     """
     num_vectors = 128
-    while num_vectors > KEY_BLOCK.value and num_vectors * block_d * 6 > limit_bytes:
+    channel_bytes = 6 if block_d <= 256 else 10  # the second: with a layout between, as compiled for Hopper
+    while num_vectors > KEY_BLOCK.value and num_vectors * block_d * channel_bytes > limit_bytes:
         num_vectors //= 2
     return num_vectors
 
