@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -264,16 +265,20 @@ def run_engine(
         problem = None
         try:
             if code := process.wait(limit_s):
-                problem = f"ended with {code}"
+                file.seek(0)
+                problem = f"ended with {code}: {reason_in(file.read())}"
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
             problem = f"stopped after {limit_s:.0f} s, when the budget (--budget-s) was used up"
     text = log.read_text(encoding="utf-8", errors="replace")
-    if problem is not None:
-        last = next((line for line in reversed(text.splitlines()) if "Error" in line), "")
-        problem += f": {root_cause(text) or last}"
     return list(parts_of(text)), problem
+
+
+def reason_in(log: str) -> str:
+    """Return the error that ended an engine, as far as its log has it."""
+    errors = [line for line in log.splitlines() if re.match(r"(\w+\.)*\w*(Error|Exception|Exit)\b", line)]
+    return root_cause(log) or (errors[-1] if errors else "no error in its log")
 
 
 def parts_of(text: str) -> Iterator[dict[str, Any]]:

@@ -82,11 +82,20 @@ def test_a_model_that_stock_cannot_load_costs_the_rows_that_need_it(tmp_path: Pa
     assert not any("speed-up" in name for name in rows if "forecast" not in name)
 
 
+def test_the_reason_is_the_error_that_ended_the_engine() -> None:
+    warning = "(pid=1) WARNING 11-26 [base.py:380] ValueError: no tokenizer"
+    log = (
+        f"{warning}\nTraceback (most recent call last):\n  File x\nValueError: Model architectures are not supported\n"
+    )
+    assert hybrid.reason_in(log) == "ValueError: Model architectures are not supported"
+    assert hybrid.reason_in(warning) == "no error in its log"
+
+
 def test_an_engine_that_fails_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid.sys, "executable", "false")
     parts, problem = hybrid.run_engine("ours", tmp_path, 1, 1, tmp_path / "log", limit_s=20)
     assert parts == []
     assert problem is not None
-    assert problem.startswith("ended with 1")
+    assert problem == "ended with 1: no error in its log"
     _, problem = hybrid.run_engine("ours", tmp_path, 1, 1, tmp_path / "log", limit_s=0)
     assert "budget" in str(problem)

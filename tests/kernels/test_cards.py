@@ -27,7 +27,7 @@ def make_method(name: str, **parameters: Any) -> Method:
     return METHODS[name].parameters(**parameters)
 
 
-REFUSED_METHODS = {(target, 512): ("sale",) for target in (90, 100)}
+REFUSED_METHODS = {(target, 512): ("anchor_attention", "sale", "top_p") for target in (90, 100)}
 """Methods of which no setting runs, by target and head dim: their selection needs more shared memory."""
 
 
@@ -96,6 +96,10 @@ def test_layers_that_do_not_fit_are_refused_with_the_reason(
     ("method", "head_dim", "limit_kib", "fits"),
     [
         (make_method("top_p"), 256, 99, True),
+        (make_method("anchor_attention"), 256, 99, True),
+        (make_method("anchor_attention"), 512, 227, False),
+        (make_method("top_p"), 512, 227, False),
+        (make_method("top_p", channels="all"), 512, 227, True),
         (make_method("sale"), 128, 99, True),
         (make_method("sale"), 256, 99, True),
         (make_method("sale"), 512, 227, False),

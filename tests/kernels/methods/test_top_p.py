@@ -121,15 +121,16 @@ def test_smaller_programs_round_to_the_same(method, permuted, monkeypatch) -> No
     whole = rounded_by(batch, method, permuted)
     assert all(bool((part != 7).any()) for part in whole)
     for num_vectors in (64, 32):
-        monkeypatch.setattr(rounding, "vectors_at_once", lambda block_d, limit_bytes, n=num_vectors: n)
+        monkeypatch.setattr(rounding, "vectors_at_once", lambda block_d, kept_d, limit_bytes, n=num_vectors: n)
         assert all(torch.equal(a, b) for a, b in zip(whole, rounded_by(batch, method, permuted), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("block_d", "limit_kib", "expected"), [(128, 99, 128), (256, 99, 64), (256, 227, 128), (512, 227, 32)]
+    ("block_d", "kept_d", "limit_kib", "expected"),
+    [(128, 32, 99, 128), (256, 128, 99, 64), (256, 128, 163, 128), (256, 256, 99, 128), (512, 512, 227, 128)],
 )
-def test_programs_round_as_many_vectors_as_fit(block_d: int, limit_kib: int, expected: int) -> None:
-    assert rounding.vectors_at_once(block_d, limit_kib << 10) == expected
+def test_programs_round_as_many_vectors_as_fit(block_d: int, kept_d: int, limit_kib: int, expected: int) -> None:
+    assert rounding.vectors_at_once(block_d, kept_d, limit_kib << 10) == expected
 
 
 def check_fewest(method: TopP, batch: Batch, masses: torch.Tensor) -> None:

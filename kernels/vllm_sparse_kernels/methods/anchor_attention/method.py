@@ -372,6 +372,18 @@ class AnchorAttention(PerHead):
         voted = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
         return max(voted, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
+    def least_shared_bytes(self, head_dim: int) -> int:
+        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            Bytes of ``anchor_kernel``, as compiled for Hopper above head_dim 256; 0 up to there.
+        """
+        block_d = triton.next_power_of_2(head_dim)
+        return 512 * block_d if block_d > 256 else 0
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads``: see ``Method.select``.
 

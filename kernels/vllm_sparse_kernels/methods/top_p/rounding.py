@@ -140,7 +140,7 @@ def round_queries(
     values = workspace.empty(len(heads), num_queries, storage.kept_d, dtype=storage.dtype)
     factors = workspace.empty(len(heads), num_queries)
     block_d = moments.means.shape[2]
-    num_rounded = vectors_at_once(block_d, shared_bytes(q.device))
+    num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device))
     _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), len(heads))](
         query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors, num_queries,
         HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
@@ -169,7 +169,7 @@ def round_keys(
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
     steps = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
     block_d = moments.means.shape[2]
-    num_rounded = vectors_at_once(block_d, shared_bytes(cache.keys.device))
+    num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(cache.keys.device))
     num_programs = ceil_div(slab.longest, 128) * (128 // num_rounded)
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
@@ -180,22 +180,35 @@ def round_keys(
     return values, steps
 
 
-def vectors_at_once(block_d: int, limit_bytes: int) -> int:
+def vectors_at_once(block_d: int, kept_d: int, limit_bytes: int) -> int:
     """Return the queries or keys that one program rounds.
 
     Args:
         block_d: Channels of a head, rounded up to a power of two.
-        limit_bytes: Shared memory of a program, which holds the vectors in 16 bits and in float32 while it chooses
-            channels.
+        kept_d: Channels that are kept.
+        limit_bytes: Shared memory of a program.
 
     Returns:
         128, or as many as fit: 64 or 32.
     """
     num_vectors = 128
-    channel_bytes = 6 if block_d <= 256 else 10  # the second: with a layout between, as compiled for Hopper
-    while num_vectors > KEY_BLOCK.value and num_vectors * block_d * channel_bytes > limit_bytes:
+    while num_vectors > KEY_BLOCK.value and rounding_bytes(block_d, kept_d, num_vectors) > limit_bytes:
         num_vectors //= 2
     return num_vectors
+
+
+def rounding_bytes(block_d: int, kept_d: int, num_vectors: int = KEY_BLOCK.value) -> int:
+    """Return the shared memory of a program that rounds.
+
+    Args:
+        block_d: Channels of a head, rounded up to a power of two.
+        kept_d: Channels that are kept.
+        num_vectors: Queries or keys of the program; the fewest by default.
+
+    Returns:
+        Bytes. Channels are chosen by a product (``kept_of``): it holds the vectors, and a column for each kept channel.
+    """
+    return 2 * block_d * (num_vectors + kept_d) if kept_d < block_d else 0
 
 
 @triton.jit
