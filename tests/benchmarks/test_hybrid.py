@@ -63,6 +63,7 @@ def test_rows_compare_tokens_ttft_and_the_forecast(tmp_path: Path) -> None:
     rows = figures(tmp_path, {"stock": stock, "ours": engine_log(OURS, [[1, 2], [3, 5]], **COUNTS)})
     assert rows["it: exact, answers with stock's tokens"]["value"] == 0.5
     assert rows["it: exact, answers with stock's tokens"]["bar"] == 1
+    assert rows["it: exact, log-probabilities' largest distance from stock's"]["value"] == 0
     assert rows["it: a_shape, TTFT speed-up"]["value"] == 1.6
     bound = prefill_share(read_config(tmp_path / "model"), TOKENS).best_speedup
     ratio = rows["it: a_shape, TTFT speed-up ÷ the highest that doctor forecasts"]

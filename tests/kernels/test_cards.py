@@ -154,6 +154,10 @@ def test_large_cards_keep_the_stages_that_were_measured(target: int, head_dim: i
     assert block_average._map_stages(head_dim, limit_bytes) == (2 if head_dim == 256 else 3)
 
 
+def test_head_dim_512_has_fewer_stages_on_large_cards() -> None:
+    assert last_queries._num_stages(64 << 10, 64 << 10, BY_TARGET[90].shared_bytes) == 2
+
+
 def test_an_a100_at_head_dim_256_has_fewer_stages() -> None:
     limit_bytes = BY_TARGET[80].shared_bytes
     assert last_queries._num_stages(128 << 10, 32 << 10, limit_bytes) == 1
