@@ -53,7 +53,7 @@ ANSWERED_PROMPTS = (20_000, 9_000, 30_001)
 """Prompts whose tokens are compared, next to those that are timed."""
 
 WEIGHT_FACTOR = 24.0
-"""vLLM's dummy weights lie within ±0.001. Multiplied, a projection of 2,048 channels about keeps the size of its input."""
+"""vLLM's dummy weights lie within ±0.001. Multiplied, a projection of 2,048 channels keeps the size of its input."""
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
