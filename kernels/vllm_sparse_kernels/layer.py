@@ -14,18 +14,19 @@ from functools import lru_cache
 
 import torch
 
-from vllm_sparse_kernels.attention import PORTABLE
+from vllm_sparse_kernels.attention import PORTABLE, widest_block
 from vllm_sparse_kernels.attention.engine import Engine
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference_attend
 from vllm_sparse_kernels.block_width import index_block_tokens
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.selection.engine import SelectEngine, SelectSpec, choose_select_engine
+from vllm_sparse_kernels.selection.engine import SelectEngine, SelectSpec, choose_select_engine, portable_refusal
 from vllm_sparse_kernels.workspace import Workspace
 
 
@@ -97,6 +98,23 @@ def methods_by_head(groups: LayerPlan) -> list[Method]:
     for group in groups:
         methods.update(zip(group.heads, group.methods(), strict=True))
     return [methods[head] for head in sorted(methods)]
+
+
+def fits_shared_memory(groups: LayerPlan, head_dim: int, device: torch.device) -> bool:
+    """Return whether the device's shared memory has room for the kernels of a layer.
+
+    Args:
+        groups: The plan of the layer.
+        head_dim: Elements of a head's query or key.
+        device: Device of the layer.
+
+    Returns:
+        False if attention holds no block of keys, or if a method's selection does not fit.
+    """
+    if widest_block(head_dim, shared_bytes(device)) is None:
+        return False
+    specs = (SelectSpec(group.method, device, head_dim) for group in groups)
+    return all(portable_refusal(spec) is None for spec in specs)
 
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:

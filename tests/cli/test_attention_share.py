@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention's share of prefill: against measured first tokens, by hand, and for models that are not all attention."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.hybrid import SHAPES, make_folder
 from tests.helpers.folders import LLAMA_8B
-from vllm_sparse_backend.cli.attention_share import prefill_share
+from vllm_sparse_backend.cli.attention_share import LINEAR_FLOPS, prefill_share
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.model_check import read_config
 
 
 @pytest.mark.parametrize(
@@ -50,3 +54,19 @@ def test_of_experts_only_those_that_a_token_is_sent_to_count() -> None:
     small = linear_s(**two, moe_intermediate_size=1000, n_shared_experts=1)
     assert small == pytest.approx(linear_s(intermediate_size=3000))
     assert linear_s(**two, first_k_dense_replace=32) == pytest.approx(linear_s())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_hybrids_count_the_weights_that_their_layers_have(name: str, tmp_path: Path) -> None:
+    """Against the matrices of transformers' model, which gets no memory."""
+    transformers = pytest.importorskip("transformers")
+    folder = make_folder(name, tmp_path / name, 65536, small=False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    matrices = {
+        place: weights.numel()
+        for place, weights in model.named_parameters()
+        if ".layers." in place and weights.dim() == 2
+    }
+    share = prefill_share(read_config(folder), 65536)
+    assert share.linear_s * LINEAR_FLOPS / (2 * 65536) == pytest.approx(sum(matrices.values()), rel=0.01)

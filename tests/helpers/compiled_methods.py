@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel that a method launches, compiled for a card that is not there: its shared memory, as JSON.
+"""Every kernel that a method launches, compiled for a card that is not there: what each takes up, as JSON.
 
     python -m tests.helpers.compiled_methods 90 128
     python -m tests.helpers.compiled_methods 89 64 top_p sale
@@ -9,27 +9,75 @@ compiler refuses, such as a name that changes its type in a loop. Nothing is run
 """
 
 import json
+import os
+import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.helpers.batches import random_batch
-from tests.helpers.offline_compiler import SHARED_KIB, card
-from vllm_sparse_kernels.attention import widest_block
+from tests.helpers.offline_compiler import SHARED_KIB, card, resource_usage
+from vllm_sparse_kernels.attention import FlashAttention, flash_engine, widest_block
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.selection.engine import SelectSpec, portable_refusal
+
+Usage = dict[str, Any]
+"""Of a kernel, the most of any variant: ``shared_bytes``, ``registers`` of a thread, ``registers_per_program``, and
+``stack_bytes`` of a thread, which hold spilled registers; ``variants``, and the ``errors`` of those that fail.
+"""
+
+FIELDS = ("shared_bytes", "registers", "registers_per_program", "stack_bytes")
+
+HEAD_DIMS = (64, 128, 256, 512)
+"""Head dims for which every card's kernels are compiled, or refused."""
+
+MAX_REGISTERS, MAX_PROGRAM_REGISTERS = 255, 1 << 16
+"""Registers that a thread and a program can have, on every card (CUDA C++ Programming Guide)."""
 
 
-def shared_bytes(capability: int, head_dim: int, names: Sequence[str]) -> dict[str, dict[str, int]]:
+def compiled(target: int, head_dim: int, *methods: str) -> dict[str, dict[str, Usage]]:
+    """Return ``compiled_kernels`` from a process of its own, in which kernels are not interpreted.
+
+    Raises:
+        RuntimeError: The process failed. The message is the end of what it wrote.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.helpers.compiled_methods", str(target), str(head_dim), *methods]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: ended with {done.returncode}: {done.stderr[-3000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def problems(table: dict[str, dict[str, Usage]], limit_bytes: int) -> dict[str, str]:
+    """Return why kernels cannot run on a card with this shared memory, by method and kernel; empty if all can."""
+    limits = {
+        "shared_bytes": limit_bytes, "registers": MAX_REGISTERS, "registers_per_program": MAX_PROGRAM_REGISTERS
+    }  # fmt: skip
+    found = {}
+    for method, kernels in table.items():
+        for kernel, usage in kernels.items():
+            over = [f"{usage[name]} {name}, the card has {most}" for name, most in limits.items() if usage[name] > most]
+            if reasons := [*usage["errors"], *over]:
+                found[f"{method}: {kernel}"] = "; ".join(reasons)
+    return found
+
+
+def compiled_kernels(capability: int, head_dim: int, names: Sequence[str]) -> dict[str, dict[str, Usage]]:
     """Compile what each method launches: at its defaults, where it keeps everything, and along its ladder.
+
+    Each setting attends by the engine ``portable``, and by ``flash`` where its kernels take the layer. FlashAttention's
+    own kernels are vLLM's, and hopper's are compiled by tests of their own.
 
     Args:
         capability: of the card, such as 89.
@@ -37,35 +85,72 @@ def shared_bytes(capability: int, head_dim: int, names: Sequence[str]) -> dict[s
         names: methods.
 
     Returns:
-        By method and kernel, the most shared memory of any variant in bytes. Empty if the card's shared memory holds no
-        block of keys: such layers stay dense (``Fallback.SHARED_MEMORY``), and no kernel runs.
+        The usage by method and kernel. Layers that do not fit the card's shared memory stay dense
+        (``Fallback.SHARED_MEMORY``), and launch no kernel: it is empty if the card holds no block of keys, and a method
+        has no kernels if none of its settings fits.
     """
     if widest_block(head_dim, SHARED_KIB[capability] << 10) is None:
         return {}
-    most: dict[str, dict[str, int]] = defaultdict(dict)
+    table: dict[str, dict[str, Usage]] = {}
     batch = random_batch([(3000, 300), (0, 200)], 8, 2, head_dim, page_size=128, dtype=torch.bfloat16)
-    launch = JITFunction.run
-    name = ""
+    for name in names:
+        kernels = table[name] = {}
+        for bulk in (True, False) if capability >= 90 else (False,):
+            with card(capability, bulk), recorded(kernels):
+                launch_all(batch, capability, name)
+    return table
+
+
+def recorded(kernels: dict[str, Usage]) -> ExitStack:
+    """Triton compiles within, records what each kernel takes up, and launches nothing."""
+    launch, known = JITFunction.run, set()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        kernels = most[name]
-        kernels[self.fn.__name__] = max(kernels.get(self.fn.__name__, 0), compiled.metadata.shared)
+        usage = kernels.setdefault(self.fn.__name__, {"variants": 0, "errors": []} | dict.fromkeys(FIELDS, 0))
+        try:
+            compiled = launch(self, *args, grid=grid, warmup=True, **options)
+            assert compiled.metadata.target.arch == driver.active.get_current_target().arch
+        except Exception as error:  # whatever the compiler raises: the other kernels are compiled all the same
+            usage["errors"].append(f"{type(error).__name__}: {error}"[:500])
+            return None
+        if compiled.hash not in known:
+            known.add(compiled.hash)
+            registers, stack_bytes = resource_usage(compiled.asm["cubin"])
+            per_program = registers * 32 * compiled.metadata.num_warps
+            now = dict(zip(FIELDS, (compiled.metadata.shared, registers, per_program, stack_bytes)))
+            usage.update({field: max(usage[field], now[field]) for field in FIELDS})
+            usage["variants"] += 1
         return compiled
 
-    for bulk in (True, False) if capability >= 90 else (False,):
-        with card(capability, bulk), ExitStack() as stack:
-            stack.enter_context(patch.object(JITFunction, "run", compile_only))
-            stack.enter_context(patch.object(torch, "empty", torch.zeros))
-            inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-            for name in names:
-                spec = METHODS[name]
-                settings = (spec.parameters(), spec.full, *(spec.parameters(**step).group_key for step in spec.ladder))
-                for method in dict.fromkeys(settings):
-                    layer = replace(Layer.of(layer_plan([method] * 8), head_dim, torch.device("cpu")), by_kernels=True)
-                    run(layer, inputs, torch.zeros_like(batch.q))
-    return most
+    stack = ExitStack()
+    stack.enter_context(patch.object(JITFunction, "run", compile_only))
+    stack.enter_context(patch.object(torch, "empty", torch.zeros))
+    return stack
+
+
+def launch_all(batch: Batch, capability: int, name: str) -> None:
+    """Run a layer at each setting of a method."""
+    inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
+    for layer in layers_of(name, batch.cache.head_dim):
+        index = run(layer, inputs, torch.zeros_like(batch.q))
+        flash = flash_engine(FlashAttention.of_version(3 if capability == 90 else 2, no_attention))
+        if layer.options is None and not index.has_stripes and batch.cache.head_dim <= 256:
+            flash.attend(batch.q, batch.cache, index, torch.zeros_like(batch.q), batch.scale)
+
+
+def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
+    spec, device = METHODS[name], torch.device("cpu")
+    settings = (spec.parameters(), spec.full, *(spec.parameters(**step).group_key for step in spec.ladder))
+    for method in dict.fromkeys(settings):
+        plan = layer_plan([method] * 8)
+        if all(portable_refusal(SelectSpec(group.method, device, head_dim)) is None for group in plan):
+            yield replace(Layer.of(plan, head_dim, device), by_kernels=True)
+
+
+def no_attention(q: torch.Tensor, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention's function."""
+    return out, torch.zeros(1, len(q))
 
 
 if __name__ == "__main__":
-    print(json.dumps(shared_bytes(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(METHODS))))
+    print(json.dumps(compiled_kernels(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(METHODS))))

@@ -18,7 +18,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from vllm_sparse_kernels.cards import CARDS
@@ -38,7 +37,8 @@ class StandIn:
         self.target = target
 
     def get_current_device(self) -> int:
-        return 0
+        """Return a number of its own for each target: a kernel keeps what it compiled by device, not by target."""
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
@@ -68,6 +68,8 @@ def without_launches() -> Iterator[None]:
     Tensors may be on any device and of any type, those for bulk copies too.
     """
 
+    from triton.runtime.interpreter import InterpretedFunction  # needs numpy, which compiling does not
+
     def nothing(*arguments: Any, **options: Any) -> None:
         pass
 
@@ -95,8 +97,8 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
     from vllm_sparse_kernels.methods.anchor_attention import method as anchors
     from vllm_sparse_kernels.methods.sale import method as sale
     from vllm_sparse_kernels.methods.share_prefill import block_average
-    from vllm_sparse_kernels.methods.top_p import method as top_p, portable as top_p_masses
-    from vllm_sparse_kernels.selection import last_queries
+    from vllm_sparse_kernels.methods.top_p import method as top_p, portable as top_p_masses, rounding as top_p_rounding
+    from vllm_sparse_kernels.selection import engine as selection, last_queries
 
     limit_bytes, fp8 = SHARED_KIB[capability] << 10, torch.float8_e4m3fn
     answers = [
@@ -105,6 +107,10 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         (last_queries, "shared_bytes", limit_bytes),
         (block_average, "shared_bytes", limit_bytes),
         (top_p_masses, "shared_bytes", limit_bytes),
+        (top_p_rounding, "shared_bytes", limit_bytes),
+        (selection, "shared_bytes", limit_bytes),
+        (anchors, "shared_bytes", limit_bytes),
+        (sale_scores, "shared_bytes", limit_bytes),
         (top_p_masses, "_must_widen", False),
         (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card has room for
         (top_p, "stored_dtype", fp8 if capability >= 89 else torch.float16),
@@ -137,6 +143,23 @@ class Recorder:
         return lambda *args, **options: self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
 
 
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+"""Assembler and disassemblers that Triton brings along."""
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Return the registers of a thread at a kernel's start, and its stack in bytes, where spilled registers lie."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK", "LOCAL"))
+    if registers is None or stack is None or local is None:
+        raise ValueError(f"cuobjdump -res-usage: given {usage!r}, expected REG, STACK and LOCAL")
+    return int(registers[1]), max(int(stack[1]), int(local[1]))
+
+
 class Code(NamedTuple):
     """Machine code of a kernel, one instruction a line, and what it takes up."""
 
@@ -146,17 +169,13 @@ class Code(NamedTuple):
 
     @staticmethod
     def of(compiled: Any) -> "Code":
-        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder, "kernel.cubin")
             cubin.write_bytes(compiled.asm["cubin"])
-            sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-            usage = subprocess.run(
-                [tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
-            ).stdout
-        registers = re.search(r"REG:(\d+)", usage)
+            sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+        registers, _ = resource_usage(compiled.asm["cubin"])
         lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
-        return Code(lines, int(registers[1]) if registers else 0, compiled.metadata.shared)
+        return Code(lines, registers, compiled.metadata.shared)
 
     def places(self, mnemonic: str) -> list[int]:
         """Lines of an instruction; ``mnemonic`` is a regular expression for its name."""

@@ -1,72 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel of every method compiled for every card of the table, without one, and within its shared memory."""
 
-import json
 import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.compiled_methods import HEAD_DIMS, compiled, problems
+from vllm_sparse_kernels import layer
 from vllm_sparse_kernels.attention import HOPPER, AttendSpec, widest_block
+from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.cards import CARDS, Card, find_card, status_note
 from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.share_prefill import block_average
 from vllm_sparse_kernels.methods.top_p import portable as top_p
-from vllm_sparse_kernels.selection import last_queries
+from vllm_sparse_kernels.selection import engine as selection, last_queries
 
 BY_TARGET = {card.target: card for card in CARDS}
 WHOLE = bool(os.environ.get("ALL_CARDS"))
 """Whether every method is compiled for every card and head dim, as ``make cards`` does."""
 
 
-def compiled(target: int, head_dim: int, *methods: str) -> dict[str, dict[str, int]]:
-    """Return shared memory by method and kernel, from a process in which kernels are not interpreted."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.compiled_methods", str(target), str(head_dim), *methods]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def make_method(name: str, **parameters: Any) -> Method:
+    return METHODS[name].parameters(**parameters)
 
 
-def too_large(table: dict[str, dict[str, int]], card: Card) -> dict[str, int]:
-    """Return the kernels that take more shared memory than the card has, by method and name, in bytes."""
-    return {
-        f"{method}: {kernel}": size
-        for method, kernels in table.items()
-        for kernel, size in kernels.items()
-        if size > card.shared_bytes
-    }
+REFUSED_METHODS = {(target, 512): ("anchor_attention", "sale", "top_p") for target in (90, 100)}
+"""Methods of which no setting runs, by target and head dim: their selection needs more shared memory."""
 
 
 def test_kernels_with_the_most_shared_memory_fit_small_cards() -> None:
     table = compiled(89, 128, "share_prefill")
     assert table["share_prefill"].keys() >= {"decide_kernel", "split_lse_kernel", "sums_kernel", "attend_kernel"}
-    assert not too_large(table, BY_TARGET[89])
+    assert not problems(table, BY_TARGET[89].shared_bytes)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("target", "head_dim"), [*((target, 128) for target in BY_TARGET), (80, 256)])
+@pytest.mark.parametrize(("target", "head_dim"), [*((target, 128) for target in BY_TARGET), (80, 256), (89, 256)])
 def test_the_default_compiles_and_fits_every_card(target: int, head_dim: int) -> None:
     table = compiled(target, head_dim, "top_p")
-    assert table["top_p"]["_scores_kernel"] > 0
-    assert not too_large(table, BY_TARGET[target])
+    assert table["top_p"]["_scores_kernel"]["shared_bytes"] > 0
+    assert table["top_p"]["attend_kernel"]["registers"] > 0
+    assert not problems(table, BY_TARGET[target].shared_bytes)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not WHOLE, reason="35 minutes of a core: make cards")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.skipif(not WHOLE, reason="compiles for an hour of a core: make cards, or ALL_CARDS=1")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("target", BY_TARGET)
-def test_every_method_compiles_and_fits_every_card(target: int, head_dim: int) -> None:
+def test_every_method_compiles_and_fits_every_card(target: int, head_dim: int, method: str) -> None:
     card = BY_TARGET[target]
-    table = compiled(target, head_dim)
+    table = compiled(target, head_dim, method)
     if widest_block(head_dim, card.shared_bytes) is None:
         assert not table, "layers that stay dense launch no kernel"
         return
-    assert table.keys() == METHODS.keys()
-    assert all(kernels["attend_kernel"] > 0 for kernels in table.values())
-    assert not too_large(table, card)
+    if method in REFUSED_METHODS.get((target, head_dim), ()):
+        assert not table[method]
+        return
+    assert table[method]["attend_kernel"]["shared_bytes"] > 0
+    assert not problems(table, card.shared_bytes)
+
+
+def test_a_kernel_that_fails_or_does_not_fit_is_a_problem() -> None:
+    fits = {"errors": [], "shared_bytes": 90 << 10, "registers": 255, "registers_per_program": 1 << 16}
+    cases = {
+        "large": fits | {"shared_bytes": 100 << 10},
+        "wide": fits | {"registers_per_program": (1 << 16) + 1},
+        "broken": fits | {"errors": ["CompilationError: at 3:4"]},
+    }
+    found = problems({"top_p": cases | {"fits": fits}}, 99 << 10)
+    assert found.keys() == {f"top_p: {name}" for name in cases}
+    assert found["top_p: large"] == f"{100 << 10} shared_bytes, the card has {99 << 10}"
+    assert found["top_p: broken"] == "CompilationError: at 3:4"
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "widest"), [(80, 256, 64), (89, 256, 64), (90, 512, 64), (80, 512, None), (89, 512, None)]
+)
+def test_layers_that_do_not_fit_are_refused_with_the_reason(
+    target: int, head_dim: int, widest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_bytes = BY_TARGET[target].shared_bytes
+    monkeypatch.setattr(portable, "shared_bytes", lambda device: limit_bytes)
+    strides = 128 * 4 * head_dim, 4 * head_dim, 2 * head_dim
+    spec = AttendSpec(torch.device("cuda"), torch.bfloat16, 8, 2, head_dim, 128, strides, 64, has_stripes=False)
+    assert widest_block(head_dim, limit_bytes) == widest
+    refused = f"blocks of 64 keys of {head_dim} do not fit the {limit_bytes} bytes of shared memory"
+    assert portable.refusal(spec) == (None if widest else refused)
+
+
+@pytest.mark.parametrize(
+    ("method", "head_dim", "limit_kib", "fits"),
+    [
+        (make_method("top_p"), 256, 99, True),
+        (make_method("anchor_attention"), 256, 99, True),
+        (make_method("anchor_attention"), 512, 227, False),
+        (make_method("top_p"), 512, 227, False),
+        (make_method("top_p", channels="all"), 512, 227, True),
+        (make_method("sale"), 128, 99, True),
+        (make_method("sale"), 256, 99, True),
+        (make_method("sale"), 512, 227, False),
+        (make_method("flex_vertical_slash", last_queries=128), 256, 99, True),
+        (make_method("flex_vertical_slash", last_queries=256), 128, 99, True),
+        (make_method("flex_vertical_slash", last_queries=256), 256, 99, False),
+        (make_method("share_prefill", last_queries=256), 256, 99, False),
+        (make_method("share_prefill", last_queries=256), 256, 163, True),
+    ],
+    ids=str,
+)
+def test_a_selection_that_does_not_fit_is_refused_with_the_reason(
+    method: Method, head_dim: int, limit_kib: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (selection, layer):
+        monkeypatch.setattr(module, "shared_bytes", lambda device: limit_kib << 10)
+    cpu, plan = torch.device("cpu"), layer.layer_plan([method] * 4)
+    assert layer.fits_shared_memory(plan, head_dim, cpu) == fits
+    if fits:
+        assert selection.choose_select_engine(selection.SelectSpec(method, cpu, head_dim)).engine.name == "portable"
+    else:
+        with pytest.raises(ValueError, match=rf"shared memory at head_dim {head_dim}, the GPU has {limit_kib << 10}"):
+            selection.choose_select_engine(selection.SelectSpec(method, cpu, head_dim))
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.target)
@@ -96,6 +152,10 @@ def test_large_cards_keep_the_stages_that_were_measured(target: int, head_dim: i
         assert last_queries._num_stages(128 << 10, tile_bytes, limit_bytes) == 2
         assert top_p._num_stages(head_dim * 2, limit_bytes) == 3
     assert block_average._map_stages(head_dim, limit_bytes) == (2 if head_dim == 256 else 3)
+
+
+def test_head_dim_512_has_fewer_stages_on_large_cards() -> None:
+    assert last_queries._num_stages(64 << 10, 64 << 10, BY_TARGET[90].shared_bytes) == 2
 
 
 def test_an_a100_at_head_dim_256_has_fewer_stages() -> None:

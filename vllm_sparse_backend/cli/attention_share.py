@@ -9,12 +9,12 @@ The estimate needs only a model's config. A prompt of N tokens costs
 floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window or chunk. Both are divided by the
 rates measured on an H100 in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
 ``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16 at head_dim 128. Norms, rotary positions, the output
-head (applied to one token), recurrences of linear attention and communication are left out. Experts of a MoE model
-count as dense layers, but run slower, so the speed-up there is overstated. Another device changes the result only if
-the ratio of the two rates differs.
+head (applied to one token) and communication are left out. Of linear attention and Mamba layers, the projections count
+and the recurrence does not. Experts of a MoE model count as dense layers, but run slower. The speed-up of both is
+therefore overstated. Another device changes the result only if the ratio of the two rates differs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_check import layer_reasons
-from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.model_shape import ModelShape, layer_kinds
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 
 LINEAR_FLOPS = 650e12
@@ -69,9 +69,7 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
         if reason is not Fallback.NOT_DECODER:
             pairs = (near if reason is Fallback.SLIDING_WINDOW else Reach()).pairs(0, num_tokens)
             seconds["dense" if reason else "sparse"] += per_pair * pairs / ATTENTION_FLOPS
-    widths = _widths(config, source)
-    matrices = 2 if config.get("model_type") in UNGATED_MODELS else 3
-    weights = sum(_layer_weights(widths, matrices, shape, layer) for layer in range(shape.num_layers))
+    weights = sum(_layer_weights(config, shape, source))
     return PrefillShare(2 * weights * num_tokens / LINEAR_FLOPS, seconds["sparse"], seconds["dense"])
 
 
@@ -85,23 +83,65 @@ def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
     return widths
 
 
-def _layer_weights(widths: Mapping[str, int], matrices: int, shape: ModelShape, layer: int) -> int:
-    """Return the number of weights of a layer that apply to each token: projections and active experts."""
+def _layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[int]:
+    """Yield for each layer the number of weights that apply to each token: projections and active experts."""
+    widths = _widths(config, source)
     hidden = widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
-    projections = hidden * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    model_type = config.get("model_type")
+    matrices = 2 if model_type in UNGATED_MODELS else 3
+    gates = shape.num_heads if config.get("attn_output_gate", model_type in GATED_ATTENTION_MODELS) else 0
+    attention = hidden * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads + gates)
+    recurrence = _recurrence_weights(widths, hidden) or attention
+    kinds = (layer_kinds(config) or [])[: shape.num_layers]
+    kinds += ["full_attention"] * (shape.num_layers - len(kinds))
+    # In Nemotron-H, a feed-forward layer is a layer of its own.
+    is_split = any(kind in FEED_FORWARD_KINDS for kind in kinds)
+    for layer, kind in enumerate(kinds):
+        weights = 0
+        if kind == "hybrid":
+            weights = attention + recurrence
+        elif kind not in FEED_FORWARD_KINDS:
+            weights = recurrence if "linear" in kind or "mamba" in kind else attention
+        if kind in FEED_FORWARD_KINDS or not is_split:
+            has_experts = kind == "moe" or (not is_split and layer >= widths["first_k_dense_replace"])
+            weights += matrices * hidden * _inner_width(widths, hidden, has_experts)
+        yield weights
+
+
+def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:
+    """Return the weights of a gated delta rule's or a Mamba 2 layer's projections; 0 if the config describes none."""
+    keys = widths["linear_num_key_heads"] * widths["linear_key_head_dim"]
+    values = widths["linear_num_value_heads"] * widths["linear_value_head_dim"]
+    if values:  # queries, keys, values, gates, and two numbers for each value head; then the output
+        return hidden * (2 * keys + 3 * values + 2 * widths["linear_num_value_heads"])
+    inner = widths["mamba_num_heads"] * widths["mamba_head_dim"]
+    states = 2 * widths["n_groups"] * widths["ssm_state_size"]
+    return hidden * (3 * inner + states + widths["mamba_num_heads"]) if inner else 0
+
+
+def _inner_width(widths: Mapping[str, int], hidden: int, has_experts: bool) -> int:
+    """Return the inner width of a feed-forward layer: of a dense one, or of all experts of a token together."""
     inner = widths["intermediate_size"] or widths["n_inner"] or 4 * hidden
     experts = widths["num_experts_per_tok"]
-    if experts and layer >= widths["first_k_dense_replace"]:
-        expert = widths["moe_intermediate_size"] or inner
-        shared = widths["shared_expert_intermediate_size"] or widths["n_shared_experts"] * expert
-        inner = experts * expert + shared
-    return projections + matrices * hidden * inner
+    if not experts or not has_experts:
+        return inner
+    expert = widths["moe_intermediate_size"] or inner
+    of_one = widths["shared_expert_intermediate_size"] or widths["moe_shared_expert_intermediate_size"]
+    return experts * expert + (of_one or widths["n_shared_experts"] * expert)
 
 
 WIDTHS = (
     *("hidden_size", "n_embd", "intermediate_size", "n_inner", "num_experts_per_tok", "first_k_dense_replace"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts"),
+    *("moe_shared_expert_intermediate_size", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads"),
+    *("linear_value_head_dim", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
 )
 
-UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"}
+FEED_FORWARD_KINDS = ("mlp", "moe")
+"""Kinds of layers that are only a feed-forward layer."""
+
+GATED_ATTENTION_MODELS = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+"""Models whose attention projects a gate for each query, unless ``attn_output_gate`` is false."""
+
+UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "nemotron_h", "phi", "starcoder2"}
 """Models whose feed-forward layers have two matrices. Other models have a third, the gate."""

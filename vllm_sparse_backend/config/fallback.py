@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Self
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
-"""Kernels support multiples of 8 in this range, and pad a head_dim that is not a power of two to the next one."""
+"""The backend supports multiples of 8 in this range. Kernels pad a head_dim that is not a power of two to the next."""
 
 DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = (*DTYPES, "float32")
@@ -74,8 +74,8 @@ class Fallback(StrEnum):
         "the layer's number of query heads differs from the model's config; no action, the model's other layers can go "
         "sparse")
     SHARED_MEMORY = ("shared_memory",
-        "this GPU has too little shared memory for tiles of this head_dim; use a GPU with more (head_dim 256 needs an "
-        "A100 or H100)")
+        "this GPU has too little shared memory for the method's kernels at this head_dim; use another method, such as "
+        "top_p, or a GPU with more shared memory (A100, H100)")
     # Reasons of a row in a step.
     NON_CAUSAL = ("non_causal", "the row attends in both directions; no action, such rows stay dense")
     PREFIX_LM = ("prefix_lm",

@@ -111,15 +111,15 @@ def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     default_kind = "sliding_attention" if window else "full_attention"
     kinds = layer_kinds(config) or [default_kind] * num_layers
-    return [_layer_reason(config, kind) for kind in kinds[:num_layers]]
+    return [_layer_reason(config, layer, kind) for layer, kind in enumerate(kinds[:num_layers])]
 
 
-def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
+def _layer_reason(config: Mapping[str, Any], layer: int, kind: str) -> Fallback | None:
     model_type = config.get("model_type")
     is_encoder = model_type in ENCODER_MODELS or bool(config.get("is_encoder_decoder"))
     # Other kinds are Mamba, linear attention and layers without either; a hybrid layer has attention and Mamba.
     has_attention = kind == "hybrid" or ("attention" in kind and "linear" not in kind)
-    head_dim = config.get("head_dim")
+    head_dim = _head_dim_of_layer(config, layer, kind) or config.get("head_dim")
     if not head_dim:  # other fields have to be numbers only in this case
         head_dim = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
     return layer_fallback(
@@ -133,3 +133,17 @@ def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
             is_mla=bool(config.get("kv_lora_rank")),
         )
     )
+
+
+def _head_dim_of_layer(config: Mapping[str, Any], layer: int, kind: str) -> int | None:
+    """Return the head_dim of a layer that differs from the model's, as Gemma 4's layers with full attention do.
+
+    transformers writes the differences by layer; older files have ``global_head_dim``.
+    """
+    by_layer = config.get("per_layer_config")
+    if isinstance(by_layer, Mapping):
+        differences = by_layer.get(str(layer), by_layer.get(layer))
+        head_dim = differences.get("head_dim") if isinstance(differences, Mapping) else None
+    else:
+        head_dim = config.get("global_head_dim") if kind == "full_attention" else None
+    return head_dim if isinstance(head_dim, int) else None

@@ -16,7 +16,7 @@ import torch
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.selection.engine import PORTABLE, SelectEngine, never_refuses
+from vllm_sparse_kernels.selection.engine import PORTABLE, SelectEngine, portable_refusal
 from vllm_sparse_kernels.selection.footprint import most_bytes
 from vllm_sparse_kernels.selection.parameters import require
 
@@ -191,11 +191,23 @@ class Method(ABC):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """Engines that can run the selection, fastest first. The last one runs on every device that Triton supports.
+        """Engines that can run the selection, fastest first.
 
-        A method that has kernels for certain GPUs overrides this together with ``select`` (``selection/engine.py``).
+        The last one runs on every device that Triton supports and that has ``least_shared_bytes``. A method that has
+        kernels for certain GPUs overrides this together with ``select`` (``selection/engine.py``).
         """
-        return (SelectEngine(PORTABLE, never_refuses, type(self).select),)
+        return (SelectEngine(PORTABLE, portable_refusal, type(self).select),)
+
+    def least_shared_bytes(self, head_dim: int) -> int:
+        """Return the shared memory without which the kernels of the portable engine do not run.
+
+        Args:
+            head_dim: Elements of a head's query or key, in 16 bits.
+
+        Returns:
+            Bytes; 0 if the kernels fit every GPU whose shared memory holds a block of keys.
+        """
+        return 0
 
     @abstractmethod
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:

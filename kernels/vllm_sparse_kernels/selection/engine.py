@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.engine_choice import EngineChoice, capability_of, choose_engine
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
@@ -70,12 +71,22 @@ class SelectEngine:
     select: Select
 
 
-def never_refuses(spec: SelectSpec) -> None:
-    """Accept every layer: the ``refusal`` of an engine that runs on every device that Triton supports.
+def portable_refusal(spec: SelectSpec) -> str | None:
+    """Check whether a method's portable kernels have the shared memory that they need at least.
 
     Args:
-        spec: Any layer.
+        spec: Properties of the layer's selection.
+
+    Returns:
+        Why the engine cannot run them, as the end of a sentence; None if it can.
     """
+    needed_bytes, limit_bytes = spec.method.least_shared_bytes(spec.head_dim), shared_bytes(spec.device)
+    if needed_bytes <= limit_bytes:
+        return None
+    return (
+        f"{spec.method} needs {needed_bytes} bytes of shared memory at head_dim {spec.head_dim}, the GPU has "
+        f"{limit_bytes}"
+    )
 
 
 def choose_select_engine(

@@ -40,6 +40,10 @@ QUERY_BYTES = 64 * 1024
 JOIN_BYTES = 8 * 1024
 """Upper bound of the shared memory in which a program joins sums of threads, as compiled by Triton 3.9."""
 
+WIDE_TILE_BYTES = 32 * 1024
+"""Tiles of keys above this size, those of head dims above 256, take three buffers in a pipeline of three stages, as
+compiled for Hopper."""
+
 PROGRAMS = 264
 """Programs for a long row: as many as an H200 runs at a time, two per SM. Each begins with loads, which nothing would
 hide in a second wave of programs."""
@@ -184,6 +188,20 @@ def last_query_sums(
     return sums
 
 
+def least_shared_bytes(last_queries: int, head_dim: int) -> int:
+    """Return the shared memory of the passes over the keys without buffers for keys.
+
+    Args:
+        last_queries: Queries of a head, of which a program holds all.
+        head_dim: Elements of a query, in 16 bits.
+
+    Returns:
+        Bytes.
+    """
+    num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
+    return num_queries * triton.next_power_of_2(head_dim) * 2 + JOIN_BYTES
+
+
 def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
     """Return the pipeline stages of both passes over the keys.
 
@@ -199,7 +217,8 @@ def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
     beside = limit_bytes - stack_bytes - JOIN_BYTES
     if beside < tile_bytes:
         return 1
-    return 3 if 2 * tile_bytes <= beside and stack_bytes <= QUERY_BYTES else 2
+    num_tiles = 2 if tile_bytes <= WIDE_TILE_BYTES else 3
+    return 3 if num_tiles * tile_bytes <= beside and stack_bytes <= QUERY_BYTES else 2
 
 
 def _sum_block_diagonals(

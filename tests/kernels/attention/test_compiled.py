@@ -14,18 +14,18 @@ import pytest
 from tests.helpers.offline_compiler import SHARED_KIB
 from vllm_sparse_kernels.attention import widest_block
 
-QUICK = ["89-128-64-plain", "80-128-128-plain"]
-"""An L4, L40S or RTX 4090, and an A100, each without room for two blocks that are loaded ahead."""
+QUICK = ["89-128-64-plain", "80-128-128-plain", "89-256-64-plain"]
+"""An L4, L40S or RTX 4090, and an A100, each without room for two blocks that are loaded ahead; and a tile in parts."""
 
 MATRIX = [
     f"{capability}-{head_dim}-{block_tokens}-{wanted}"
     for capability, limit_kib in SHARED_KIB.items()
-    for head_dim in (64, 128, 256)
+    for head_dim in (64, 128, 256, 512)
     for block_tokens in (128, 64)
     if block_tokens <= (widest_block(head_dim, limit_kib << 10) or 0)
     for wanted in ("plain", "options", "pages")
 ]
-"""All blocks that the engine does not refuse; for head dim 256 on cards with 99 KiB it refuses all."""
+"""All blocks that the engine does not refuse; for head dim 512 on cards with less than 227 KiB it refuses all."""
 
 
 def compiled(cases: list[str]) -> dict[str, dict[str, int]]:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The portable engine's own: blocks by bulk copies and by pointers, and what shared memory has room for."""
 
+import dataclasses
+from itertools import product
+
 import pytest
 import torch
 
@@ -8,6 +11,8 @@ from tests.helpers.batches import assert_close, random_batch, random_index
 from tests.helpers.engine_cases import FULL, same
 from tests.helpers.option_cases import check, lossless_batch, mixed_options, run
 from vllm_sparse_kernels.attention import supports_bulk, widest_block
+from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.engine_trial import expected_attention
 
 
@@ -37,11 +42,66 @@ def test_bulk_copies(device, page_size, block_tokens, layout, with_options):
 
 @pytest.mark.parametrize(
     ("head_dim", "limit_kib", "widest"),
-    [(128, 227, 128), (64, 99, 128), (128, 163, 128), (128, 99, 64), (96, 99, 64), (256, 227, 64), (256, 99, None)],
+    [
+        (128, 227, 128),
+        (64, 99, 128),
+        (128, 163, 128),
+        (128, 99, 64),
+        (96, 99, 64),
+        (256, 227, 64),
+        (256, 99, 64),
+        (512, 227, 64),
+        (512, 163, None),
+        (512, 99, None),
+    ],
 )
 def test_blocks_fit_shared_memory(head_dim, limit_kib, widest):
     """H100 has 227 KiB a program, A100 163, an RTX 4090 99."""
     assert widest_block(head_dim, limit_kib * 1024) == widest
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "limit_kib", "num_queries"),
+    [(256, 163, 128), (128, 99, 128), (256, 99, 64), (512, 227, 64), (512, 163, None), (512, 99, None)],
+)
+def test_programs_have_as_many_queries_as_fit(head_dim, limit_kib, num_queries):
+    assert portable.program_queries(head_dim, limit_kib * 1024) == num_queries
+
+
+SPLIT_LENGTHS = [[(170, 40), (0, 50)], [(333, 200)], [(100, 129), (64, 1), (0, 300)]]
+"""Tiles with fewer queries than a program, with some in each of several programs, and with one."""
+
+
+@pytest.mark.parametrize("num_queries", [64, 32])
+@pytest.mark.parametrize(
+    ("lengths", "block_tokens"),
+    [
+        (SPLIT_LENGTHS[0], 64),
+        *(pytest.param(*case, marks=FULL) for case in product(SPLIT_LENGTHS, (32, 64, 128))),
+    ],
+)
+def test_programs_that_divide_a_tile_compute_what_it_does(device, lengths, block_tokens, num_queries, monkeypatch):
+    """With stripes, sinks and options, each as of one program for all of the tile's queries."""
+    batch = lossless_batch(lengths, 4, 2, 64, 128, torch.float16, device)
+    batch = dataclasses.replace(batch, sinks=torch.tensor([-30.0, 0.0, 5.0, 12.0], device=device))
+    index = random_index(batch, block_tokens, 0.5, stripes=30)
+    monkeypatch.setattr(portable, "program_queries", lambda head_dim, limit_bytes: num_queries)
+    assert_close(expected_attention(batch, index), *run(batch, index, None))
+    int8 = AttendOptions.from_heads([None] * 4, [True, False, True, False], batch.q.device)
+    assert_close(expected_attention(batch, index), *run(batch, index, int8))
+    nothing_skipped = AttendOptions.from_heads([-1e30] * 4, [False] * 4, batch.q.device)
+    assert_close(expected_attention(batch, index), *run(batch, index, nothing_skipped))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page_size"),
+    [([(70, 90)], 128), *(pytest.param(*case, marks=FULL) for case in product(SPLIT_LENGTHS, (16, 128)))],
+)
+def test_head_dim_512(device, lengths, page_size):
+    """Gemma 4's global layers: half of a tile's queries for each program."""
+    batch = random_batch(lengths, 2, 1, 512, page_size, torch.float16, device, gap_tokens=3)
+    index = random_index(batch, 64, 0.5, stripes=30)
+    assert_close(expected_attention(batch, index), *run(batch, index, None))
 
 
 @pytest.mark.gpu

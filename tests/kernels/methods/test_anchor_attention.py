@@ -373,3 +373,14 @@ def test_defaults_are_the_papers():
         theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, whole_blocks=False,
         dense_tail=False, first_group=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("block_d", "block_n", "limit_kib", "by_pointers"),
+    [(64, 128, 99, 3), (128, 64, 99, 3), (256, 64, 227, 3), (256, 64, 163, 3), (256, 64, 99, 2), (512, 64, 227, 2)],
+)
+def test_as_many_blocks_of_keys_are_buffered_as_fit(
+    block_d: int, block_n: int, limit_kib: int, by_pointers: int
+) -> None:
+    assert module._num_stages(block_d, block_n, False, limit_kib << 10) == by_pointers
+    assert module._num_stages(block_d, block_n, True, limit_kib << 10) == by_pointers - 1

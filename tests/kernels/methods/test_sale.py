@@ -261,3 +261,10 @@ def test_memory_does_not_grow_with_the_number_of_cached_tokens():
     room = Workspace(torch.device("meta"))
     room_for_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
     assert room.peak_bytes < 165e6
+
+
+@pytest.mark.parametrize(
+    ("kept_d", "limit_kib", "stages"), [(128, 227, 4), (256, 227, 4), (128, 99, 4), (256, 163, 4), (256, 99, 3)]
+)
+def test_as_many_steps_of_keys_are_buffered_as_fit(kept_d: int, limit_kib: int, stages: int) -> None:
+    assert sale_scores._test_stages(kept_d, limit_kib << 10) == stages

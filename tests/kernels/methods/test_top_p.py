@@ -14,11 +14,14 @@ from torch.nn.functional import pad
 from tests.helpers.batches import Batch, random_batch
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, int32, kept_blocks, row_parts, select
-from vllm_sparse_kernels.methods.top_p import method as module, portable
+from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
 from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
+from vllm_sparse_kernels.selection.slabs import slabs_of
+from vllm_sparse_kernels.workspace import Workspace
 
 METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0)
 HALF = replace(METHOD, channels="half")
@@ -97,6 +100,37 @@ def test_eight_bits_are_close_to_exact_scores() -> None:
     batch = make_batch([(1500, 300)], (2, 1, 128), dtype=torch.float32)
     for head, i_tile, shares in tile_shares(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
         assert float((shares.mean(0) - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
+
+
+def rounded_by(batch: Batch, method: TopP, permuted: bool) -> list[torch.Tensor]:
+    """Queries, factors, keys and steps of all rows, rounded; 7 where nothing is written."""
+    workspace = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
+    inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
+    storage = rounding.Storage(method.kept_channels(batch.cache.head_dim), torch.float16)
+    moments = rounding.row_moments(inputs, storage.kept_d, Workspace(batch.q.device))
+    heads = int32(range(batch.num_heads))
+    (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes)
+    queries = rounding.round_queries(inputs, moments, heads, storage, workspace)
+    return [*queries, *rounding.round_keys(inputs, slab, moments, storage, permuted, workspace)]
+
+
+@pytest.mark.parametrize(("method", "permuted"), [(METHOD, False), (HALF, True)])
+def test_smaller_programs_round_to_the_same(method, permuted, monkeypatch) -> None:
+    """GPUs whose shared memory does not hold 128 vectors of float32 round 64 or 32 at a time."""
+    batch = make_batch(heads=(2, 1, 64))
+    whole = rounded_by(batch, method, permuted)
+    assert all(bool((part != 7).any()) for part in whole)
+    for num_vectors in (64, 32):
+        monkeypatch.setattr(rounding, "vectors_at_once", lambda block_d, kept_d, limit_bytes, n=num_vectors: n)
+        assert all(torch.equal(a, b) for a, b in zip(whole, rounded_by(batch, method, permuted), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("block_d", "kept_d", "limit_kib", "expected"),
+    [(128, 32, 99, 128), (256, 128, 99, 64), (256, 128, 163, 128), (256, 256, 99, 128), (512, 512, 227, 128)],
+)
+def test_programs_round_as_many_vectors_as_fit(block_d: int, kept_d: int, limit_kib: int, expected: int) -> None:
+    assert rounding.vectors_at_once(block_d, kept_d, limit_kib << 10) == expected
 
 
 def check_fewest(method: TopP, batch: Batch, masses: torch.Tensor) -> None:

@@ -26,10 +26,10 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.batch_rows import BatchRow
 from vllm_sparse_backend.serving.worker.step import Slab
-from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
+from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace
 from vllm_sparse_kernels.attention import workspace_bytes
 from vllm_sparse_kernels.block_width import index_block_tokens
-from vllm_sparse_kernels.layer import LayerPlan, methods_by_head, stripes_of
+from vllm_sparse_kernels.layer import LayerPlan, fits_shared_memory, methods_by_head, stripes_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ceil_div
 
@@ -471,9 +471,9 @@ def _layer_needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.devi
     """Return the need of each distinct layer of this worker at any level."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_dim, engine = resolved.plan.shape.head_dim, resolved.config.engine
-    if widest_block(head_dim, shared_bytes(device)) is None:
-        return ()
     first, end = model.get_layers_start_end_indices(parallel)
-    layers = {groups for number in range(first, end) for groups in resolved.layer(number)}
+    plans = [resolved.layer(number) for number in range(first, end)]
+    fitting = [plan for plan in plans if all(fits_shared_memory(groups, head_dim, device) for groups in plan)]
+    layers = {groups for plan in fitting for groups in plan}
     num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
     return tuple(LayerNeed.of(groups, num_kv_heads, head_dim, element_bytes, device, engine) for groups in layers)

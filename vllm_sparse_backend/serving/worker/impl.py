@@ -21,8 +21,7 @@ from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.request_tallies import Spans, add_pairs
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step import DenseRun, Slab, SparseStep
-from vllm_sparse_kernels import shared_bytes, widest_block
-from vllm_sparse_kernels.layer import Layer, LayerPlan, run, with_kept_mass
+from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, run, with_kept_mass
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import PagedCache
 
@@ -89,7 +88,8 @@ class SparsePrefillImpl(compat.DenseImpl):
             return Fallback.DENSE_LAYER
         if sum(len(group.heads) for group in plans[0]) != self.num_heads:
             return Fallback.OTHER_HEADS
-        if widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE))) is None:
+        device = torch.device(compat.DEVICE_TYPE)
+        if not all(fits_shared_memory(plan, self.head_size, device) for plan in plans):
             return Fallback.SHARED_MEMORY
         return None
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex by one Triton kernel on every device that Triton supports: the engine with all options.
 
-A program owns one (query head, tile). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
+A program owns one (query head, tile), or a part of the tile's queries where all of them do not fit the GPU
+(``program_queries``). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
 masks only where a block touches the diagonal, then gathers the tile's stripes.
 
 Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
@@ -43,6 +44,12 @@ LOG2_E = 1.4426950408889634
 
 STRIPE_STEP = 64
 """Stripes that are gathered per step."""
+
+MIN_QUERIES = 64
+"""Fewest queries of a program. Hopper's matrix instruction takes no fewer."""
+
+RESULT_ELEMENTS = 128 * 256
+"""Elements of a program's result, in float32, which its threads hold in registers: 128 for each of 8 warps."""
 
 
 class MatrixArgs(NamedTuple):
@@ -103,26 +110,29 @@ def attend(
         index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index))
         if bulk:
             descriptors = descriptors_of(cache, matrix, index.block_tokens)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d, limit_bytes = triton.next_power_of_2(head_dim), shared_bytes(q.device)
+    num_queries = program_queries(head_dim, limit_bytes) or MIN_QUERIES
+    num_parts = TILE_TOKENS // num_queries
     shape = compile_time(
         AttendShape(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             NUM_HEADS=num_heads,
             GROUP=num_heads // cache.num_kv_heads,
-            BLOCK_M=TILE_TOKENS,
+            BLOCK_M=num_queries,
+            PARTS=num_parts,
             BLOCK_N=index.block_tokens,
             STRIPES=STRIPE_STEP if index.has_stripes else 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), options is not None and options.skips),
+            AHEAD=_ahead(index.block_tokens, head_dim, limit_bytes, options is not None and options.skips),
         )
     )
-    attend_kernel[(rows.num_tiles * num_heads,)](
+    attend_kernel[(rows.num_tiles * num_heads * num_parts,)](
         AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E,
         cache.value_scale, *_option_args(options, cache, index, bulk),
         shape,
-        num_warps=8 if block_d >= 128 else 4,
-        num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
+        num_warps=_num_warps(num_queries, block_d),
+        num_stages=_num_stages(index.block_tokens, head_dim, limit_bytes),
     )  # fmt: skip
 
 
@@ -154,7 +164,7 @@ def refusal(spec: AttendSpec) -> str | None:
     if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
         return "Triton runs kernels on a CPU in its interpreter alone (TRITON_INTERPRET=1)"
     limit_bytes = shared_bytes(spec.device)
-    if _needed_bytes(spec.block_tokens, spec.head_dim, 1) > limit_bytes:
+    if _needed_bytes(spec.block_tokens, spec.head_dim, 1, limit_bytes) > limit_bytes:
         return (
             f"blocks of {spec.block_tokens} keys of {spec.head_dim} do not fit the {limit_bytes} bytes of shared memory"
         )
@@ -171,22 +181,51 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
     Returns:
         128 or 64 keys; None if not even 64 fit.
     """
-    if _needed_bytes(128, head_dim, 2) <= limit_bytes:
+    if _needed_bytes(128, head_dim, 2, limit_bytes) <= limit_bytes:
         return 128
-    return 64 if _needed_bytes(64, head_dim, 1) <= limit_bytes else None
+    return 64 if _needed_bytes(64, head_dim, 1, limit_bytes) <= limit_bytes else None
 
 
-def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int) -> int:
+def program_queries(head_dim: int, limit_bytes: int) -> int | None:
+    """Return the number of a tile's queries that one program takes.
+
+    Args:
+        head_dim: Channels of a head.
+        limit_bytes: Shared memory of a program.
+
+    Returns:
+        All 128; or the largest power of two whose result fits the registers and which leaves shared memory for a block
+        of 64 keys. None if not even ``MIN_QUERIES`` do.
+    """
+    block_d, num_queries = triton.next_power_of_2(head_dim), TILE_TOKENS
+    while num_queries >= MIN_QUERIES:
+        if num_queries * block_d <= RESULT_ELEMENTS and _bytes_of(64, head_dim, 1, num_queries) <= limit_bytes:
+            return num_queries
+        num_queries //= 2
+    return None
+
+
+def _bytes_of(block_tokens: int, head_dim: int, num_buffers: int, num_queries: int) -> int:
     """Return the shared memory of 16-bit queries and buffered keys and values.
 
     The number is that of kernels compiled for Hopper; Ampere needs no more.
     """
     block_d = triton.next_power_of_2(head_dim)
-    return 2 * block_d * (TILE_TOKENS + 2 * num_buffers * block_tokens) + 1024
+    return 2 * block_d * (num_queries + 2 * num_buffers * block_tokens) + 1024
+
+
+def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_bytes: int) -> int:
+    """Return ``_bytes_of`` with as many queries as a program takes on a GPU with this shared memory."""
+    return _bytes_of(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes) or MIN_QUERIES)
+
+
+def _num_warps(num_queries: int, block_d: int) -> int:
+    """Return the warps of a program, so that a thread holds at most 128 elements of the result."""
+    return 8 if num_queries * block_d >= 128 * 128 else 4
 
 
 def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
-    if _needed_bytes(block_tokens, head_dim, 2) > limit_bytes:
+    if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) > limit_bytes:
         return 1
     return 3 if block_tokens * head_dim <= 64 * 128 else 2
 
@@ -199,7 +238,7 @@ def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: boo
     Without room for them, 0 lets the compiler load keys and values separately, which margins do not allow.
     """
     extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
-    return 2 if _needed_bytes(block_tokens, head_dim, 2) + extra <= limit_bytes else int(with_margins)
+    return 2 if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) + extra <= limit_bytes else int(with_margins)
 
 
 def supports_bulk(cache: PagedCache) -> bool:

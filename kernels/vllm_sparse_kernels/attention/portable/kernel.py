@@ -30,7 +30,8 @@ class AttendShape(NamedTuple):
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     NUM_HEADS: Any  # query heads
     GROUP: Any  # query heads of a kv head
-    BLOCK_M: Any  # queries of a tile
+    BLOCK_M: Any  # queries of a program
+    PARTS: Any  # programs that divide the queries of a tile
     BLOCK_N: Any  # keys of a block
     STRIPES: Any  # stripes of a step; 0: the index has none
     PRECISION: Any  # ``input_precision`` of ``tl.dot`` for float32
@@ -41,9 +42,10 @@ class TileLists(NamedTuple):
     """The lists of one tile and head, and their places in the index."""
 
     blocks: Any  # pointer to the ids of its blocks, or to their places
-    num_full: Any  # blocks before the diagonal, which need no mask
-    num_blocks: Any
-    first: Any  # position of the tile's first query
+    num_full: Any  # blocks before the tile's diagonal, which need no mask
+    num_blocks: Any  # blocks up to the last query of the program
+    tile_first: Any  # position of the tile's first query
+    first: Any  # position of the program's first query
     index: Any  # IndexArgs
     i_head: Any
     i_tile: Any
@@ -120,11 +122,14 @@ def attend_kernel(
 ):  # fmt: skip
     """Compute O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's position.
 
+    If the queries of a tile do not fit the GPU, PARTS programs take BLOCK_M of them each.
+
     Online softmax in float32 and base 2. For each step, S = scale log₂e · Q Kᵀ, m' = max(m, max S),
     l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l, where a sink adds
     2^(sink log₂e − m) to l.
 
-    Grid: (tiles · query heads), ordered by kv head, then by tile with the longest first, then by head of the group.
+    Grid: (tiles · query heads · PARTS), ordered by kv head, then by tile with the longest first, then by head of the
+    group, then by part.
     Bound by the matrix units, by exponentials at head_dim 64, and by the gather for stripes.
 
     Args:
@@ -143,17 +148,21 @@ def attend_kernel(
         smooth_matrix: Descriptor of the 8-bit keys with boxes of [BLOCK_N, BLOCK_D]; or None.
         SHAPE: ``AttendShape``.
     """
-    # Order of programs: kv head, then tile with the longest first, then head of the group.
-    i_program = tl.program_id(0)
-    num_tiles = tl.num_programs(0) // SHAPE.NUM_HEADS
+    # Order of programs: kv head, then tile with the longest first, then head of the group, then part.
+    i_program = tl.program_id(0) // SHAPE.PARTS
+    skipped = tl.program_id(0) % SHAPE.PARTS * SHAPE.BLOCK_M
+    num_tiles = tl.num_programs(0) // (SHAPE.NUM_HEADS * SHAPE.PARTS)
     i_kv = i_program // (num_tiles * SHAPE.GROUP)
     i_tile = tl.load(index.order + i_program % (num_tiles * SHAPE.GROUP) // SHAPE.GROUP)
     i_head = i_kv * SHAPE.GROUP + i_program % SHAPE.GROUP
 
-    i_row, token, length, first = load_tile(index.tiles, i_tile)
+    i_row, token, tile_length, tile_first = load_tile(index.tiles, i_tile)
+    tile_end = tile_first + tile_length
+    first = tile_first + skipped
+    length = tl.minimum(tile_length - skipped, SHAPE.BLOCK_M)  # not positive for parts past the tile's last query
     o_m = tl.arange(0, SHAPE.BLOCK_M)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    o_q = (token + o_m).to(tl.int64)
+    o_q = (token + skipped + o_m).to(tl.int64)
     in_tile = o_m < length
     in_head = in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
     b_q = tl.load(
@@ -174,9 +183,14 @@ def attend_kernel(
     # Blocks before the diagonal need no mask; diagonal blocks are always listed, and come last.
     blocks = index.block_ids + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     num_blocks = tl.load(index.block_counts + i_head * num_tiles + i_tile)
-    num_full = num_blocks - ((first + length - 1) // SHAPE.BLOCK_N - first // SHAPE.BLOCK_N + 1)
-    lists = TileLists(blocks, num_full, num_blocks, first, index, i_head, i_tile, num_tiles)
-    source = KeySource(cache, k_matrix, v_matrix, matrix, table, i_kv, first + length, smooth_matrix)
+    last_block = (tile_end - 1) // SHAPE.BLOCK_N
+    num_full = num_blocks - (last_block - tile_first // SHAPE.BLOCK_N + 1)
+    if SHAPE.PARTS > 1:
+        num_blocks -= last_block - (first + length - 1) // SHAPE.BLOCK_N
+        num_full = tl.where(length > 0, num_full, 0)
+        num_blocks = tl.where(length > 0, num_blocks, 0)
+    lists = TileLists(blocks, num_full, num_blocks, tile_first, first, index, i_head, i_tile, num_tiles)
+    source = KeySource(cache, k_matrix, v_matrix, matrix, table, i_kv, tile_end, smooth_matrix)
     softmax = Softmax(b_acc, b_max, b_sum)
     softmax = _walk_by_head(b_q, smooth, int8_heads, i_row, lists, source, scale, margin, softmax, SHAPE)
 
@@ -261,8 +275,8 @@ def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
 
 @triton.jit
 def _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
-    """Process the diagonal blocks, with the causal mask."""
-    first_block = lists.first // SHAPE.BLOCK_N
+    """Process the diagonal blocks, with the causal mask. The first one has a key for each of the program's queries."""
+    first_block = lists.tile_first // SHAPE.BLOCK_N
     o_m = lists.first + tl.arange(0, SHAPE.BLOCK_M)
     for i in range(lists.num_full, lists.num_blocks):
         entry = tl.load(lists.blocks + i)

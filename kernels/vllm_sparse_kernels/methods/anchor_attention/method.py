@@ -89,6 +89,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, descriptors_of, matrix_args, supports_bulk
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
@@ -371,6 +372,18 @@ class AnchorAttention(PerHead):
         voted = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
         return max(voted, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
+    def least_shared_bytes(self, head_dim: int) -> int:
+        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            Bytes of ``anchor_kernel``, as compiled for Hopper above head_dim 256; 0 up to there.
+        """
+        block_d = triton.next_power_of_2(head_dim)
+        return 512 * block_d if block_d > 256 else 0
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads``: see ``Method.select``.
 
@@ -417,7 +430,7 @@ class AnchorAttention(PerHead):
         # Two programs on a multiprocessor: one multiplies while the other takes maxima.
         options = {
             "num_warps": 8,
-            "num_stages": 2 if descriptor else 3,
+            "num_stages": _num_stages(block_d, block_n, descriptor is not None, shared_bytes(q.device)),
             "maxnreg": 128 if descriptor else None,
         }
         thetas = on_device(tuple(min(head.theta, MOST_THETA) for head in self.of_heads(len(heads))), q.device)
@@ -461,6 +474,13 @@ class AnchorAttention(PerHead):
             args, index.args, heads, rows.num_tiles,
             INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
         )  # fmt: skip
+
+
+def _num_stages(block_d: int, block_n: int, by_bulk_copies: bool, limit_bytes: int) -> int:
+    """Return the pipeline stages of ``anchor_kernel`` for two buffers of ``block_n`` keys, or one if two do not fit."""
+    two_buffers = 2 * block_d * (TILE_TOKENS + 2 * block_n) + 1024
+    num_buffers = 2 if two_buffers <= limit_bytes else 1
+    return num_buffers if by_bulk_copies else num_buffers + 1
 
 
 def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:

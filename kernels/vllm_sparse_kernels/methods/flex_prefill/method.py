@@ -51,7 +51,7 @@ from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
 from vllm_sparse_kernels.selection.footprint import most_bytes
-from vllm_sparse_kernels.selection.last_queries import MOST_QUERIES, Estimate, Sums
+from vllm_sparse_kernels.selection.last_queries import MOST_QUERIES, Estimate, Sums, least_shared_bytes
 from vllm_sparse_kernels.selection.lines import Lines, select_lines
 from vllm_sparse_kernels.selection.lists import append
 from vllm_sparse_kernels.selection.parameters import on_device, require
@@ -149,6 +149,17 @@ class FlexVerticalSlash(PerHead):
         """
         num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
         return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
+
+    def least_shared_bytes(self, head_dim: int) -> int:
+        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            Bytes.
+        """
+        return least_shared_bytes(self.last_queries, head_dim)
 
     def select(
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,

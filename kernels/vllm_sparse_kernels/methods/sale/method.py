@@ -64,6 +64,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
+import triton
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer_inputs import LayerInputs
@@ -79,7 +80,12 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     round_keys,
     round_queries,
 )
-from vllm_sparse_kernels.methods.sale.scores import first_flags, flag_blocks, half_refusal, marks_bytes
+from vllm_sparse_kernels.methods.sale.scores import (
+    first_flags,
+    flag_blocks,
+    half_refusal,
+    marks_bytes,
+)
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import (
@@ -87,7 +93,7 @@ from vllm_sparse_kernels.selection.engine import (
     SelectEngine,
     SelectSpec,
     choose_select_engine,
-    never_refuses,
+    portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import on_device, require
@@ -136,8 +142,20 @@ class Sale(PerHead):
         """The engine for Hopper in half precision, then the portable one in float32."""
         return (
             SelectEngine("hopper", half_refusal, select_on_hopper),
-            SelectEngine(PORTABLE, never_refuses, select_on_portable),
+            SelectEngine(PORTABLE, portable_refusal, select_on_portable),
         )
+
+    def least_shared_bytes(self, head_dim: int) -> int:
+        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            Bytes of the kernels that round, as compiled for Hopper above head_dim 256; 0 up to there.
+        """
+        block_d = triton.next_power_of_2(head_dim)
+        return 640 * block_d if block_d > 256 else 0
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads`` on the first engine that does not refuse: see ``Method.select``.

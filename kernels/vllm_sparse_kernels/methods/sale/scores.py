@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.rounding import (
@@ -60,6 +61,7 @@ class ScoreShape(NamedTuple):
     INDEX_N: Any  # keys of a block of the index
     SPAN: Any  # keys of a program
     WARPS: Any
+    STAGES: Any  # pipeline stages of the loop over keys
 
 
 class ScoreArgs(NamedTuple):
@@ -101,6 +103,20 @@ def marks_bytes(num_selected: int, reach: int) -> int:
     return num_selected * ceil_div(reach, SPAN_TOKENS)
 
 
+def _test_stages(kept_d: int, limit_bytes: int) -> int:
+    """Return the pipeline stages of ``_test_kernel``'s loop over keys.
+
+    Args:
+        kept_d: Channels that are multiplied, in 8 bits.
+        limit_bytes: Shared memory of a program, which holds its queries too.
+
+    Returns:
+        4 for three buffered steps of 64 keys with their biases and steps; 3 or 2 if the GPU has room for fewer.
+    """
+    query_bytes, step_bytes = TEST_TILES * TILE_TOKENS * kept_d, 64 * (kept_d + 4) + 32
+    return max(2, min(4, 1 + (limit_bytes - query_bytes) // step_bytes))
+
+
 def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
     """Set flags to 1 for sink, local region and all blocks of heads that keep everything, and to 0 for the others.
 
@@ -135,7 +151,17 @@ def flag_blocks(
     args = (*selected[:2], kept, index.args, run.pairs, *regions)
     group = index.num_heads // keys.integers.shape[0]
     kept_d = keys.integers.shape[2]
-    test = ScoreShape(group, kept_d, TILE_TOKENS, TEST_TILES, index.block_tokens, SPAN_TOKENS, TEST_WARPS)
+    num_stages = _test_stages(kept_d, shared_bytes(keys.integers.device))
+    test = ScoreShape(
+        GROUP=group,
+        BLOCK_D=kept_d,
+        TILE=TILE_TOKENS,
+        TILES=TEST_TILES,
+        INDEX_N=index.block_tokens,
+        SPAN=SPAN_TOKENS,
+        WARPS=TEST_WARPS,
+        STAGES=num_stages,
+    )
     with index.workspace.frame():
         left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
         if by_half:
@@ -284,7 +310,7 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     steps = keys.steps + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) // 8
     biases = keys.biases + work.i_group.to(tl.int64) * keys.num_keys + work.shift
     o_block = tl.arange(0, BLOCKS)
-    for i in tl.range(work.begin // BLOCK_N, (work.end + BLOCK_N - 1) // BLOCK_N, num_stages=4):
+    for i in tl.range(work.begin // BLOCK_N, (work.end + BLOCK_N - 1) // BLOCK_N, num_stages=SHAPE.STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * SHAPE.BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
         b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)

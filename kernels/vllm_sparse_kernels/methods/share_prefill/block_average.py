@@ -90,11 +90,14 @@ def _map_stages(head_dim: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        3 for two buffers of mean keys, or 2 for one if two do not fit the GPU or head_dim exceeds 128.
+        3 for two buffers of mean keys, 2 for one if two do not fit the GPU or head_dim exceeds 128, or 1 for loads that
+        are not buffered if not even one fits.
     """
     block_d = triton.next_power_of_2(head_dim)
-    two_buffers = 2 * MEANS_AT_ONCE.value * block_d * 4 + 1024
-    return 3 if block_d <= 128 and two_buffers <= limit_bytes else 2
+    one_buffer = MEANS_AT_ONCE.value * block_d * 4
+    if one_buffer + 1024 > limit_bytes:
+        return 1
+    return 3 if block_d <= 128 and 2 * one_buffer + 1024 <= limit_bytes else 2
 
 
 class BlockAverages:

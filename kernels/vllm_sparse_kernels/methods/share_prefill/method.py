@@ -85,6 +85,7 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.selection.footprint import averaged_bytes
+from vllm_sparse_kernels.selection.last_queries import least_shared_bytes
 from vllm_sparse_kernels.selection.parameters import on_device, require
 from vllm_sparse_kernels.selection.radix import DIGITS
 
@@ -247,6 +248,17 @@ class SharePrefill(PerHead):
         if key not in rows.state:
             rows.state[key] = make()
         return rows.state[key]
+
+    def least_shared_bytes(self, head_dim: int) -> int:
+        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            Bytes.
+        """
+        return least_shared_bytes(self.last_queries, head_dim)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads``: see ``Method.select``.

@@ -39,6 +39,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 import torch
+import triton
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.layer_inputs import LayerInputs
@@ -53,6 +54,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
     Storage,
     round_keys,
     round_queries,
+    rounding_bytes,
     row_moments,
 )
 from vllm_sparse_kernels.paged import PagedCache
@@ -64,7 +66,7 @@ from vllm_sparse_kernels.selection.engine import (
     SelectEngine,
     SelectSpec,
     choose_select_engine,
-    never_refuses,
+    portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import on_device, require
@@ -169,8 +171,19 @@ class TopP(PerHead):
         """The engine for Hopper, then the portable one."""
         return (
             SelectEngine("hopper", hopper_refusal, select_on_hopper),
-            SelectEngine(PORTABLE, never_refuses, select_on_portable),
+            SelectEngine(PORTABLE, portable_refusal, select_on_portable),
         )
+
+    def least_shared_bytes(self, head_dim: int) -> int:
+        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            Bytes of the kernels that round to ``channels``.
+        """
+        return rounding_bytes(triton.next_power_of_2(head_dim), self.kept_channels(head_dim))
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads`` on the first engine that does not refuse; see ``Method.select``.

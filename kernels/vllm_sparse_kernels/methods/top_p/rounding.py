@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
@@ -138,10 +139,12 @@ def round_queries(
     num_queries = rows.num_tiles * TILE_TOKENS
     values = workspace.empty(len(heads), num_queries, storage.kept_d, dtype=storage.dtype)
     factors = workspace.empty(len(heads), num_queries)
-    _round_queries_kernel[(rows.num_tiles, len(heads))](
-        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors,
-        HEAD_DIM=q.shape[2], BLOCK_D=moments.means.shape[2], KEPT_D=storage.kept_d, GROUP=inputs.group,
-        KV_HEADS=moments.means.shape[1], num_warps=8,
+    block_d = moments.means.shape[2]
+    num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device))
+    _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), len(heads))](
+        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors, num_queries,
+        HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
+        KV_HEADS=moments.means.shape[1], TILE=TILE_TOKENS, ROUNDED=num_rounded, num_warps=8,
     )  # fmt: skip
     return values, factors
 
@@ -165,12 +168,47 @@ def round_keys(
     cache, rows = inputs.cache, inputs.rows
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
     steps = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
-    _round_keys_kernel[(ceil_div(slab.longest, 128), cache.num_kv_heads, len(slab.key_starts))](
+    block_d = moments.means.shape[2]
+    num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(cache.keys.device))
+    num_programs = ceil_div(slab.longest, 128) * (128 // num_rounded)
+    _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
         slab.num_keys,
-        HEAD_DIM=cache.head_dim, BLOCK_D=moments.means.shape[2], KEPT_D=storage.kept_d, PERMUTED=permuted, num_warps=4,
+        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, KEPT_D=storage.kept_d, PERMUTED=permuted, ROUNDED=num_rounded,
+        num_warps=4,
     )  # fmt: skip
     return values, steps
+
+
+def vectors_at_once(block_d: int, kept_d: int, limit_bytes: int) -> int:
+    """Return the queries or keys that one program rounds.
+
+    Args:
+        block_d: Channels of a head, rounded up to a power of two.
+        kept_d: Channels that are kept.
+        limit_bytes: Shared memory of a program.
+
+    Returns:
+        128, or as many as fit: 64 or 32.
+    """
+    num_vectors = 128
+    while num_vectors > KEY_BLOCK.value and rounding_bytes(block_d, kept_d, num_vectors) > limit_bytes:
+        num_vectors //= 2
+    return num_vectors
+
+
+def rounding_bytes(block_d: int, kept_d: int, num_vectors: int = KEY_BLOCK.value) -> int:
+    """Return the shared memory of a program that rounds.
+
+    Args:
+        block_d: Channels of a head, rounded up to a power of two.
+        kept_d: Channels that are kept.
+        num_vectors: Queries or keys of the program; the fewest by default.
+
+    Returns:
+        Bytes. Channels are chosen by a product (``kept_of``): it holds the vectors, and a column for each kept channel.
+    """
+    return 2 * block_d * (num_vectors + kept_d) if kept_d < block_d else 0
 
 
 @triton.jit
@@ -307,14 +345,15 @@ def in_e4m3(b_x, dtype: tl.constexpr):
         return (((b_x * b_inverse + MAGIC) - MAGIC) * b_step).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries"])
 def _round_queries_kernel(
-    queries, tiles, row_moments, heads, factor, values, factors,
+    queries, tiles, row_moments, heads, factor, values, factors, num_queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Round one tile of one head to e4m3.
+    """Round ROUNDED queries of one tile and head to e4m3.
 
-    Grid: (tiles, n). Bound by memory: it reads each query once and writes half as much.
+    Grid: (tiles · TILE / ROUNDED, n). Bound by memory: it reads each query once and writes half as much.
 
     Args:
         queries: QueryArgs.
@@ -324,20 +363,25 @@ def _round_queries_kernel(
         factor: The softmax's scale, in base 2.
         values: [n, num_tiles · 128, KEPT_D]; written.
         factors: [n, num_tiles · 128] float32, 0 past the row's end; written.
+        num_queries: num_tiles · 128.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         KEPT_D: Number of channels that the estimate multiplies.
         GROUP: Query heads of a kv head.
         KV_HEADS: Number of kv heads.
+        TILE: Queries of a tile.
+        ROUNDED: Queries of a program.
     """
-    i_tile, i_entry = tl.program_id(0), tl.program_id(1)
+    i_entry = tl.program_id(1)
     i_head = tl.load(heads + i_entry)
-    i_row, token, length, _ = load_tile(tiles, i_tile)
-    o_m, o_c = tl.arange(0, 128), tl.arange(0, KEPT_D)
-    b_q = widen(load_queries(queries, i_head, token, length, 128, HEAD_DIM, BLOCK_D))
+    i_row, token, length, _ = load_tile(tiles, tl.program_id(0) // (TILE // ROUNDED))
+    first = tl.program_id(0) % (TILE // ROUNDED) * ROUNDED
+    length -= first
+    o_m, o_c = tl.arange(0, ROUNDED), tl.arange(0, KEPT_D)
+    b_q = widen(load_queries(queries, i_head, token + first, length, ROUNDED, HEAD_DIM, BLOCK_D))
     b_q = kept_of(b_q, row_moments.channels + (i_row * KV_HEADS + i_head // GROUP) * KEPT_D, KEPT_D)
     b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
-    o_r = i_entry.to(tl.int64) * (tl.num_programs(0) * 128) + i_tile * 128 + o_m
+    o_r = i_entry.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
     b_q = b_q * (1.0 / b_step)[:, None]
     tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
     tl.store(factors + o_r, tl.where(o_m < length, b_step * factor, 0.0))
@@ -347,11 +391,12 @@ def _round_queries_kernel(
 def _round_keys_kernel(
     keys, row_ends, first_row, key_starts, row_moments, values, steps, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, PERMUTED: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Round 128 keys of one row and kv head to e4m3.
+    """Round ROUNDED keys of one row and kv head to e4m3.
 
-    Grid: (steps of the longest row, kv heads, rows of the slab). Bound by memory: it reads each key once and writes
-    half as much.
+    Grid: (steps of 128 keys of the longest row · 128 / ROUNDED, kv heads, rows of the slab). Bound by memory: it reads
+    each key once and writes half as much.
 
     Args:
         keys: KeyArgs.
@@ -365,13 +410,16 @@ def _round_keys_kernel(
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         KEPT_D: Number of channels that the estimate multiplies.
-        PERMUTED: Whether keys are permuted for Hopper's products.
+        PERMUTED: Whether keys are permuted for Hopper's products, within steps of 128.
+        ROUNDED: Keys of a program, a multiple of 32.
     """
-    i_step, i_kv, i_place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_part, i_kv, i_place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_row = first_row + i_place
     seq_len = tl.load(row_ends + i_row)
+    i_step = i_part // (128 // ROUNDED)
     if i_step * 128 < seq_len:
-        o_n, o_c = tl.arange(0, 128), tl.arange(0, KEPT_D)
+        o_c = tl.arange(0, KEPT_D)
+        o_n = i_part % (128 // ROUNDED) * ROUNDED + tl.arange(0, ROUNDED)  # within the step
         o_key = i_step * 128 + o_n
         b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
         i_mean = i_row * tl.num_programs(1) + i_kv
@@ -379,11 +427,13 @@ def _round_keys_kernel(
         b_mean = load_kept(row_moments.means + i_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
         b_k = kept_of(b_k, channels, KEPT_D) - b_mean[None, :]
         b_k = tl.where((o_key < seq_len)[:, None], b_k, 0.0)
-        b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [4, 32]), 1)
+        b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [ROUNDED // 32, 32]), 1)
         b_step = tl.maximum(b_step, TINY) / LARGEST
         first = i_kv.to(tl.int64) * num_keys + tl.load(key_starts + i_place) + i_step * 128
-        tl.store(steps + first // 32 + tl.arange(0, 4), b_step)
-        b_k = tl.reshape(tl.reshape(b_k, [4, 32, KEPT_D]) * (1.0 / b_step)[:, None, None], [128, KEPT_D])
+        o_step = i_part % (128 // ROUNDED) * (ROUNDED // 32) + tl.arange(0, ROUNDED // 32)
+        tl.store(steps + first // 32 + o_step, b_step)
+        b_k = tl.reshape(b_k, [ROUNDED // 32, 32, KEPT_D]) * (1.0 / b_step)[:, None, None]
+        b_k = tl.reshape(b_k, [ROUNDED, KEPT_D])
         o_slot = o_n
         if PERMUTED:
             o_slot = o_n % 32 // 2 * 8 + o_n // 32 * 2 + o_n % 2
