@@ -82,7 +82,7 @@ def test_whatever_lies_past_a_sequences_end_attention_stays_the_same(engine: Eng
 
 
 @every_method
-@pytest.mark.parametrize("values", [(1e3,), pytest.param((0.0, -65504.0), marks=FULL)], ids=str)
+@pytest.mark.parametrize("values", [(1e3,), pytest.param((0.0, -65504.0), marks=FULL)], ids=["1000", "0 and -65504"])
 @pytest.mark.parametrize("by_reference", [False, pytest.param(True, marks=FULL)], ids=["kernels", "reference"])
 def test_whatever_lies_past_a_sequences_end_methods_keep_the_same(
     name: str, params: dict[str, Any], by_reference: bool, values: tuple[float, ...]
