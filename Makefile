@@ -8,8 +8,9 @@ INSTALLED := $(VENV)/installed
 MODEL ?=
 METHOD ?=
 
-# Tests at a time; those that start servers run alone.
+# Processes that run tests. Each takes whole files, servers first: while a server starts or answers, others compute.
 JOBS ?= 2
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Where it is set, each of pytest's processes rewrites all tests anew, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,15 +28,13 @@ $(INSTALLED): pyproject.toml deploy/install.py
 demo: $(INSTALLED)
 	@$(BIN)/sparse-prefill demo $(if $(MODEL),'$(MODEL)') $(if $(METHOD),--method '$(METHOD)')
 
-# What to run on every change: five minutes on two cores. The second half starts stock vLLM and this backend, once.
+# What to run on every change: five minutes on two cores. It starts stock vLLM and this backend, once.
 test: $(INSTALLED)
-	@$(BIN)/pytest -m 'not full and not server' -n $(JOBS) --dist worksteal
-	@$(BIN)/pytest -m 'not full and server' tests/server
+	@$(BIN)/pytest -m 'not full' $(SIDE_BY_SIDE)
 
 # All there is, as CI runs it: half an hour on two cores.
 test-all: $(INSTALLED)
-	@$(BIN)/pytest -m 'not server' -n $(JOBS) --dist worksteal --durations=15
-	@$(BIN)/pytest -m server --durations=15
+	@$(BIN)/pytest $(SIDE_BY_SIDE) --durations=15
 
 # On a card, or on two at the same time: its tests, then README's figures for it, into docs/results; twenty minutes at most.
 gpu: $(INSTALLED)

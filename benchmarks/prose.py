@@ -15,6 +15,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -84,9 +85,10 @@ class Prose(NamedTuple):
     shown: str
 
 
-def read_rules() -> list[Rule]:
-    """Return the rules of `prose_rules.yaml`."""
-    return [Rule(**entry) for entry in yaml.safe_load(RULES.read_text())]
+@cache
+def read_rules() -> tuple[Rule, ...]:
+    """Return the rules of `prose_rules.yaml`, which every file is checked against, so it is parsed once."""
+    return tuple(Rule(**entry) for entry in yaml.safe_load(RULES.read_text()))
 
 
 def _blank(text: str) -> str:

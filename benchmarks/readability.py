@@ -11,6 +11,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -58,11 +59,16 @@ class Violation(NamedTuple):
     what: str
 
 
+@cache
+def _syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def source_trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
     """Yield the path, relative to the repository, and the syntax tree of every Python file in these folders."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+            yield str(path.relative_to(ROOT)), _syntax_tree(path)
 
 
 def is_jitted(function: Function) -> bool:

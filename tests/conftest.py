@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels run in Triton's interpreter where there is no CUDA device; tests marked `gpu` are skipped there.
 
-A run ends with each reason for which tests were skipped, and how many it were.
+With ``--dist loadfile`` a process takes whole files, so fixtures and caches of a module exist once, and the files whose
+tests use the fixture ``servers`` stay together, so these servers start once. A run ends with each reason for which
+tests were skipped, and how many it were.
 """
 
 import os
+import re
 from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +27,41 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     save_what_is_thrown_away()
 
 
+ROOT = Path(__file__).parents[1]
+SHARES_SERVERS = re.compile(r"\bservers: Servers\b")
+"""Matches the source of a test module whose tests use the fixture ``servers``."""
+
+
+@cache
+def file_group(path: str) -> str:
+    """Return the name of the group of files that one process takes: the path itself, or "servers"."""
+    with_servers = path.startswith("tests/server/") and SHARES_SERVERS.search((ROOT / path).read_text())
+    return "servers" if with_servers else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class FileGroups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return file_group(super()._split_scope(nodeid))
+
+    return FileGroups(config, log)
+
+
+def start_order(item: pytest.Item) -> int:
+    """Where tests run side by side, those that take longest begin first: servers, then kernels."""
+    if item.get_closest_marker("server"):
+        return 0
+    return 1 if item.path.is_relative_to(ROOT / "tests/kernels") else 2
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=start_order)
     if HAS_CUDA:
-        # Where tests run side by side, those with servers, which take longest, begin first.
-        items.sort(key=lambda item: item.get_closest_marker("server") is None)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, but torch finds none")
     for item in items:

@@ -41,13 +41,18 @@ def flash_attention() -> FlashAttention | None:
 ENGINES = engines(flash_attention())
 
 
+def skip_if_refused(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
+    """Skip the test, with the reason, if the engine refuses the batch."""
+    why = engine.refusal(AttendSpec.of(batch.cache, index, options, batch.sinks))
+    if why is not None:
+        pytest.skip(f"{engine.name}: {why}")
+
+
 def run(
     engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of an engine, poisoned before. Skips the test where the engine refuses."""
-    why = engine.refusal(AttendSpec.of(batch.cache, index, options, batch.sinks))
-    if why is not None:
-        pytest.skip(f"{engine.name}: {why}")
+    skip_if_refused(engine, batch, index, options)
     if engine.name in READS_PAST_THE_END:
         for side in (batch.cache.keys, batch.cache.values):
             if side.dtype == FP8:  # of which torch replaces no NaN; 1e3 would be one
@@ -63,6 +68,7 @@ def run(
 def check(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
     """Check an engine's output and log-sum-exp against exact attention over the index, within the budget."""
     index.check()
+    skip_if_refused(engine, batch, index, options)
     assert_close(expected_attention(batch, index, options), *run(engine, batch, index, options))
 
 

@@ -114,7 +114,7 @@ def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check
 @pytest.mark.parametrize(
     ("lengths", "head_dim"),
     [
-        ([(1500, 140)], 64),
+        ([(700, 70)], 64),
         *(pytest.param([(20_000, 2049), (0, 700)], head_dim, marks=pytest.mark.gpu) for head_dim in (64, 128, 256)),
     ],
 )

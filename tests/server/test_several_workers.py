@@ -91,7 +91,7 @@ def divided(
     layout = LAYOUTS[request.param]
     settings = server_levels.write(tmp_path_factory.mktemp("divided"), *server_levels.ALL)
     args = (*sparse_args(settings), *scenario.SERVER_ARGS, *layout.args)
-    with Server(small_model, args, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}) as server:
+    with Server(small_model, args) as server:
         yield Divided(layout, server, *ask_in_turn(server))
 
 
