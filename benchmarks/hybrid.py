@@ -324,6 +324,8 @@ def add_rows(
         expected = 0 if level == EXACT else sparse
         what = f"{about}: {level}, layers that ran sparse (attention layers: {sparse})"
         report.add_figure(what, part["sparse_layers"], "layers", "lower" if level == EXACT else "higher", bar=expected)
+        for engine_name, layers in part["engines"].items() if level == DEFAULT else ():
+            report.add_figure(f"{about}: {level}, attention layers on {engine_name}", layers, "layers", "higher")
         if part["density"] is not None:
             report.add_figure(f"{about}: {level}, density", part["density"], "share", "lower")
         report.add_figure(f"{about}: {level}, allocations outside the arena", part["overflows"], "count", "lower", 0)
