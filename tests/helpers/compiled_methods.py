@@ -64,13 +64,13 @@ def problems(table: dict[str, dict[str, Usage]], limit_bytes: int) -> dict[str, 
     limits = {
         "shared_bytes": limit_bytes, "registers": MAX_REGISTERS, "registers_per_program": MAX_PROGRAM_REGISTERS
     }  # fmt: skip
-    found = {}
+    reasons_by_kernel = {}
     for method, kernels in table.items():
         for kernel, usage in kernels.items():
             over = [f"{usage[name]} {name}, the card has {most}" for name, most in limits.items() if usage[name] > most]
             if reasons := [*usage["errors"], *over]:
-                found[f"{method}: {kernel}"] = "; ".join(reasons)
-    return found
+                reasons_by_kernel[f"{method}: {kernel}"] = "; ".join(reasons)
+    return reasons_by_kernel
 
 
 def compiled_kernels(capability: int, head_dim: int, names: Sequence[str]) -> dict[str, dict[str, Usage]]:

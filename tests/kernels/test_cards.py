@@ -71,10 +71,10 @@ def test_a_kernel_that_fails_or_does_not_fit_is_a_problem() -> None:
         "wide": fits | {"registers_per_program": (1 << 16) + 1},
         "broken": fits | {"errors": ["CompilationError: at 3:4"]},
     }
-    found = problems({"top_p": cases | {"fits": fits}}, 99 << 10)
-    assert found.keys() == {f"top_p: {name}" for name in cases}
-    assert found["top_p: large"] == f"{100 << 10} shared_bytes, the card has {99 << 10}"
-    assert found["top_p: broken"] == "CompilationError: at 3:4"
+    reasons = problems({"top_p": cases | {"fits": fits}}, 99 << 10)
+    assert reasons.keys() == {f"top_p: {name}" for name in cases}
+    assert reasons["top_p: large"] == f"{100 << 10} shared_bytes, the card has {99 << 10}"
+    assert reasons["top_p: broken"] == "CompilationError: at 3:4"
 
 
 @pytest.mark.parametrize(
