@@ -61,6 +61,7 @@ measure 0.2 to 0.5 on a trained model with 29M parameters, where θ = 0.6 leaves
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ class SpargeAttn(PerHead):
             return
         limits = HeadLimits(
             kept_mass=on_device(tuple(head.kept_mass for head in settings), q.device),
-            top_share=on_device(tuple(head.top_share or CUMULATIVE for head in settings), q.device),
+            top_share=top_shares(settings, q.device),
             min_similarity=on_device(tuple(head.min_similarity for head in settings), q.device),
         )
         products = pooled_products(q, cache, index, heads, scale * LOG2_E, 1, limits.min_similarity, self.smooth_keys)
@@ -171,8 +172,22 @@ class HeadLimits(NamedTuple):
     """The parameters of the selected heads on the device, [n] float32 each; an argument of kernels too."""
 
     kept_mass: Any  # τ
-    top_share: Any  # CUMULATIVE for heads with the cumulative cut
+    top_share: Any  # CUMULATIVE for heads with the cumulative cut; None if all heads have it
     min_similarity: Any  # θ
+
+
+def top_shares(settings: Sequence[SpargeAttn], device: torch.device) -> torch.Tensor | None:
+    """Return ``top_share`` of each head on the device, or None if every head has the cumulative cut.
+
+    Args:
+        settings: The method of each head.
+        device: Device of the result.
+
+    Returns:
+        [n] float32, CUMULATIVE for heads without ``top_share``. With None, the kernel counts nothing.
+    """
+    shares = tuple(head.top_share or CUMULATIVE for head in settings)
+    return None if set(shares) == {CUMULATIVE} else on_device(shares, device)
 
 
 def keep_top_blocks(
@@ -234,15 +249,22 @@ def _keep_top_blocks_kernel(
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
     _, num_blocks = tile_blocks(index.tiles, i_tile, BLOCK)
-    kept_mass, top_share = tl.load(limits.kept_mass + i_entry), tl.load(limits.top_share + i_entry)
+    kept_mass = tl.load(limits.kept_mass + i_entry)
     is_dissimilar = tl.load(similarity + i_entry * num_tiles + i_tile) < tl.load(limits.min_similarity + i_entry)
-    all_kept = tl.where((kept_mass >= 1) | (top_share >= 1), 1, is_dissimilar.to(tl.int32)) != 0
-    is_counted = top_share > 0
-    b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
-    i_row, _, _, _ = load_tile(index.tiles, i_tile)
-    num_row_blocks = tl.cdiv(tl.load(row_table + i_row * ROW_FIELDS), BLOCK)
-    num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
-    target = tl.where(is_counted, num_top, total * kept_mass)
+    all_kept = tl.where(kept_mass >= 1, 1, is_dissimilar.to(tl.int32)) != 0
+    if limits.top_share is None:
+        is_counted = None
+        b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
+        target = total * kept_mass
+    else:
+        top_share = tl.load(limits.top_share + i_entry)
+        all_kept = all_kept | (top_share >= 1)
+        is_counted = top_share > 0
+        b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
+        i_row, _, _, _ = load_tile(index.tiles, i_tile)
+        num_row_blocks = tl.cdiv(tl.load(row_table + i_row * ROW_FIELDS), BLOCK)
+        num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
+        target = tl.where(is_counted, num_top, total * kept_mass)
 
     # The largest bits such that blocks of at least those bits reach the target; 1 to 1.0 takes 30 halvings.
     bits = tl.where(all_kept, ONE_BITS, 1)
@@ -254,7 +276,7 @@ def _keep_top_blocks_kernel(
         too_many = tl.where(is_reached, too_many, middle)
     # Keep the first blocks of just those bits, as many as it takes.
     missing = target - _weight(b_rank, row, num_blocks, bits + 1, is_counted, CHUNK)
-    weight = tl.where(is_counted, 1.0, bits.to(tl.float32, bitcast=True))
+    weight = _if_counted(is_counted, 1.0, bits.to(tl.float32, bitcast=True))
     num_equal = tl.ceil(missing / weight).to(tl.int32)
 
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK * HALVES)
@@ -283,9 +305,21 @@ def _load(row, first, num_blocks, other, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _if_counted(is_counted, counted, weighed):
+    """Return ``counted`` where the head counts blocks, otherwise ``weighed``. ``is_counted`` None: no head counts."""
+    if is_counted is None:
+        return weighed
+    else:
+        return tl.where(is_counted, counted, weighed)
+
+
+@triton.jit
 def _rank(b_s, largest, is_counted):
     """Map base-2 scores to ranks: exp2(score − largest), or 1 / (1 + largest − score), which never underflows."""
-    return tl.where(is_counted, tl.div_rn(1.0, 1.0 + (largest - b_s)), tl.exp2(b_s - largest))
+    if is_counted is None:
+        return tl.exp2(b_s - largest)
+    else:
+        return tl.where(is_counted, tl.div_rn(1.0, 1.0 + (largest - b_s)), tl.exp2(b_s - largest))
 
 
 @triton.jit
@@ -325,5 +359,5 @@ def _weight(b_first, row, num_blocks, bits, is_counted, CHUNK: tl.constexpr):
 @triton.jit
 def _chunk_weight(b_rank, bits, is_counted):
     """Sum the weights of a chunk's ranks of at least these bits."""
-    b_weight = tl.where(is_counted, 1.0, b_rank)
+    b_weight = _if_counted(is_counted, 1.0, b_rank)
     return tl.sum(tl.where(b_rank.to(tl.int32, bitcast=True) >= bits, b_weight, 0.0), 0)
