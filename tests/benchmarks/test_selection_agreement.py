@@ -12,9 +12,15 @@ from tests.helpers.batches import random_batch
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.engine_trial import sharpened
 from vllm_sparse_kernels.methods.top_p.method import TopP, select_on_portable
-from vllm_sparse_kernels.selection.engine import SelectEngine, never_refuses
+from vllm_sparse_kernels.selection.engine import SelectEngine, SelectSpec
 
 BATCHES = [sharpened(random_batch([(3000, 140)], 2, 1, 64, 32, torch.float32, seed=seed)) for seed in (0, 1)]
+
+
+def never_refuses(spec: SelectSpec) -> str | None:
+    return None
+
+
 PORTABLE = SelectEngine("portable", never_refuses, select_on_portable)
 
 
