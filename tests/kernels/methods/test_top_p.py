@@ -22,6 +22,7 @@ from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engin
 
 METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0)
 HALF = replace(METHOD, channels="half")
+LOW_RANK = replace(METHOD, channels="low_rank")
 MASS_ERROR = 5e-3
 """Of a tile's masses in all: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
 LENGTHS = [(0, 1), (700, 63), (130, 140), (321, 1)]
@@ -290,7 +291,9 @@ def test_random_cases(lengths, kept_mass, half, page_size, heads, seed) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("method", "head_dim"), [(METHOD, 64), (METHOD, 128), (HALF, 128), (METHOD, 256), (METHOD, 32)], ids=str
+    ("method", "head_dim"),
+    [(METHOD, 64), (METHOD, 128), (HALF, 128), (LOW_RANK, 128), (LOW_RANK, 256), (METHOD, 256), (METHOD, 32)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_and_portable_masses_agree(method, head_dim, dtype, monkeypatch) -> None:

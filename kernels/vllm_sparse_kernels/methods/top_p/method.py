@@ -39,6 +39,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 import torch
+from triton import next_power_of_2
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.layer_inputs import LayerInputs
@@ -46,6 +47,7 @@ from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_width, write_block_lists
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
+from vllm_sparse_kernels.methods.top_p.low_rank import rank_of
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
     Rounded,
@@ -79,7 +81,7 @@ except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a na
 else:
     MISSING_GLUON = ""
 
-CHANNELS = Literal["all", "half"]
+CHANNELS = Literal["low_rank", "half", "all"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class TopP(PerHead):
     most_share: float = 0.2
     """Maximum share, in (0, 1], of a tile's blocks that are kept for their mass. With 1, only p limits their number."""
 
-    channels: CHANNELS = "half"
+    channels: CHANNELS = "low_rank"
     """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss.
     The minimum is 64 channels, so ``half`` means all of them for a head_dim of 64."""
 
@@ -142,7 +144,17 @@ class TopP(PerHead):
         Returns:
             A power of two.
         """
+        if self.channels == "low_rank":
+            return rank_of(head_dim)
         return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
+
+    def is_low_rank(self, head_dim: int) -> bool:
+        """Return whether the estimate multiplies combinations of channels.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+        """
+        return self.channels == "low_rank" and rank_of(head_dim) < next_power_of_2(head_dim)
 
     @property
     def least_peak(self) -> float:
@@ -252,9 +264,10 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
     device, workspace = inputs.q.device, index.workspace
     most_share = on_device(tuple(head.most_share for head in methods), device)
     selected = Selected(heads, on_device(kept_mass, device), most_share, method.least_peak, inputs.group)
-    storage = Storage(method.kept_channels(inputs.cache.head_dim), stored_dtype(device))
+    kept_d, low_rank = method.kept_channels(inputs.cache.head_dim), method.is_low_rank(inputs.cache.head_dim)
+    storage = Storage(kept_d, low_rank, stored_dtype(device))
     with workspace.frame():
-        moments = row_moments(inputs, storage.kept_d, workspace)
+        moments = row_moments(inputs, storage, workspace)
         queries, factors = round_queries(inputs, moments, heads, storage, workspace)
         for slab in slabs_of(index.rows, len(heads), kernels.tile_bytes):
             with workspace.frame():
