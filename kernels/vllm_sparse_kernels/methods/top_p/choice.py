@@ -183,15 +183,23 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
     target = tl.minimum(share * (inner + outer) - outer, inner)
     bits = 1
     too_many = TWO_BITS + 1
-    for _ in range(tl.where(begin < end, 30, 0)):
+    num_kept, num_above = end - begin, 0  # masses of at least ``bits``, and of at least ``too_many``
+    while (num_kept - num_above > 1) & (too_many - bits > 1):
         middle = bits + (too_many - bits) // 2
         held, count = _held(b_first, row, begin, end, middle, CHUNK)
         reached = (held >= target) | (count >= most)
         bits = tl.where(reached, middle, bits)
+        num_kept = tl.where(reached, count, num_kept)
         too_many = tl.where(reached, too_many, middle)
-    held, count = _held(b_first, row, begin, end, bits + 1, CHUNK)
-    num_equal = tl.ceil(tl.minimum((target - held) / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
-    return bits, tl.minimum(num_equal, most - count)
+        num_above = tl.where(reached, num_above, count)
+    if too_many - bits > 1:  # a single mass decides, whatever its bits: all of at least ``bits`` are kept
+        bits -= 1
+        num_equal = 0
+    else:
+        held, count = _held(b_first, row, begin, end, bits + 1, CHUNK)
+        num_equal = tl.ceil(tl.minimum((target - held) / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
+        num_equal = tl.minimum(num_equal, most - count)
+    return bits, num_equal
 
 
 @triton.jit

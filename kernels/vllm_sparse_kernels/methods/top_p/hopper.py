@@ -51,8 +51,8 @@ from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import Run
 from vllm_sparse_kernels.workspace import Workspace
 
-STAGES = gl.constexpr(3)
-"""Loads of keys in shared memory, each of up to a round of steps (``steps_of_load``)."""
+STAGES = gl.constexpr(4)
+"""Steps of keys in shared memory."""
 
 MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, gl.constexpr(104), gl.constexpr(24)
 """Registers per thread: at the start, when two programs fit on an SM; then of consumers and of the producer's group."""
@@ -254,18 +254,7 @@ class Shared:
 
     q_tiles: gl.shared_memory_descriptor  # [2, 128, KEPT_D] e4m3
     q_full: gl.shared_memory_descriptor  # a barrier
-    keys: Channel  # [STAGES · STEPS, 128, KEPT_D] e4m3, with a pair of barriers for each load of STEPS steps
-    STEPS: gl.constexpr
-
-    @gluon.jit
-    def load_of(self, i_step):
-        """Return the counter of the load that brings a step."""
-        return new_counter(STAGES).plus(i_step // self.STEPS)
-
-    @gluon.jit
-    def buffer_of(self, i_step):
-        """Return the memory of a step's keys, [128, KEPT_D]."""
-        return self.keys.buffers.index(i_step % (STAGES * self.STEPS))
+    keys: Channel  # [STAGES, 128, KEPT_D] e4m3
 
 
 @aggregate
@@ -329,16 +318,15 @@ def _scores_kernel(
     query = i_entry * rounded.num_queries + i_tile * STEP
 
     KEPT_D: gl.constexpr = bulk_keys.block_type.shape[1]
-    STEPS: gl.constexpr = steps_of_load(KEPT_D)
     q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, STEP, KEPT_D], bulk_keys.layout)
-    k_steps = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEPS, STEP, KEPT_D], bulk_keys.layout)
+    k_steps = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, STEP, KEPT_D], bulk_keys.layout)
     q_full = new_barriers(1, 1)
     full = new_barriers(STAGES, 1)
     empty = new_barriers(STAGES, 2)
     fence_async_shared()
     barrier()
     place = i_entry * num_tiles + i_tile - first_tile
-    shared = Shared(q_tiles, q_full, Channel(k_steps, full, empty), STEPS)
+    shared = Shared(q_tiles, q_full, Channel(k_steps, full, empty))
     target = Target(rounded, scratch, num_spans, num_rounds)
     work = Pair(query, key, place, i_span, num_pair)
     gl.warp_specialize(
@@ -352,36 +340,26 @@ def _scores_kernel(
     )
 
 
-@gluon.constexpr_function
-def steps_of_load(kept_d):
-    """Return the steps of keys that are loaded, and released, together: fewer barriers, within shared memory."""
-    return max(min(4, 128 // kept_d), 1)
-
-
 @gluon.jit
 def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
     """Load the queries of both tiles, then the span's keys. The second tile reaches at least as many as the first."""
     q_tiles, keys = shared.q_tiles, shared.keys
     q_full = shared.q_full.index(0)
-    STEPS: gl.constexpr = shared.STEPS
-    STEP_BYTES: gl.constexpr = STEP * q_tiles.shape[2]
-    mbarrier.expect(q_full, 2 * STEP_BYTES)
+    mbarrier.expect(q_full, 2 * STEP * q_tiles.shape[2])
     bulk_load(bulk_queries, [query.to(gl.int32), 0], q_full, q_tiles.index(0))
     bulk_load(bulk_queries, [(query + STEP).to(gl.int32), 0], q_full, q_tiles.index(1))
-    for i in range(0, num_steps, STEPS):
-        load = shared.load_of(i)
-        keys.acquire_empty(load)
-        full = keys.full_barrier(load)
-        mbarrier.expect(full, STEPS * STEP_BYTES)
-        for j in gl.static_range(STEPS):  # steps past the span are not read; past the tensor they are 0
-            bulk_load(bulk_keys, [(key + (i + j) * STEP).to(gl.int32), 0], full, shared.buffer_of(i + j))
+    for i in range(num_steps):
+        step = new_counter(STAGES).plus(i)
+        keys.acquire_empty(step)
+        full = keys.full_barrier(step)
+        mbarrier.expect(full, STEP * keys.buffers.shape[2])
+        bulk_load(bulk_keys, [(key + i * STEP).to(gl.int32), 0], full, keys.buffer(step))
 
 
 @gluon.jit
 def _consume(shared, target, work, num_steps, W: gl.constexpr):
     """Score tile W of the pair. If it does not exist, keys are scored and nothing is stored."""
     keys = shared.keys
-    STEPS: gl.constexpr = shared.STEPS
     rounded, scratch = target.rounded, target.scratch
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
     zero = gl.zeros([STEP, STEP], gl.float16, mma)
@@ -401,14 +379,13 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
     b_step = gl.load(steps)
     mbarrier.wait(shared.q_full.index(0), 0)
     for i in range(num_steps):
-        if i % STEPS == 0:
-            keys.acquire_full(shared.load_of(i))
-        b_k = shared.buffer_of(i).permute((1, 0))
+        step = new_counter(STAGES).plus(i)
+        keys.acquire_full(step)
+        b_k = keys.buffer(step).permute((1, 0))
         token = warpgroup_mma(shared.q_tiles.index(W), b_k, zero, use_acc=False, is_async=True)
         b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * 4)
         b_s = warpgroup_mma_wait(0, deps=(token,))
-        if (i + 1) % STEPS == 0:
-            keys.release(shared.load_of(i))
+        keys.release(step)
         b_x = gl.exp2(_block_maxima(b_s) * (b_factor[:, None] * b_step[None, :]) - b_top[:, None])
         b_x = gl.minimum(gl.maximum(b_x, 2.0**-24), 1.75 * 2.0**39)  # finite for any product
         b_sum += b_x

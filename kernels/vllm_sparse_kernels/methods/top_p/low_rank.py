@@ -11,7 +11,7 @@ iteration finds that subspace without an eigensolver: X ← C_k C_q X, then orth
 with the r channels of the largest weight (``rounding.py``). Three iterations come within 1 % of the optimal share of
 score variance on trained models, far less than sampling costs.
 
-Samples depend only on the row: at most 16,384 of its keys, and of each tile the first 32 to 128 queries, so that
+Samples depend only on the row: at most 8,192 of its keys, and of each tile the first 32 to 128 queries, so that
 between 1,024 and 2,048 queries of a chunk of usual size count. Sums are added in a fixed order. Maps of a row therefore
 do not depend on other rows.
 
@@ -36,13 +36,13 @@ PARTS = 16
 GROUP_TOKENS = tl.constexpr(64)
 """Keys of a group of the sample, and queries that one product adds."""
 
-SAMPLED_KEYS = 16384
+SAMPLED_KEYS = 8192
 """Most keys of a row that count."""
 
 COLUMNS = tl.constexpr(128)
 """Most rows and columns of a moment that one program holds."""
 
-ITERATIONS = 3
+ITERATIONS = 2
 
 RIDGE = tl.constexpr(1e-3)
 """Added to the diagonals of moments of mean diagonal 1, so that unused channels leave them invertible."""
@@ -200,15 +200,17 @@ def _products_kernel(
         table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
         base = keys.k + i_kv.to(tl.int64) * keys.stride_head
         b_sum = tl.zeros([WIDTH], tl.float32)
+        o_n = i_part * stride + o_s
+        o_k = key_offsets(table, o_n, o_n < seq_len, keys.page_size, keys.stride_page, keys.stride_token)
+        b_a, b_b = _both(base + o_k, o_n < seq_len, o_a, o_b, HEAD_DIM, SIDE)
         for first in range(i_part * stride, seq_len, PARTS * stride):
-            o_n = first + o_s
+            o_n = first + PARTS * stride + o_s
             o_k = key_offsets(table, o_n, o_n < seq_len, keys.page_size, keys.stride_page, keys.stride_token)
-            there = (o_n < seq_len)[:, None]
-            b_a = widen(tl.load(base + o_k[:, None] + o_a[None, :], mask=there & (o_a < HEAD_DIM)[None, :], other=0.0))
-            b_b = widen(tl.load(base + o_k[:, None] + o_b[None, :], mask=there & (o_b < HEAD_DIM)[None, :], other=0.0))
+            b_a_next, b_b_next = _both(base + o_k, o_n < seq_len, o_a, o_b, HEAD_DIM, SIDE)
             b_a, b_b = _finite(b_a), _finite(b_b)
             b_sum += tl.sum(b_b.to(tl.float32), 0)
             b_products = tl.dot(tl.trans(b_a), b_b, b_products, input_precision="ieee")
+            b_a, b_b = b_a_next, b_b_next
         tl.store(sums.key_products + o_square, b_products)
         if i_square < SIDE:
             tl.store(sums.key_sums + place * BLOCK_D + o_b, b_sum)
@@ -220,13 +222,22 @@ def _products_kernel(
             length = tl.minimum(length, num_queries)
             for i in range(0, GROUP * length, GROUP_TOKENS):
                 o_i = i + o_s  # head by head within a token
-                there = (o_i < GROUP * length)[:, None]
-                at = queries.q + (token + o_i // GROUP).to(tl.int64)[:, None] * queries.stride_token
-                at += (i_kv * GROUP + o_i % GROUP)[:, None] * queries.stride_head
-                b_a = widen(tl.load(at + o_a[None, :], mask=there & (o_a < HEAD_DIM)[None, :], other=0.0))
-                b_b = widen(tl.load(at + o_b[None, :], mask=there & (o_b < HEAD_DIM)[None, :], other=0.0))
+                at = queries.q + (token + o_i // GROUP).to(tl.int64) * queries.stride_token
+                at += (i_kv * GROUP + o_i % GROUP) * queries.stride_head
+                b_a, b_b = _both(at, o_i < GROUP * length, o_a, o_b, HEAD_DIM, SIDE)
                 b_products = tl.dot(tl.trans(_finite(b_a)), _finite(b_b), b_products, input_precision="ieee")
         tl.store(sums.query_products + o_square, b_products)
+
+
+@triton.jit
+def _both(at, there, o_a, o_b, HEAD_DIM: tl.constexpr, SIDE: tl.constexpr):
+    """Load channels o_a and o_b of some vectors, each [len(at), WIDTH]; 0 where a vector is not there."""
+    b_a = widen(tl.load(at[:, None] + o_a[None, :], mask=there[:, None] & (o_a < HEAD_DIM)[None, :], other=0.0))
+    if SIDE == 1:
+        return b_a, b_a
+    else:
+        mask = there[:, None] & (o_b < HEAD_DIM)[None, :]
+        return b_a, widen(tl.load(at[:, None] + o_b[None, :], mask=mask, other=0.0))
 
 
 @triton.jit
@@ -328,10 +339,11 @@ def _multiply(x_map, moment, scale, target, BLOCK_D: tl.constexpr, RANK: tl.cons
 
     All threads see x as it was stored before, and the result afterwards.
     """
-    o_r, o_d, o_i = tl.arange(0, RANK), tl.arange(0, BLOCK_D), tl.arange(0, 32)
+    CHUNK: tl.constexpr = 32
+    o_r, o_d, o_i = tl.arange(0, RANK), tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
     b_y = tl.zeros([RANK, BLOCK_D], tl.float32)
     tl.debug_barrier()
-    for first in range(0, BLOCK_D, 32):
+    for first in range(0, BLOCK_D, CHUNK):
         b_x = tl.load(x_map + (first + o_i)[None, :] * RANK + o_r[:, None])
         b_c = tl.load(moment + (first + o_i)[:, None] * BLOCK_D + o_d[None, :]) * scale
         b_c += tl.where((first + o_i)[:, None] == o_d[None, :], RIDGE, 0.0)
@@ -343,9 +355,10 @@ def _multiply(x_map, moment, scale, target, BLOCK_D: tl.constexpr, RANK: tl.cons
 @triton.jit
 def _gram(x_map, w_map, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
     """Return xᵀ w, [RANK, RANK], of x and w [BLOCK_D, RANK]."""
-    o_r, o_i = tl.arange(0, RANK), tl.arange(0, 32)
+    CHUNK: tl.constexpr = 32
+    o_r, o_i = tl.arange(0, RANK), tl.arange(0, CHUNK)
     b_g = tl.zeros([RANK, RANK], tl.float32)
-    for first in range(0, BLOCK_D, 32):
+    for first in range(0, BLOCK_D, CHUNK):
         b_x = tl.load(x_map + (first + o_i)[None, :] * RANK + o_r[:, None])
         b_w = tl.load(w_map + (first + o_i)[:, None] * RANK + o_r[None, :])
         b_g = tl.dot(b_x, b_w, b_g, input_precision="tf32x3")
@@ -355,8 +368,9 @@ def _gram(x_map, w_map, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
 @triton.jit
 def _combine(b_inverse, x_map, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
     """Replace x [BLOCK_D, RANK] by x times the transpose of b_inverse [RANK, RANK]."""
-    o_r, o_i = tl.arange(0, RANK), tl.arange(0, 64)
-    for first in range(0, BLOCK_D, 64):
+    CHUNK: tl.constexpr = 64
+    o_r, o_i = tl.arange(0, RANK), tl.arange(0, CHUNK)
+    for first in range(0, BLOCK_D, CHUNK):
         at = x_map + (first + o_i)[None, :] * RANK + o_r[:, None]
         b_x = tl.dot(b_inverse, tl.load(at), input_precision="tf32x3")
         tl.debug_barrier()
