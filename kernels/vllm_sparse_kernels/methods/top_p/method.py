@@ -103,7 +103,7 @@ class TopP(PerHead):
     most_share: float = 0.2
     """Maximum share, in (0, 1], of a tile's blocks that are kept for their mass. With 1, only p limits their number."""
 
-    channels: CHANNELS = "low_rank"
+    channels: CHANNELS = "half"
     """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss.
     The minimum is 64 channels, so ``half`` means all of them for a head_dim of 64."""
 
