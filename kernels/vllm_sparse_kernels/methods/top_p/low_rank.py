@@ -8,7 +8,7 @@ both of this step. Of all products of rank r, the one that misses q·k by least 
 
 where the columns of X span the dominant r-dimensional invariant subspace of C_k C_q, and Xᵀ C_q X = 1. Orthogonal
 iteration finds that subspace without an eigensolver: X ← C_k C_q X, then orthonormalise X in C_q by Cholesky. It begins
-with the r channels of the largest weight (``rounding.py``). Three iterations come within 1 % of the optimal share of
+with the r channels of the largest weight (``rounding.py``). Two iterations come within 1 % of the optimal share of
 score variance on trained models, far less than sampling costs.
 
 Samples depend only on the row: at most 8,192 of its keys, and of each tile the first 32 to 128 queries, so that
@@ -47,6 +47,9 @@ ITERATIONS = 2
 RIDGE = tl.constexpr(1e-3)
 """Added to the diagonals of moments of mean diagonal 1, so that unused channels leave them invertible."""
 
+MAX_REGISTERS = 128
+"""Register cap per thread of ``_products_kernel``, with which two programs of 256 threads fit on a multiprocessor."""
+
 TOO_LARGE = tl.constexpr(1e15)
 STRIPE = tl.constexpr(16)
 BYTES_AT_ONCE = 32 << 20
@@ -56,10 +59,12 @@ BYTES_AT_ONCE = 32 << 20
 class SampleSums(NamedTuple):
     """Sums of the programs of some rows, and what becomes of them."""
 
+    means: Any  # [rows, kv heads, BLOCK_D] float32, of keys
     key_sums: Any  # [rows, kv heads, PARTS, BLOCK_D] float32
     key_products: Any  # [rows, kv heads, PARTS, BLOCK_D, BLOCK_D] float32
     query_products: Any  # [rows, kv heads, PARTS, BLOCK_D, BLOCK_D] float32
     moments: Any  # [rows, kv heads, 2, BLOCK_D, BLOCK_D] float32: of queries, then of keys
+    iterates: Any  # [rows, kv heads, 2, BLOCK_D, r] float32: X, then C_q X
 
 
 def rank_of(head_dim: int) -> int:
@@ -91,7 +96,7 @@ def sums_bytes(num_rows: int, num_kv_heads: int, block_d: int) -> int:
 
 
 def _row_bytes(num_kv_heads: int, block_d: int) -> int:
-    return 4 * num_kv_heads * block_d * (PARTS + (2 * PARTS + 2) * block_d)
+    return 4 * num_kv_heads * block_d * (1 + PARTS + (2 * PARTS + 2) * block_d + 2 * rank_of(block_d))
 
 
 def _rows_at_once(num_rows: int, num_kv_heads: int, block_d: int) -> int:
@@ -99,41 +104,43 @@ def _rows_at_once(num_rows: int, num_kv_heads: int, block_d: int) -> int:
 
 
 def fill_maps(inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, workspace: Workspace) -> None:
-    """Compute mean keys and maps of each row and kv head.
+    """Compute maps of each row and kv head, and the mean of its mapped keys.
 
     Args:
         inputs: Queries, cache and rows of the step.
-        means: [num_rows, num_kv_heads, BLOCK_D] float32; written.
-        maps: [num_rows, num_kv_heads, 2, BLOCK_D, rank] float32: of queries, then of keys less their mean; written.
+        means: [num_rows, num_kv_heads, rank] float32, of mapped keys; written.
+        maps: [num_rows, num_kv_heads, 2, BLOCK_D, rank] in the dtype in which vectors are multiplied: of queries, then
+            of keys; written.
         workspace: Memory of temporary tensors.
     """
     q, cache, rows, _ = inputs
-    num_kv_heads, block_d, rank = cache.num_kv_heads, means.shape[2], maps.shape[4]
+    num_kv_heads, block_d, rank = cache.num_kv_heads, maps.shape[3], maps.shape[4]
     columns = min(block_d, COLUMNS.value)
     squares = (block_d // columns) ** 2
     at_once = _rows_at_once(rows.num_rows, num_kv_heads, block_d)
     shape = {"HEAD_DIM": cache.head_dim, "BLOCK_D": block_d}
     with workspace.frame():
         sums = SampleSums(
-            workspace.empty(at_once, num_kv_heads, PARTS, block_d),
+            workspace.empty(at_once, num_kv_heads, block_d), workspace.empty(at_once, num_kv_heads, PARTS, block_d),
             workspace.empty(at_once, num_kv_heads, PARTS, block_d, block_d),
             workspace.empty(at_once, num_kv_heads, PARTS, block_d, block_d),
             workspace.empty(at_once, num_kv_heads, 2, block_d, block_d),
-        )
+            workspace.empty(at_once, num_kv_heads, 2, block_d, rank),
+        )  # fmt: skip
         for first_row in range(0, rows.num_rows, at_once):
             num_rows = min(at_once, rows.num_rows - first_row)
             _products_kernel[(PARTS * 2, squares * num_kv_heads, num_rows)](
                 query_args(q), key_args(cache, rows.block_table), rows.tiles, rows.tile_bounds, rows.row_ends,
                 first_row, sums, **shape, GROUP=inputs.group, WIDTH=columns, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
-                num_warps=8,
+                num_warps=8, maxnreg=MAX_REGISTERS if squares == 1 else None,
             )  # fmt: skip
             _moments_kernel[(block_d // STRIPE.value, num_kv_heads * 2, num_rows)](
-                rows.row_ends, first_row, sums, means, BLOCK_D=block_d, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
+                rows.row_ends, first_row, sums, BLOCK_D=block_d, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
                 num_warps=4,
             )  # fmt: skip
             _maps_kernel[(num_kv_heads, num_rows)](
-                first_row, sums.moments, maps,
-                HEAD_DIM=cache.head_dim, BLOCK_D=block_d, RANK=rank, ITERATIONS=ITERATIONS, num_warps=8,
+                first_row, sums, means, maps, **shape, RANK=rank, ITERATIONS=ITERATIONS,
+                num_warps=8,
             )  # fmt: skip
 
 
@@ -248,7 +255,7 @@ def _queries_of_tile(num_tiles):
 
 @triton.jit(do_not_specialize=["first_row"])
 def _moments_kernel(
-    row_ends, first_row, sums, means, BLOCK_D: tl.constexpr, MOST_KEYS: tl.constexpr, PARTS: tl.constexpr
+    row_ends, first_row, sums, BLOCK_D: tl.constexpr, MOST_KEYS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Add up the parts of one row and kv head: STRIPE rows of a moment of queries, or of the covariance of keys.
 
@@ -257,8 +264,8 @@ def _moments_kernel(
     Args:
         row_ends: [num_rows] int32, each row's keys.
         first_row: First row of this launch.
-        sums: SampleSums; ``moments`` is written. Queries' are sums: their number only scales them.
-        means: [num_rows, kv heads, BLOCK_D] float32; written.
+        sums: SampleSums; ``moments`` and ``means`` are written. Moments of queries are sums: their number only scales
+            them.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         MOST_KEYS: Most keys of the sample.
         PARTS: Programs that added up a row's keys.
@@ -283,26 +290,27 @@ def _moments_kernel(
         count = seq_len // stride * GROUP_TOKENS + tl.minimum(seq_len % stride, GROUP_TOKENS)
         b_row, b_mean = b_row / count, b_mean / count
         b_moment = b_moment / count - b_row[:, None] * b_mean[None, :]
-        tl.store(means + ((first_row + i_place) * num_kv_heads + i_kv) * BLOCK_D + o_r, b_row)
+        tl.store(sums.means + place * BLOCK_D + o_r, b_row)
     moments = sums.moments + (place * 2 + of_keys) * (BLOCK_D * BLOCK_D)
     tl.store(moments + o_stripe, b_moment)
 
 
 @triton.jit(do_not_specialize=["first_row"])
 def _maps_kernel(
-    first_row, moments, maps,
+    first_row, sums, means, maps,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RANK: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """Compute the maps of one row and kv head by orthogonal iteration.
 
-    X and C_q X stay in ``maps``, in the L1 cache, so that a program needs room for a part of them only.
+    X and C_q X stay in ``sums.iterates``, in the L1 cache, so that a program needs room for a part of them only.
 
     Grid: (kv heads, rows). Bound by latency: RANK dependent steps for each Cholesky factor.
 
     Args:
         first_row: First row of this launch.
-        moments: [rows, kv heads, 2, BLOCK_D, BLOCK_D] float32: of queries, then of keys.
-        maps: [num_rows, kv heads, 2, BLOCK_D, RANK] float32; written.
+        sums: SampleSums; ``moments`` and ``means`` are read, ``iterates`` is written.
+        means: [num_rows, kv heads, RANK] float32, of mapped keys; written.
+        maps: [num_rows, kv heads, 2, BLOCK_D, RANK]; written.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         RANK: r.
@@ -310,9 +318,10 @@ def _maps_kernel(
     """
     i_kv, i_place = tl.program_id(0), tl.program_id(1)
     num_kv_heads = tl.num_programs(0)
-    of_queries = moments + (i_place * num_kv_heads + i_kv).to(tl.int64) * (2 * BLOCK_D * BLOCK_D)
+    place = (i_place * num_kv_heads + i_kv).to(tl.int64)
+    of_queries = sums.moments + place * (2 * BLOCK_D * BLOCK_D)
     of_keys = of_queries + BLOCK_D * BLOCK_D
-    x_map = maps + ((first_row + i_place) * num_kv_heads + i_kv).to(tl.int64) * (2 * BLOCK_D * RANK)
+    x_map = sums.iterates + place * (2 * BLOCK_D * RANK)
     w_map = x_map + BLOCK_D * RANK  # C_q X
     o_r, o_d = tl.arange(0, RANK), tl.arange(0, BLOCK_D)
     b_q = tl.load(of_queries + o_d * (BLOCK_D + 1))
@@ -325,12 +334,20 @@ def _maps_kernel(
     b_place = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_before).to(tl.int32), 1)
     tl.store(x_map + o_d[:, None] * RANK + o_r[None, :], (b_place[:, None] == o_r[None, :]).to(tl.float32))
     _multiply(x_map, of_queries, scale_q, w_map, BLOCK_D, RANK)
-    for _ in range(ITERATIONS):
+    for i in tl.static_range(ITERATIONS):
         _multiply(w_map, of_keys, scale_k, x_map, BLOCK_D, RANK)
         _multiply(x_map, of_queries, scale_q, w_map, BLOCK_D, RANK)
         b_inverse = _inverse_factor(_gram(x_map, w_map, BLOCK_D, RANK), RANK)
-        _combine(b_inverse, x_map, BLOCK_D, RANK)
-        _combine(b_inverse, w_map, BLOCK_D, RANK)
+        if i < ITERATIONS - 1:
+            # X follows from C_q X, so it is not needed here.
+            _combine(b_inverse, w_map, sums.means + place * BLOCK_D, w_map, BLOCK_D, RANK)
+        else:
+            i_maps = ((first_row + i_place) * num_kv_heads + i_kv).to(tl.int64)
+            target = maps + i_maps * (2 * BLOCK_D * RANK)
+            mean = sums.means + place * BLOCK_D
+            _combine(b_inverse, x_map, mean, target, BLOCK_D, RANK)
+            b_mean = _combine(b_inverse, w_map, mean, target + BLOCK_D * RANK, BLOCK_D, RANK)
+            tl.store(means + i_maps * RANK + o_r, b_mean)
 
 
 @triton.jit
@@ -339,7 +356,7 @@ def _multiply(x_map, moment, scale, target, BLOCK_D: tl.constexpr, RANK: tl.cons
 
     All threads see x as it was stored before, and the result afterwards.
     """
-    CHUNK: tl.constexpr = 32
+    CHUNK: tl.constexpr = 16 if BLOCK_D > 128 else 32
     o_r, o_d, o_i = tl.arange(0, RANK), tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
     b_y = tl.zeros([RANK, BLOCK_D], tl.float32)
     tl.debug_barrier()
@@ -366,16 +383,22 @@ def _gram(x_map, w_map, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
 
 
 @triton.jit
-def _combine(b_inverse, x_map, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
-    """Replace x [BLOCK_D, RANK] by x times the transpose of b_inverse [RANK, RANK]."""
+def _combine(b_inverse, x_map, mean, target, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
+    """Store x [BLOCK_D, RANK] times the transpose of b_inverse [RANK, RANK]; ``target`` may be x.
+
+    Return the product of the vector ``mean`` [BLOCK_D] with what is stored, as it is rounded: [RANK] float32.
+    """
     CHUNK: tl.constexpr = 64
     o_r, o_i = tl.arange(0, RANK), tl.arange(0, CHUNK)
+    b_mean = tl.zeros([RANK], tl.float32)
     for first in range(0, BLOCK_D, CHUNK):
-        at = x_map + (first + o_i)[None, :] * RANK + o_r[:, None]
-        b_x = tl.dot(b_inverse, tl.load(at), input_precision="tf32x3")
+        at = (first + o_i)[None, :] * RANK + o_r[:, None]
+        b_x = tl.dot(b_inverse, tl.load(x_map + at), input_precision="tf32x3").to(target.dtype.element_ty)
+        b_mean += tl.sum(b_x.to(tl.float32) * tl.load(mean + first + o_i)[None, :], 1)
         tl.debug_barrier()
-        tl.store(at, b_x)
+        tl.store(target + at, b_x)
     tl.debug_barrier()
+    return b_mean
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton.language as tl
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, wide_dtype, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -51,7 +51,7 @@ LEAST_CHANNELS = 64
 class Moments(NamedTuple):
     """Mean keys of each row and kv head, and the channels of the estimate: kept ones, or maps to them."""
 
-    means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys
+    means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys; with maps, [..., KEPT_D], of mapped keys
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
     maps: Any  # [num_rows, num_kv_heads, 2, BLOCK_D, KEPT_D] float32, of queries, then of keys; None: channels are kept
 
@@ -99,11 +99,12 @@ def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> 
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d, kept_d = triton.next_power_of_2(head_dim), storage.kept_d
-    means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     if storage.low_rank:
-        maps = workspace.empty(rows.num_rows, num_kv_heads, 2, block_d, kept_d)
+        means = workspace.empty(rows.num_rows, num_kv_heads, kept_d)
+        maps = workspace.empty(rows.num_rows, num_kv_heads, 2, block_d, kept_d, dtype=wide_dtype(q.dtype))
         fill_maps(inputs, means, maps, workspace)
         return Moments(means, None, maps)
+    means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     chooses = kept_d < block_d
     num_splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
     channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
@@ -147,7 +148,7 @@ def round_queries(
     factors = workspace.empty(len(heads), num_queries)
     _round_queries_kernel[(rows.num_tiles, len(heads))](
         query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors,
-        HEAD_DIM=q.shape[2], BLOCK_D=moments.means.shape[2], KEPT_D=storage.kept_d, GROUP=inputs.group,
+        HEAD_DIM=q.shape[2], BLOCK_D=triton.next_power_of_2(q.shape[2]), KEPT_D=storage.kept_d, GROUP=inputs.group,
         KV_HEADS=moments.means.shape[1], num_warps=8,
     )  # fmt: skip
     return values, factors
@@ -175,7 +176,8 @@ def round_keys(
     _round_keys_kernel[(ceil_div(slab.longest, 128), cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
         slab.num_keys,
-        HEAD_DIM=cache.head_dim, BLOCK_D=moments.means.shape[2], KEPT_D=storage.kept_d, PERMUTED=permuted, num_warps=4,
+        HEAD_DIM=cache.head_dim, BLOCK_D=triton.next_power_of_2(cache.head_dim), KEPT_D=storage.kept_d,
+        PERMUTED=permuted, num_warps=8,
     )  # fmt: skip
     return values, steps
 
@@ -298,7 +300,7 @@ def mapped(b_x, map_ptr, KEPT_D: tl.constexpr):
 
     Args:
         b_x: [n, BLOCK_D].
-        map_ptr: Pointer to [BLOCK_D, KEPT_D] float32.
+        map_ptr: Pointer to [BLOCK_D, KEPT_D].
         KEPT_D: Number of channels of the result.
 
     Returns:
@@ -408,14 +410,14 @@ def _round_keys_kernel(
         o_key = i_step * 128 + o_n
         b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
         i_moments = i_row * tl.num_programs(1) + i_kv
-        mean = row_moments.means + i_moments * BLOCK_D
         if row_moments.maps is None:
             channels = row_moments.channels + i_moments * KEPT_D
-            b_k = kept_of(b_k, channels, KEPT_D) - load_kept(mean, channels, BLOCK_D, KEPT_D)[None, :]
+            b_mean = load_kept(row_moments.means + i_moments * BLOCK_D, channels, BLOCK_D, KEPT_D)
+            b_k = kept_of(b_k, channels, KEPT_D)
         else:
-            b_centered = (b_k.to(tl.float32) - tl.load(mean + tl.arange(0, BLOCK_D))[None, :]).to(b_k.dtype)
-            b_k = mapped(b_centered, row_moments.maps + (i_moments * 2 + 1) * (BLOCK_D * KEPT_D), KEPT_D)
-        b_k = tl.where((o_key < seq_len)[:, None], b_k, 0.0)
+            b_mean = tl.load(row_moments.means + i_moments * KEPT_D + o_c)
+            b_k = mapped(b_k, row_moments.maps + (i_moments * 2 + 1) * (BLOCK_D * KEPT_D), KEPT_D)
+        b_k = tl.where((o_key < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
         b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [4, 32]), 1)
         b_step = tl.maximum(b_step, TINY) / LARGEST
         first = i_kv.to(tl.int64) * num_keys + tl.load(key_starts + i_place) + i_step * 128
