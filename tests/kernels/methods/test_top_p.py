@@ -86,6 +86,12 @@ LONG = [(8100, 150), (0, 2049), (0, 1)]
     [
         *by_turns([METHOD, HALF] * 2, SHAPES, DTYPES, [16, 48, 128], [LENGTHS]),
         pytest.param(METHOD, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
+        (LOW_RANK, (4, 2, 128), torch.float16, 48, [(300, 63), (130, 1)]),
+        (LOW_RANK, (2, 1, 80), torch.float32, 16, [(0, 1), (170, 140)]),
+        (LOW_RANK, (2, 1, 64), torch.float32, 128, [(321, 1)]),
+        pytest.param(LOW_RANK, (3, 3, 128), torch.float32, 128, LENGTHS, marks=pytest.mark.full),
+        pytest.param(LOW_RANK, (2, 1, 256), torch.float16, 16, LENGTHS, marks=pytest.mark.full),
+        pytest.param(LOW_RANK, (2, 1, 128), torch.float16, 16, LONG, marks=pytest.mark.full),
     ],
 )
 def test_masses_are_those_of_the_reference(method, heads, dtype, page_size, lengths, monkeypatch) -> None:
