@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.batches import Batch, random_batch
-from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, row_alone
+from tests.helpers.batches import Batch, random_batch, repaged
+from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_alone, select
 from tests.helpers.structured import paged_batch, structured
 from vllm_sparse_kernels import Workspace
 from vllm_sparse_kernels.layer_inputs import LayerInputs
@@ -21,6 +21,7 @@ from vllm_sparse_kernels.methods.top_p.reference import kept_channels, low_rank_
 
 LENGTHS = [(0, 1), (300, 63)]
 HALF = TopP(channels="half")
+LOW_RANK = TopP(kept_mass=0.6, sink_tokens=32, local_tokens=128, channels="low_rank")
 
 
 def maps_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,3 +165,32 @@ def test_maps_of_a_row_do_not_depend_on_other_rows(monkeypatch: pytest.MonkeyPat
     for row in range(3):
         alone = maps_of(row_alone(batch, row))
         assert all(torch.equal(x[row], y[0]) for x, y in zip(together, alone, strict=True))
+
+
+@pytest.mark.full
+def test_lists_of_a_row_do_not_depend_on_other_rows() -> None:
+    batch = make_batch([(561, 70), (0, 63), (330, 1)], (2, 1, 128), dtype=torch.float16)
+    together = select(LOW_RANK, batch)
+    for row in (0, 2):
+        alone = select(LOW_RANK, row_alone(repaged(batch, 48, "HND"), row))
+        assert all_lists(alone) == all_lists(together, batch.rows.tiles_of(row))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_query_that_is_no_number_changes_no_list_but_its_tiles(value: float) -> None:
+    batch = make_batch([(500, 140), (330, 20)], (2, 1, 128))
+    zeroed, spoilt = (replace(batch, q=batch.q.clone()) for _ in range(2))
+    zeroed.q[batch.rows.tokens[0] + 5] = 0.0
+    spoilt.q[batch.rows.tokens[0] + 5] = value
+    others = [1, 2]
+    assert all_lists(select(LOW_RANK, spoilt, 32), others) == all_lists(select(LOW_RANK, zeroed, 32), others)
+
+
+def test_a_key_that_is_no_number_leaves_valid_lists() -> None:
+    """Those of its own row from it on may keep anything; they are lists, and those of other rows are the same ones."""
+    batch = make_batch([(500, 140), (330, 20)], (2, 1, 128))
+    spoilt = replace(batch, cache=deepcopy(batch.cache))
+    spoilt.cache.keys[batch.rows.block_table[0, 12], 7] = torch.nan
+    index = select(LOW_RANK, spoilt, 32)  # which checks that lists ascend and are in their causal reach
+    assert bool((index.block_counts > 0).all())
+    assert all_lists(index, [2]) == all_lists(select(LOW_RANK, batch, 32), [2])

@@ -174,7 +174,8 @@ class TopP(PerHead):
             Bytes.
         """
         tile_bytes = [kernels.tile_bytes for kernels in (hopper, portable) if kernels is not None]
-        return most_bytes(rows, shape, num_selected, self.kept_channels(shape.head_dim), tile_bytes)
+        kept_d, low_rank = self.kept_channels(shape.head_dim), self.is_low_rank(shape.head_dim)
+        return most_bytes(rows, shape, num_selected, kept_d, low_rank, tile_bytes)
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
