@@ -113,7 +113,8 @@ def _choose_kernel(
     count towards the share, and at most ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are
     tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
 
-    Grid: (tiles of the run, n). Bound by latency: 30 halvings over masses in registers.
+    Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end where a single
+    mass decides.
 
     Args:
         masses: The masses described above.
@@ -173,7 +174,7 @@ def _load(row, first, begin, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.constexpr):
-    """Return (bits of the smallest mass that is kept, number of kept masses with exactly these bits)."""
+    """Return (bits, number): masses of more than these bits are kept, and so many of exactly these, the first ones."""
     inner, _ = _held(b_first, row, begin, end, 1, CHUNK)
     outer = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
@@ -181,9 +182,11 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
         b_outer = tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0)
         outer += tl.sum(tl.abs(b_outer), 0)
     target = tl.minimum(share * (inner + outer) - outer, inner)
-    bits = 1
+    # Masses of at least ``bits`` hold the target or are the most; those of at least ``too_many`` are too few. Where the
+    # other blocks hold it all, nothing is searched for: no mass has bits above those of 2.
+    bits = tl.where(target <= 0, TWO_BITS, 1)
     too_many = TWO_BITS + 1
-    num_kept, num_above = end - begin, 0  # masses of at least ``bits``, and of at least ``too_many``
+    num_kept, num_above = end - begin, 0  # at most so many masses of at least ``bits``, and of at least ``too_many``
     while (num_kept - num_above > 1) & (too_many - bits > 1):
         middle = bits + (too_many - bits) // 2
         held, count = _held(b_first, row, begin, end, middle, CHUNK)
@@ -192,7 +195,7 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
         num_kept = tl.where(reached, count, num_kept)
         too_many = tl.where(reached, too_many, middle)
         num_above = tl.where(reached, num_above, count)
-    if too_many - bits > 1:  # a single mass decides, whatever its bits: all of at least ``bits`` are kept
+    if too_many - bits > 1:  # at most one mass lies between them, and it is needed: all of at least ``bits`` are kept
         bits -= 1
         num_equal = 0
     else:
