@@ -27,11 +27,11 @@ QUERIES = 32
 STEP_BLOCKS = 64
 """Half-precision scores of a query that are summed at a time."""
 
-STEP_ROUNDS = 16
+STEP_ROUNDS = 8
 """Rounds of bytes (16 blocks each) that are summed at a time."""
 
-HELD_BLOCKS = (1024, 4096)
-"""Codes of a query that stay in registers during the search: the first number if they suffice, or else the second."""
+HELD_BLOCKS = 1024
+"""Codes of a query that stay in registers during the search. More would take registers from other programs."""
 
 TILE = tl.constexpr(TILE_TOKENS)
 ROUND_BLOCKS = tl.constexpr(16)
@@ -71,20 +71,18 @@ def add_for_floor(
     num_heads, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
     as_bytes = codes.dtype == torch.uint8
-    short, long = HELD_BLOCKS
     _floor_kernel[(num_tiles, num_heads, TILE_TOKENS // QUERIES)](
         scratch, codes, marks, width, kept_mass, floors, tiles, first_tile, sink_tokens, local_tokens,
         scratch.parts.shape[2], codes.shape[2],
         AS_BYTES=as_bytes, QUERIES=QUERIES, STEP=STEP_ROUNDS if as_bytes else STEP_BLOCKS,
-        SPAN=span_tokens, SHORT=short, LONG=long, num_warps=4,
+        SPAN=span_tokens, CHUNK=HELD_BLOCKS, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "first_tile", "sink", "local", "num_spans", "num_places"])
 def _floor_kernel(
     scratch, codes, marks, width, kept_mass, floors, tiles, first_tile, sink, local, num_spans, num_places,
-    AS_BYTES: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, SHORT: tl.constexpr,
-    LONG: tl.constexpr,
+    AS_BYTES: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Mark what QUERIES queries of one tile and head add to reach the floor.
 
@@ -108,8 +106,7 @@ def _floor_kernel(
         QUERIES: Queries of a program.
         STEP: Rounds or blocks that are summed at a time.
         SPAN: Keys of a span.
-        SHORT: Codes that stay in registers, if there are no more.
-        LONG: Codes that stay in registers otherwise.
+        CHUNK: Codes that stay in registers.
     """
     i_tile, i_entry, first_query = tl.program_id(0), tl.program_id(1), tl.program_id(2) * QUERIES
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
@@ -135,14 +132,7 @@ def _floor_kernel(
         i_query = _next_query(b_lacks, o_q, -1)
         while i_query < TILE:
             top, total, held = _at(b_top, o_q, i_query), _at(b_total, o_q, i_query), _at(b_held, o_q, i_query)
-            if end <= SHORT:
-                _mark_heaviest(
-                    codes, row, place, num_places, i_query, begin, end, top, total, held, floor, AS_BYTES, SHORT
-                )
-            else:
-                _mark_heaviest(
-                    codes, row, place, num_places, i_query, begin, end, top, total, held, floor, AS_BYTES, LONG
-                )
+            _mark_heaviest(codes, row, place, num_places, i_query, begin, end, top, total, held, floor, AS_BYTES, CHUNK)
             i_query = _next_query(b_lacks, o_q, i_query)
 
 
@@ -299,15 +289,15 @@ def _codes(
     Bytes are codes. The code of a half-precision number is its bits, mapped so that they sort as the numbers do.
     """
     o_b = first + tl.arange(0, CHUNK)
-    b_free = (o_b >= begin) & (o_b < end)
-    b_free = b_free & (tl.load(row + o_b, mask=b_free, other=CHOSEN) != CHOSEN)
+    b_inner = (o_b >= begin) & (o_b < end)
+    b_free = tl.load(row + o_b, mask=b_inner, other=CHOSEN) != CHOSEN
     if AS_BYTES:
         o_byte = i_query * 16 + o_b % 4 * 4 + o_b % 16 // 4  # a word for each place in a step, a byte for each step
         source = codes + place * num_places * (TILE * 16) + o_b // ROUND_BLOCKS * (TILE * 16) + o_byte
-        return tl.load(source, mask=b_free, other=0).to(tl.int32)
+        return tl.where(b_free, tl.load(source, mask=b_inner, other=0).to(tl.int32), 0)
     else:
         source = codes + place * num_places * TILE + o_b * TILE + i_query
-        b_u = tl.load(source, mask=b_free, other=float("-inf"))
+        b_u = tl.load(source, mask=b_inner, other=float("-inf"))
         b_u = tl.where(b_u == 0.0, 0.0, b_u).to(tl.float16)  # one zero, without a sign
         b_bits = b_u.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         return tl.where(b_free, tl.where(b_bits < 0x8000, b_bits + 0x8000, 0xFFFF - b_bits), 0)
