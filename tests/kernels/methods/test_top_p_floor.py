@@ -21,7 +21,7 @@ METHOD = TopP(
     kept_mass=0.2, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0, floor=0.5
 )
 WITHOUT = replace(METHOD, floor=0.0)
-LENGTHS = [(600, 21), (0, 63), (321, 1)]
+LENGTHS = [(1500, 5), (0, 63), (321, 1)]
 SHARE_ERROR = 0.02
 """Of a query's kept share: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
 
@@ -55,7 +55,7 @@ def test_no_query_stays_below_the_floor(heads: Any, dtype: torch.dtype, page_siz
     ours, theirs, without = (
         select(*case) for case in ((method, batch, 32), (method, batch, 32, None, True), (WITHOUT, batch, 32))
     )
-    lifted = differing = kept = 0
+    lifted = partly = differing = kept = 0
     all_heads = int32(range(heads[0]))
     for head, i_tile, shares in tile_shares(method, batch.q, batch.cache, batch.rows, all_heads, batch.scale):
         before, a, b = (kept_blocks(index, head, i_tile) for index in (without, ours, theirs))
@@ -63,8 +63,9 @@ def test_no_query_stays_below_the_floor(heads: Any, dtype: torch.dtype, page_siz
         assert least_share(shares, a) >= floor - SHARE_ERROR
         assert bool((before & ~a).sum() == 0)
         lifted += least_share(shares, before) < floor - SHARE_ERROR
+        partly += int(before.sum()) < int(a.sum()) < len(a)
         differing, kept = differing + int((a ^ b).sum()), kept + int(b.sum())
-    assert lifted >= 2
+    assert min(lifted, partly) >= 2
     assert differing <= 0.03 * kept
 
 
@@ -112,7 +113,7 @@ def test_without_a_floor_no_marks_are_made(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_queries_do_not_depend_on_other_rows_or_on_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch([(600, 9), (0, 40), (450, 3)])
+    batch = make_batch([(600, 5), (0, 40), (450, 3)])
     together = select(METHOD, batch, 32)
     for row in (0, 2):
         assert all_lists(select(METHOD, row_alone(batch, row), 32)) == all_lists(together, batch.rows.tiles_of(row))
@@ -122,11 +123,11 @@ def test_queries_do_not_depend_on_other_rows_or_on_registers(monkeypatch: pytest
 
 def test_each_head_has_its_own_floor() -> None:
     """Heads without one, with a low and a high one, and one that keeps everything, in one launch: bitwise as alone."""
-    batch = make_batch([(500, 6), (0, 20)], (4, 2, 64))
+    batch = make_batch([(1500, 2), (0, 20)], (4, 2, 64))
     settings = [WITHOUT, METHOD, replace(METHOD, floor=0.8), replace(METHOD, kept_mass=1.0)]
     together = select(TopP.merged(settings), batch, 32)
     counts = together.block_counts[:, 0].tolist()
-    assert counts[1] < counts[2] < counts[3] == 16
+    assert counts[0] < counts[1] < counts[2] < counts[3] == 47
     for head, setting in enumerate(settings):
         alone = select(setting, batch, 32, [head])
         assert all_lists(alone, heads=[head]) == all_lists(together, heads=[head])
