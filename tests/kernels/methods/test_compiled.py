@@ -51,6 +51,7 @@ def test_every_kernel_that_selects_compiles() -> None:
     assert report.keys() == METHODS.keys()
     assert all("attend_kernel" in kernels for kernels in report.values())
     assert len(report["share_prefill"]) > len(report["flex_vertical_slash"])  # heads that share
+    assert report["top_p"].keys() >= {"_choose_kernel", "_floor_kernel", "_list_kernel"}
 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -168,3 +169,38 @@ def test_top_ps_gluon_kernel_compiles_as_meant(of_top_p: dict[str, dict[str, int
 def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top_p: dict[str, dict[str, int]]) -> None:
     assert {name: figures["variants"] for name, figures in of_top_p.items()} == dict.fromkeys(of_top_p, 1)
     assert all(figures["spills"] == figures["barriers_in_data"] == 0 for figures in of_top_p.values())
+
+
+COMPILE_FLOOR = """
+import json
+import torch
+from vllm_sparse_kernels.methods.top_p import floor, hopper
+from vllm_sparse_kernels.methods.top_p.choice import mass_width
+from vllm_sparse_kernels.rows import Rows
+from tests.helpers.offline_compiler import Code, Recorder, compiling_for
+from vllm_sparse_kernels.workspace import Workspace
+
+recorder = floor._floor_kernel = Recorder(floor._floor_kernel)
+with compiling_for():
+    for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
+        rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
+        reach = context_len + query_len
+        scratch = hopper.room(8, rows.num_tiles, reach, Workspace(torch.device("cpu")))
+        marks = torch.zeros(8, rows.num_tiles, mass_width(reach), dtype=torch.uint8)
+        numbers = torch.zeros(8)
+        floor.add_for_floor(hopper.stored(scratch), marks, numbers, numbers, rows.tiles, 0, 128, 160)
+code = Code.of(recorder.compiled[0])
+print(json.dumps({
+    "registers": code.registers, "spills": code.count("STL|LDL"), "shared_bytes": code.shared_bytes,
+    "variants": len({id(one) for one in recorder.compiled}),
+}))
+"""
+
+
+def test_the_floor_over_bytes_compiles_once_and_six_programs_fit() -> None:
+    """It reads memory and waits for it: other programs of the multiprocessor must have loads under way."""
+    figures = json.loads(printed_by("-c", COMPILE_FLOOR))
+    assert figures["variants"] == 1
+    assert figures["spills"] == 0
+    assert 6 * 128 * figures["registers"] <= REGISTERS
+    assert 6 * (figures["shared_bytes"] + 1024) <= SHARED_BYTES

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, int32, kept_blocks, row_alone, select
-from tests.kernels.methods.test_top_p import make_batch
+from tests.helpers.top_p_cases import make_batch
 from vllm_sparse_kernels.methods.top_p import floor as module, hopper
 from vllm_sparse_kernels.methods.top_p.choice import ADDED, CHOSEN, mass_width
 from vllm_sparse_kernels.methods.top_p.floor import StoredShares, add_for_floor
@@ -195,13 +195,20 @@ class Bytes:
     @property
     def stored(self) -> StoredShares:
         """As the kernels of the floor get it. The first member of the scratch is not theirs to read."""
-        scratch = hopper.Scratch(None, *(x.to(DEVICE) for x in (self.diagonal, self.parts, self.codes.view(torch.int32))))
+        scratch = hopper.Scratch(
+            None, *(x.to(DEVICE) for x in (self.diagonal, self.parts, self.codes.view(torch.int32)))
+        )
         return hopper.stored(scratch)._replace(span_tokens=self.SPAN)
 
 
 @pytest.mark.parametrize(
     ("lengths", "floors", "steps"),
-    [((700, 5), (0.5, 0.0), 16), ((2100, 130), (0.3, 0.5), 2), ((1111, 40), (0.9, 0.99), 1), ((90, 30), (0.5, 0.5), 16)],
+    [
+        ((700, 5), (0.5, 0.0), 16),
+        ((2100, 130), (0.3, 0.5), 2),
+        ((1111, 40), (0.9, 0.99), 1),
+        ((90, 30), (0.5, 0.5), 16),
+    ],
     ids=str,
 )
 def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps: int, monkeypatch) -> None:

@@ -103,23 +103,22 @@ def write_block_lists(
 
 
 def mark_blocks(
-    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, kept_mass: torch.Tensor,
-    most_share: torch.Tensor, sink_tokens: int, local_tokens: int, marks: torch.Tensor,
+    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
+    local_tokens: int, marks: torch.Tensor,
 ) -> None:  # fmt: skip
     """Mark the blocks that ``write_block_lists`` would list, and write no list.
 
     Args:
-        masses: See ``write_block_lists``, like all arguments up to ``local_tokens``.
+        masses: [n, tiles, width] float32, of blocks of 32 keys.
         index: The index; only its rows are read.
         first_tile: First tile of ``masses``.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        kept_mass: [n] float32, share of the mass that a tile keeps; 1 or more: everything.
-        most_share: [n] float32, maximum share of a tile's blocks that are kept for their mass.
+        shares: What each head keeps.
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
         marks: [n, tiles, width] uint8, contiguous; receives ``CHOSEN`` or 0 for each causal block of 32 keys.
     """
-    _choose(masses, index, first_tile, heads, Shares(kept_mass, most_share), sink_tokens, local_tokens, marks)
+    _choose(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, marks)
 
 
 def write_marked_lists(marks: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor) -> None:
@@ -158,7 +157,7 @@ def _choose_kernel(
     masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, shares, sink, local,
     lists, stride_ids, marks, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write one (tile, head)'s list, or its marks: the fewest blocks between sink and local region that hold the share ``kept_mass``.
+    """Write one (tile, head)'s list or marks: the fewest blocks between sink and local region that hold ``kept_mass``.
 
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)

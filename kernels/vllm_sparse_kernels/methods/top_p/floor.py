@@ -44,6 +44,13 @@ LEAST_HALF = tl.constexpr(0x400)
 """Code of the lowest finite half-precision number (see ``_codes``)."""
 
 
+class Targets(NamedTuple):
+    """What each selected head keeps, as arguments of a kernel."""
+
+    kept_mass: Any  # [n] float32: p; heads with 1 or more keep everything and are left out
+    floors: Any  # [n] float32, in [0, 1); heads with 0 are left out
+
+
 class StoredShares(NamedTuple):
     """What an engine has stored of each query's shares in a run of tiles."""
 
@@ -70,19 +77,18 @@ def add_for_floor(
     """
     num_heads, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
-    as_bytes = codes.dtype == torch.uint8
     _floor_kernel[(num_tiles, num_heads, TILE_TOKENS // QUERIES)](
-        scratch, codes, marks, width, kept_mass, floors, tiles, first_tile, sink_tokens, local_tokens,
+        scratch, codes, marks, width, Targets(kept_mass, floors), tiles, first_tile, sink_tokens, local_tokens,
         scratch.parts.shape[2], codes.shape[2],
-        AS_BYTES=as_bytes, QUERIES=QUERIES, STEP=STEP_ROUNDS if as_bytes else STEP_BLOCKS,
+        QUERIES=QUERIES, STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,
         SPAN=span_tokens, CHUNK=HELD_BLOCKS, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "first_tile", "sink", "local", "num_spans", "num_places"])
 def _floor_kernel(
-    scratch, codes, marks, width, kept_mass, floors, tiles, first_tile, sink, local, num_spans, num_places,
-    AS_BYTES: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    scratch, codes, marks, width, targets, tiles, first_tile, sink, local, num_spans, num_places,
+    QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Mark what QUERIES queries of one tile and head add to reach the floor.
 
@@ -94,26 +100,25 @@ def _floor_kernel(
         codes: Stored shares or scores: [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16.
         marks: [n, tiles, width] uint8; written.
         width: Blocks of a tile in ``marks``, a multiple of 16.
-        kept_mass: [n] float32, p; heads with 1 or more are left out.
-        floors: [n] float32; heads with 0 are left out.
+        targets: Targets.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
         sink: Keys at the beginning of the sequence that are always kept.
         local: Minimum number of keys before a query that are always kept.
         num_spans: Spans of ``scratch.parts``.
         num_places: Rounds or blocks of ``codes``.
-        AS_BYTES: Whether ``codes`` are bytes.
         QUERIES: Queries of a program.
         STEP: Rounds or blocks that are summed at a time.
         SPAN: Keys of a span.
         CHUNK: Codes that stay in registers.
     """
+    AS_BYTES: tl.constexpr = codes.dtype.element_ty == tl.uint8
     i_tile, i_entry, first_query = tl.program_id(0), tl.program_id(1), tl.program_id(2) * QUERIES
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
     end = tl.maximum(position - local, 0) // KEY_BLOCK
-    floor = tl.load(floors + i_entry)
-    selects = (floor > 0) & (tl.load(kept_mass + i_entry) < 1)
+    floor = tl.load(targets.floors + i_entry)
+    selects = (floor > 0) & (tl.load(targets.kept_mass + i_entry) < 1)
     if selects & (first_query < length) & (begin < end):
         place = i_entry.to(tl.int64) * tl.num_programs(0) + i_tile
         row = marks + place * tl.multiple_of(width, 16)

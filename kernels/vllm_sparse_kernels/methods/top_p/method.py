@@ -51,6 +51,7 @@ from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import (
     KEY_BLOCK,
+    Shares,
     mark_blocks,
     mass_width,
     write_block_lists,
@@ -301,15 +302,17 @@ def _select_run(
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    rule = (
-        index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share, method.sink_tokens,
-        method.local_tokens,
-    )  # fmt: skip
     if floors is None:
-        write_block_lists(masses, *rule)
+        write_block_lists(
+            masses, index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share,
+            method.sink_tokens, method.local_tokens,
+        )  # fmt: skip
         return
     marks = workspace.empty(*masses.shape, dtype=torch.uint8)
-    mark_blocks(masses, *rule, marks)
+    mark_blocks(
+        masses, index, run.first_tile, selected.heads, Shares(selected.kept_mass, selected.most_share),
+        method.sink_tokens, method.local_tokens, marks,
+    )  # fmt: skip
     add_for_floor(
         kernels.stored(scratch), marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile,
         method.sink_tokens, method.local_tokens,
