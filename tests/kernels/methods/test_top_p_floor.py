@@ -251,7 +251,7 @@ def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hopper_keeps_the_floor_but_for_the_rounding_of_bytes(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte is off by up to a ninth, and so is a query's sum of bytes; blocks are about those of the portable engine."""
+    """A byte is off by up to a ninth, and so is a query's sum of bytes. Ties among bytes go by position."""
     if (reason := method_module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), head_dim))) is not None:
         pytest.skip(f"no Hopper kernels here: {reason}")
     batch = make_batch([(20_000, 300), (0, 2049), (5000, 1)], (8, 2, head_dim), 16, torch.bfloat16)
@@ -267,4 +267,4 @@ def test_hopper_keeps_the_floor_but_for_the_rounding_of_bytes(head_dim: int, mon
         lifted += least_share(shares, before) < 0.4
         differing, kept = differing + int((a ^ b).sum()), kept + int(b.sum())
     assert lifted
-    assert differing <= 0.1 * kept
+    assert differing <= 0.25 * kept
