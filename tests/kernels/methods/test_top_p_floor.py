@@ -160,6 +160,8 @@ class Bytes:
     """
 
     SPAN = 1024
+    ROUNDING = (1.0, 1.1)
+    """Sums before rounding, relative to what the bytes were rounded from: of the second head all went down."""
 
     def __init__(self, context_len: int, query_len: int, num_heads: int, seed: int = 0) -> None:
         self.rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
@@ -177,16 +179,17 @@ class Bytes:
 
     def _fill(self, head: int, i_tile: int, tile: Any, generator: torch.Generator) -> torch.Tensor:
         length, before = tile.length_tokens, tile.position // 128 * 4
-        exact = 2.0 ** (4 * torch.randn(length, before, generator=generator))
+        exact = 2.0 ** torch.randn(length, before, generator=generator)  # many equal bytes
         code = (((exact.view(torch.int32) + (1 << 20)) >> 21) - 4 * 103).clamp(0, 255)  # 6 bits of exponent, 2 others
         block = torch.arange(before)
         for query in range(length):
             place = 4 * (block % 4) + block % 16 // 4
             self.codes[head, i_tile, block // 16, query, place] = code[query].byte()
-        self.diagonal[head, i_tile, :length] = 4 + 40 * torch.rand(length, generator=generator)
+        self.diagonal[head, i_tile, :length] = before / 4 * (1 + torch.rand(length, generator=generator))
         for i in range(ceil_div(before * 32, self.SPAN)):
             per_span = self.SPAN // 32
-            self.parts[head, i_tile, i, :length] = exact[:, i * per_span : (i + 1) * per_span].sum(1)
+            of_span = exact[:, i * per_span : (i + 1) * per_span].sum(1)
+            self.parts[head, i_tile, i, :length] = of_span * self.ROUNDING[head]
         stored = (code << 21).int().view(torch.float32) * 2.0**103
         num_blocks = ceil_div(tile.position + length, 32)
         diagonal = torch.zeros(length, num_blocks - before)
@@ -205,10 +208,11 @@ class Bytes:
 @pytest.mark.parametrize(
     ("lengths", "floors", "steps"),
     [
-        ((700, 5), (0.5, 0.0), 16),
-        ((2100, 130), (0.3, 0.5), 2),
-        ((1111, 40), (0.9, 0.99), 1),
-        ((90, 30), (0.5, 0.5), 16),
+        ((700, 5), (0.6, 0.0), 8),
+        ((2100, 130), (0.25, 0.3), 2),
+        ((3001, 3), (0.6, 0.95), 1),
+        ((3001, 1), (0.9, 0.98), 8),
+        ((90, 30), (0.5, 0.5), 8),
     ],
     ids=str,
 )
@@ -229,7 +233,7 @@ def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps:
     before, marks = marks.clone(), marks.to(DEVICE)
     kept_mass, few = torch.full((2,), 0.5, device=DEVICE), torch.tensor(floors, device=DEVICE)
     add_for_floor(stored.stored, marks, kept_mass, few, rows.tiles, 0, 32, 128)
-    lacked = 0
+    lacked = left = 0
     for head in range(2):
         for i_tile, tile in enumerate(rows.tile_list):
             x = stored.exponentials[head][i_tile]
@@ -242,10 +246,11 @@ def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps:
                 floor = floors[head] * min(float(total / of_query.sum()), 1.0)
                 expected |= added_by_sorting(of_query[None], kept, floor)
             lacked += len(expected)
+            left += count - int(kept.sum()) - len(expected)
             ours = marks[head, i_tile, :count].cpu()
             assert set((ours == ADDED.value).nonzero().flatten().tolist()) == expected
             assert torch.equal(ours == CHOSEN.value, kept)
-    assert lacked or lengths == (90, 30)
+    assert min(lacked, left) > 3 or lengths == (90, 30)
 
 
 @pytest.mark.gpu
