@@ -206,23 +206,24 @@ class Bytes:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "floors", "steps"),
+    ("lengths", "floors", "steps", "held"),
     [
-        ((700, 5), (0.6, 0.0), 8),
-        ((2100, 130), (0.25, 0.3), 2),
-        ((3001, 3), (0.6, 0.95), 1),
-        ((3001, 1), (0.9, 0.98), 8),
-        ((90, 30), (0.5, 0.5), 8),
+        ((700, 5), (0.6, 0.0), 8, 1024),
+        ((2100, 130), (0.25, 0.3), 2, 1024),
+        ((3001, 3), (0.6, 0.95), 1, 16),
+        ((3001, 1), (0.9, 0.98), 8, 32),
+        ((90, 30), (0.5, 0.5), 8, 1024),
     ],
     ids=str,
 )
-def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps: int, monkeypatch) -> None:
+def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps: int, held: int, monkeypatch) -> None:
     """Exactly the rule on the stored bytes: marks that are there stay, and garbage is not read.
 
     The sum is that before rounding or that of the bytes, whichever is smaller, so that a floor near 1 adds some blocks
     and not all of them.
     """
     monkeypatch.setattr(module, "STEP_ROUNDS", steps)
+    monkeypatch.setattr(module, "HELD_BLOCKS", held)
     stored = Bytes(*lengths, num_heads=2)
     rows, width = stored.rows, mass_width(stored.reach)
     generator = torch.Generator().manual_seed(1)
