@@ -178,15 +178,12 @@ def _held_of_bytes(
     o_t = tl.arange(0, 4)
     words = scratch.bytes + place * num_rounds * (TILE * 4) + o_q[None, :, None] * 4 + o_t[None, None, :]
     i, lacking = 0, tl.sum((b_held < b_goal).to(tl.int32), 0)
+    b_marks = _marks_of_words(row, _step(0, num_steps), num_blocks, ROUNDS)
     while (i < num_steps) & (lacking > 0):
-        o_r = tl.where(i == 0, 0, num_steps - i) * ROUNDS + tl.arange(0, ROUNDS)
-        b_marks = tl.zeros([ROUNDS, 4], tl.int32)  # a bit for each of a word's bytes
-        for slot in tl.static_range(4):
-            o_block = o_r[:, None] * ROUND_BLOCKS + slot * 4 + o_t[None, :]
-            b_mark = tl.load(row + o_block, mask=o_block < num_blocks, other=0)
-            b_marks |= (b_mark == CHOSEN).to(tl.int32) << slot
+        o_r = _step(i, num_steps) * ROUNDS + tl.arange(0, ROUNDS)
         b_some = tl.max(b_marks, 1) != 0
         b_words = tl.load(words + o_r[:, None, None] * (TILE * 4), mask=b_some[:, None, None], other=0)
+        b_next = _marks_of_words(row, _step(i + 1, num_steps), num_blocks, ROUNDS)
         b_sum = tl.zeros([ROUNDS, QUERIES, 4], tl.float32)
         for slot in tl.static_range(4):
             b_bits = (b_words << (21 - 8 * slot)) if slot < 3 else (b_words >> 3)
@@ -194,8 +191,26 @@ def _held_of_bytes(
             b_sum += tl.where((b_marks[:, None, :] >> slot & 1) != 0, b_x, 0.0)
         b_held += tl.sum(tl.sum(b_sum, 2), 0) * UNIT
         lacking = tl.sum((b_held < b_goal).to(tl.int32), 0)
+        b_marks = b_next
         i += 1
     return b_held
+
+
+@triton.jit
+def _step(i, num_steps):
+    """Return the step to process after ``i`` others: the first one, then from the last one to the second."""
+    return tl.where((i == 0) | (i >= num_steps), 0, num_steps - i)
+
+
+@triton.jit
+def _marks_of_words(row, i_step, num_blocks, ROUNDS: tl.constexpr):
+    """Return which blocks of each word are kept for the whole tile, a bit for each of its bytes: [ROUNDS, 4] int32."""
+    o_block = (i_step * ROUNDS + tl.arange(0, ROUNDS))[:, None] * ROUND_BLOCKS + tl.arange(0, 4)[None, :]
+    b_marks = tl.zeros([ROUNDS, 4], tl.int32)
+    for slot in tl.static_range(4):
+        b_mark = tl.load(row + o_block + slot * 4, mask=o_block + slot * 4 < num_blocks, other=0)
+        b_marks |= (b_mark == CHOSEN).to(tl.int32) << slot
+    return b_marks
 
 
 @triton.jit
@@ -223,7 +238,7 @@ def _held_of_halves(
     b_held = tl.zeros([QUERIES], tl.float32)
     i, lacking = 0, tl.sum((b_held < b_goal).to(tl.int32), 0)
     while (i < num_steps) & (lacking > 0):
-        o_b = tl.where(i == 0, 0, num_steps - i) * BLOCKS + tl.arange(0, BLOCKS)
+        o_b = _step(i, num_steps) * BLOCKS + tl.arange(0, BLOCKS)
         b_chosen = tl.load(row + o_b, mask=o_b < num_blocks, other=0) == CHOSEN
         b_u = tl.load(scores + o_b[:, None] * TILE, mask=b_chosen[:, None], other=float("-inf")).to(tl.float32)
         b_held += tl.sum(tl.exp2(b_u - b_top[None, :]), 0)
