@@ -38,7 +38,7 @@ ROUND_BLOCKS = tl.constexpr(16)
 """Blocks whose bytes lie together, of all queries of a tile (``hopper.py``)."""
 
 UNIT = tl.constexpr(2.0**103)
-"""Factor of a byte as the exponent and mantissa of a float32. 0 stands for no share."""
+"""Factor from a byte, taken as a float32's lowest bits of exponent and highest bits of mantissa, to an exponential."""
 
 LEAST_HALF = tl.constexpr(0x400)
 """Code of the lowest finite half-precision number (see ``_codes``)."""
@@ -168,8 +168,8 @@ def _held_of_bytes(
 ):  # fmt: skip
     """Sum the exponentials of each query in marked blocks and in the tile's own keys.
 
-    The first rounds come first, then the last ones, where most attention is. Ends as soon as each query has its goal:
-    the sum is complete only for queries that lack something.
+    Begins with the first rounds and goes on from the last round backwards, as most attention is there. Ends when each
+    query has reached its goal. Therefore the sum is complete only if some query lacks something.
     """
     b_held = tl.load(scratch.diagonal + place * TILE + o_q)
     num_blocks = position // TILE * 4  # before the tile's own keys
