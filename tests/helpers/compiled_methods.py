@@ -27,9 +27,12 @@ from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS
 
+MORE: dict[str, list[dict[str, Any]]] = {"top_p": [{"floor": 0.5}, {"channels": "low_rank"}]}
+"""Settings of a method that take kernels which neither its defaults nor its ladder launch."""
+
 
 def shared_bytes(capability: int, head_dim: int, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Compile what each method launches: at its defaults, where it keeps everything, and along its ladder.
+    """Compile what each method launches: at its defaults, where it keeps everything, along its ladder, and at ``MORE``.
 
     Args:
         capability: of the card, such as 89.
@@ -61,7 +64,8 @@ def shared_bytes(capability: int, head_dim: int, names: Sequence[str]) -> dict[s
             for name in names:
                 spec = METHODS[name]
                 settings = (spec.parameters(), spec.full, *(spec.parameters(**step).group_key for step in spec.ladder))
-                for method in dict.fromkeys(settings):
+                more = (spec.parameters(**values) for values in MORE.get(name, []))
+                for method in dict.fromkeys((*settings, *more)):
                     layer = replace(Layer.of(layer_plan([method] * 8), head_dim, torch.device("cpu")), by_kernels=True)
                     run(layer, inputs, torch.zeros_like(batch.q))
     return most

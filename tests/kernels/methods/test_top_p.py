@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.functional import pad
 
-from tests.helpers.batches import Batch, random_batch
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, int32, kept_blocks, row_parts, select
+from tests.helpers.top_p_cases import LENGTHS, make_batch
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.top_p import method as module, portable
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
@@ -25,18 +26,6 @@ HALF = replace(METHOD, channels="half")
 LOW_RANK = replace(METHOD, channels="low_rank")
 MASS_ERROR = 5e-3
 """Of a tile's masses in all: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
-LENGTHS = [(0, 1), (700, 63), (130, 140), (321, 1)]
-
-
-def make_batch(
-    lengths: Any = LENGTHS, heads: tuple[int, int, int] = (2, 1, 64), page_size: int = 16, dtype: Any = torch.float32,
-    seed: int = 0,
-) -> Batch:  # fmt: skip
-    """Keys about a mean far from zero, and queries that like some blocks of keys much more than others."""
-    batch = random_batch(lengths, *heads, page_size, dtype, DEVICE, seed, gap_tokens=3)
-    generator = torch.Generator(DEVICE).manual_seed(seed + 1)
-    batch.cache.keys.add_(3 * torch.randn(heads[1:], generator=generator, device=DEVICE).to(dtype))
-    return replace(batch, q=batch.q * 2.5)
 
 
 def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:

@@ -134,7 +134,7 @@ def fill_maps(inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, work
                 first_row, sums, **shape, GROUP=inputs.group, WIDTH=columns, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
                 num_warps=8, maxnreg=MAX_REGISTERS if squares == 1 else None,
             )  # fmt: skip
-            _moments_kernel[(block_d // STRIPE.value, num_kv_heads * 2, num_rows)](
+            _second_moments_kernel[(block_d // STRIPE.value, num_kv_heads * 2, num_rows)](
                 rows.row_ends, first_row, sums, BLOCK_D=block_d, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
                 num_warps=4,
             )  # fmt: skip
@@ -254,7 +254,7 @@ def _queries_of_tile(num_tiles):
 
 
 @triton.jit(do_not_specialize=["first_row"])
-def _moments_kernel(
+def _second_moments_kernel(
     row_ends, first_row, sums, BLOCK_D: tl.constexpr, MOST_KEYS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Add up the parts of one row and kv head: STRIPE rows of a moment of queries, or of the covariance of keys.

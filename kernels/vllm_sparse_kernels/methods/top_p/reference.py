@@ -47,6 +47,7 @@ def select_top_p(
     for head, i_tile, shares in tile_shares(method, q, cache, index.rows, heads, scale):
         tile = index.rows.tile_list[i_tile]
         kept = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
+        kept |= below_floor(settings[head], shares, kept)
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
 
@@ -86,6 +87,28 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
         [blocks] bool.
     """
     return (shares >= method.least_peak).any(0)
+
+
+def below_floor(method: "TopP", shares: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Flag the blocks that queries add whose kept share is below ``floor``.
+
+    Each of these queries adds the fewest of its heaviest blocks that reach the floor, ties by position. Blocks that
+    other queries add do not count for it.
+
+    Args:
+        method: The method of the head.
+        shares: [queries, blocks].
+        kept: [blocks] bool, blocks that are kept for the whole tile.
+
+    Returns:
+        [blocks] bool, without blocks of ``kept``.
+    """
+    others = shares.masked_fill(kept, 0.0)
+    lack = method.floor * shares.sum(1) - shares[:, kept].sum(1)
+    sizes, order = others.sort(dim=1, descending=True, stable=True)
+    before = pad(sizes.cumsum(1), (1, 0))[:, :-1]
+    added = (before < lack[:, None]) & (sizes > 0)
+    return torch.zeros_like(added).scatter_(1, order, added).any(0)
 
 
 def tile_shares(
