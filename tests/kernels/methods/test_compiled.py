@@ -248,7 +248,7 @@ print(json.dumps(figures))
 
 
 def test_kernels_of_low_rank_compile_once_and_leave_room_for_others() -> None:
-    """Registers and shared memory let as many programs share a multiprocessor as their time was measured with."""
+    """So many programs fit a multiprocessor by registers and shared memory: they wait for memory by turns."""
     figures = json.loads(printed_by("-c", COMPILE_LOW_RANK))
     assert {name: kernel["variants"] for name, kernel in figures.items()} == dict.fromkeys(figures, 1)
     assert all(kernel["spills"] == 0 for kernel in figures.values())

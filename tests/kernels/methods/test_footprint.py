@@ -131,7 +131,16 @@ def test_nor_does_a_full_chunk_after_the_longest_context(name: str, values: dict
             assert taken <= announced
 
 
-OTHER_SHAPES = [(10, 2, 128), (14, 2, 128), (9, 3, 64), (16, 1, 128), (5, 1, 128), (32, 8, 128), (4, 2, 256), (8, 8, 80)]
+OTHER_SHAPES = [
+    (10, 2, 128),
+    (14, 2, 128),
+    (9, 3, 64),
+    (16, 1, 128),
+    (5, 1, 128),
+    (32, 8, 128),
+    (4, 2, 256),
+    (8, 8, 80),
+]
 
 
 @pytest.mark.usefixtures("no_kernels")

@@ -26,7 +26,6 @@ import triton.language as tl
 
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import key_args, key_offsets, query_args, widen
-from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -160,7 +159,7 @@ def sampling_period(seq_len, MOST_KEYS: tl.constexpr):
 
 @triton.jit
 def _finite(b_x):
-    """Replace what is too large for a sum of squares, and NaN, by 0."""
+    """Return b_x with 0 for elements that are too large for a sum of squares, and for NaN."""
     return tl.where(tl.abs(b_x.to(tl.float32)) < TOO_LARGE, b_x, 0.0).to(b_x.dtype)
 
 
@@ -209,11 +208,11 @@ def _products_kernel(
         b_sum = tl.zeros([WIDTH], tl.float32)
         o_n = i_part * stride + o_s
         o_k = key_offsets(table, o_n, o_n < seq_len, keys.page_size, keys.stride_page, keys.stride_token)
-        b_a, b_b = _both(base + o_k, o_n < seq_len, o_a, o_b, HEAD_DIM, SIDE)
+        b_a, b_b = _load_sides(base + o_k, o_n < seq_len, o_a, o_b, HEAD_DIM, SIDE)
         for first in range(i_part * stride, seq_len, PARTS * stride):
             o_n = first + PARTS * stride + o_s
             o_k = key_offsets(table, o_n, o_n < seq_len, keys.page_size, keys.stride_page, keys.stride_token)
-            b_a_next, b_b_next = _both(base + o_k, o_n < seq_len, o_a, o_b, HEAD_DIM, SIDE)
+            b_a_next, b_b_next = _load_sides(base + o_k, o_n < seq_len, o_a, o_b, HEAD_DIM, SIDE)
             b_a, b_b = _finite(b_a), _finite(b_b)
             b_sum += tl.sum(b_b.to(tl.float32), 0)
             b_products = tl.dot(tl.trans(b_a), b_b, b_products, input_precision="ieee")
@@ -231,20 +230,20 @@ def _products_kernel(
                 o_i = i + o_s  # head by head within a token
                 at = queries.q + (token + o_i // GROUP).to(tl.int64) * queries.stride_token
                 at += (i_kv * GROUP + o_i % GROUP) * queries.stride_head
-                b_a, b_b = _both(at, o_i < GROUP * length, o_a, o_b, HEAD_DIM, SIDE)
+                b_a, b_b = _load_sides(at, o_i < GROUP * length, o_a, o_b, HEAD_DIM, SIDE)
                 b_products = tl.dot(tl.trans(_finite(b_a)), _finite(b_b), b_products, input_precision="ieee")
         tl.store(sums.query_products + o_square, b_products)
 
 
 @triton.jit
-def _both(at, there, o_a, o_b, HEAD_DIM: tl.constexpr, SIDE: tl.constexpr):
-    """Load channels o_a and o_b of some vectors, each [len(at), WIDTH]; 0 where a vector is not there."""
-    b_a = widen(tl.load(at[:, None] + o_a[None, :], mask=there[:, None] & (o_a < HEAD_DIM)[None, :], other=0.0))
+def _load_sides(at, mask, o_a, o_b, HEAD_DIM: tl.constexpr, SIDE: tl.constexpr):
+    """Load channels o_a and o_b of the vectors at pointers ``at``: twice [len(at), WIDTH], 0 outside of ``mask``."""
+    b_a = widen(tl.load(at[:, None] + o_a[None, :], mask=mask[:, None] & (o_a < HEAD_DIM)[None, :], other=0.0))
     if SIDE == 1:
         return b_a, b_a
     else:
-        mask = there[:, None] & (o_b < HEAD_DIM)[None, :]
-        return b_a, widen(tl.load(at[:, None] + o_b[None, :], mask=mask, other=0.0))
+        mask_b = mask[:, None] & (o_b < HEAD_DIM)[None, :]
+        return b_a, widen(tl.load(at[:, None] + o_b[None, :], mask=mask_b, other=0.0))
 
 
 @triton.jit
@@ -418,5 +417,5 @@ def _inverse_factor(b_g, RANK: tl.constexpr):
         pivot = 1.0 / tl.maximum(tl.sum(tl.where(o_c == j, b_row, 0.0), 0), 1e-7)
         b_a -= tl.where(o_r > j, b_column * pivot, 0.0)[:, None] * b_row[None, :]
         b_pivots = tl.where(o_r == j, tl.sqrt(pivot), b_pivots)
-    b_left, b_right = tl.split(tl.permute(tl.reshape(b_a, [RANK, 2, RANK]), (0, 2, 1)))
+    _, b_right = tl.split(tl.permute(tl.reshape(b_a, [RANK, 2, RANK]), (0, 2, 1)))
     return b_right * b_pivots[:, None] * b_column_scale[None, :]

@@ -27,9 +27,11 @@ docs/quality.md has densities and losses on trained models, also for other rules
 * ``channels`` "half" multiplies only the half of each kv head's channels that affects scores most in this step, by
   variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
   takes most of the method's time.
-* Mean key and channel weights come from samples by position: one group of 64 keys in eight, and the first 32 queries of
-  each tile. The mean may be any vector. Both depend on the tokens of this step, so selection depends on the chunking
-  and on later queries of the same chunk, but never on other rows.
+* ``channels`` "low_rank" multiplies a quarter of head_dim: combinations of channels, q̂ = Xᵀ q and k̂ = Xᵀ C_q (k - mean
+  key), which miss the scores of this step by least in mean square of all combinations of that number (``low_rank.py``).
+  A head_dim of at most 64 keeps all channels.
+* Mean key, channel weights and C_q come from samples of keys and queries by position. They depend on the tokens of this
+  step, so selection depends on the chunking and on later queries of the same chunk, but never on other rows.
 * An index with wider blocks keeps the union of their 32-key blocks (``block_width.py``).
 * On Hopper (``hopper.py``), products are computed in e4m3, and a share is stored as one byte between its two uses.
   Elsewhere (``portable.py``), a score is stored in half precision. Rounding is unbiased, and its errors average out
@@ -117,8 +119,9 @@ class TopP(PerHead):
     """Maximum share, in (0, 1], of a tile's blocks that are kept for their mass. With 1, only p limits their number."""
 
     channels: CHANNELS = "half"
-    """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss.
-    The minimum is 64 channels, so ``half`` means all of them for a head_dim of 64."""
+    """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss;
+    ``low_rank`` multiplies a quarter as many combinations of channels, which are computed in each step. The minimum is
+    64 channels, so all three mean the same for a head_dim of 64."""
 
     peak_share: float = 0.2
     """Share, in (0, 1], of a single query's attention from which a block is kept. With 1, no block is kept for this."""

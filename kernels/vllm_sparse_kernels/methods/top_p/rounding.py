@@ -5,8 +5,10 @@ The mean of the row's keys is subtracted from each key, which shifts all scores 
 is valid here, the mean is taken over a sample, and so are the moments by which channels are chosen. Samples depend on
 the position in the row and in the step, so the rounding of a row depends only on that row.
 
-The weight of a channel of a kv head is its effect on scores: the variance of its keys times the second moment, about
-zero, of the queries of all heads that read it. Each channel is kept or dropped separately.
+Channels are picked by weight, or combined by maps (``low_rank.py``). The weight of a channel of a kv head is its effect
+on scores: the variance of its keys times the second moment, about zero, of the queries of all heads that read it. Each
+channel is kept or dropped separately. Maps multiply keys as they are cached; the mean, mapped likewise, is subtracted
+afterwards in float32.
 
 The largest element of a block of 32 keys, and of a query, becomes 15. Sums of products are then at most 15 · 15 · 256,
 which is in the range of half precision.
