@@ -272,7 +272,7 @@ def _load(row, first, begin, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.constexpr):
-    """Return (bits, number): masses of more than these bits are kept, and so many of exactly these, the first ones."""
+    """Return (bits, number): masses of more than these bits are kept, and the first so many of exactly these."""
     inner, _ = _held(b_first, row, begin, end, 1, CHUNK)
     outer = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):

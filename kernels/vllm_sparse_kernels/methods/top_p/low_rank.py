@@ -11,9 +11,8 @@ iteration finds that subspace without an eigensolver: X ← C_k C_q X, then orth
 with the r channels of the largest weight (``rounding.py``). Two iterations come within 1 % of the optimal share of
 score variance on trained models, far less than sampling costs.
 
-Samples depend only on the row: at most 8,192 of its keys, and of each tile the first 32 to 128 queries, so that
-between 1,024 and 2,048 queries of a chunk of usual size count. Sums are added in a fixed order. Maps of a row therefore
-do not depend on other rows.
+Samples depend only on the row: at most 8,192 of its keys, and the first 128 queries of each tile, or 64 or 32 if it has
+more than 16 or 32 tiles. Sums are added in a fixed order. Maps of a row therefore do not depend on other rows.
 
 An element of 1e15 or more, an infinity or NaN counts as 0 here: one such token must not spoil the lists of others.
 """
@@ -258,7 +257,7 @@ def _second_moments_kernel(
 ):  # fmt: skip
     """Add up the parts of one row and kv head: STRIPE rows of a moment of queries, or of the covariance of keys.
 
-    Grid: (stripes, 2 · kv heads, rows); even programs take queries, odd ones keys. Bound by memory.
+    Grid: (stripes, 2 · kv heads, rows); even programs take queries, odd programs keys. Bound by memory.
 
     Args:
         row_ends: [num_rows] int32, each row's keys.
@@ -327,7 +326,7 @@ def _maps_kernel(
     b_k = tl.maximum(tl.load(of_keys + o_d * (BLOCK_D + 1)), 0.0)
     scale_q = BLOCK_D / tl.maximum(tl.sum(b_q, 0), 1e-30)
     scale_k = BLOCK_D / tl.maximum(tl.sum(b_k, 0), 1e-30)
-    # X begins with the heaviest channels, ties to lower ones: column i has a 1 at the channel of rank i.
+    # X begins with the heaviest channels, ties to lower channels: column i has a 1 at the channel of rank i.
     b_weight = tl.where(o_d < HEAD_DIM, (b_q * scale_q) * (b_k * scale_k), -1.0)
     b_before = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
     b_place = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_before).to(tl.int32), 1)

@@ -178,10 +178,13 @@ class TopP(PerHead):
         return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
 
     def is_low_rank(self, head_dim: int) -> bool:
-        """Return whether the estimate multiplies combinations of channels.
+        """Check whether the estimate multiplies combinations of channels.
 
         Args:
             head_dim: Elements of a head's query or key.
+
+        Returns:
+            True if it does; False if it multiplies channels as they are.
         """
         return self.channels == "low_rank" and rank_of(head_dim) < next_power_of_2(head_dim)
 

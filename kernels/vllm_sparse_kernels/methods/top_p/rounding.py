@@ -51,7 +51,7 @@ LEAST_CHANNELS = 64
 
 
 class Moments(NamedTuple):
-    """Mean keys of each row and kv head, and the channels of the estimate: kept ones, or maps to them."""
+    """Mean keys of each row and kv head, and the channels of the estimate: channels that are kept, or maps."""
 
     means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys; with maps, [..., KEPT_D], of mapped keys
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
