@@ -44,6 +44,9 @@ HEAD_DIMS = (64, 128, 256, 512)
 MAX_REGISTERS, MAX_PROGRAM_REGISTERS = 255, 1 << 16
 """Registers that a thread and a program can have, on every card (CUDA C++ Programming Guide)."""
 
+MORE: dict[str, list[dict[str, Any]]] = {"top_p": [{"floor": 0.5}, {"channels": "low_rank"}]}
+"""Settings of a method that take kernels which neither its defaults nor its ladder launch."""
+
 
 def compiled(target: int, head_dim: int, *methods: str) -> dict[str, dict[str, Usage]]:
     """Return ``compiled_kernels`` from a process of its own, in which kernels are not interpreted.
@@ -74,7 +77,7 @@ def problems(table: dict[str, dict[str, Usage]], limit_bytes: int) -> dict[str, 
 
 
 def compiled_kernels(capability: int, head_dim: int, names: Sequence[str]) -> dict[str, dict[str, Usage]]:
-    """Compile what each method launches: at its defaults, where it keeps everything, and along its ladder.
+    """Compile what each method launches: at its defaults, where it keeps everything, along its ladder, and at ``MORE``.
 
     Each setting attends by the engine ``portable``, and by ``flash`` where its kernels take the layer. FlashAttention's
     own kernels are vLLM's, and hopper's are compiled by tests of their own.
@@ -141,7 +144,8 @@ def launch_all(batch: Batch, capability: int, name: str) -> None:
 def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
     spec, device = METHODS[name], torch.device("cpu")
     settings = (spec.parameters(), spec.full, *(spec.parameters(**step).group_key for step in spec.ladder))
-    for method in dict.fromkeys(settings):
+    more = (spec.parameters(**values) for values in MORE.get(name, []))
+    for method in dict.fromkeys((*settings, *more)):
         plan = layer_plan([method] * 8)
         if all(portable_refusal(SelectSpec(group.method, device, head_dim)) is None for group in plan):
             yield replace(Layer.of(plan, head_dim, device), by_kernels=True)

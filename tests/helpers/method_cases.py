@@ -26,7 +26,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0}],
-    "top_p": [{}, {"channels": "all"}],
+    "top_p": [{}, {"channels": "all"}, {"channels": "low_rank"}, {"floor": 0.5}],
 }
 """Settings of a method that take other kernels, or other room, than its defaults."""
 

@@ -51,6 +51,7 @@ def test_every_kernel_that_selects_compiles() -> None:
     assert report.keys() == METHODS.keys()
     assert all("attend_kernel" in kernels for kernels in report.values())
     assert len(report["share_prefill"]) > len(report["flex_vertical_slash"])  # heads that share
+    assert report["top_p"].keys() >= {"_choose_kernel", "_floor_kernel", "_list_kernel", "_maps_kernel"}
 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -147,7 +148,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module", params=[64, 128])
+@pytest.fixture(scope="module", params=[32, 64, 128])
 def of_top_p(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
     """Figures of each compiled kernel, by name."""
     by_kernel = json.loads(printed_by("-c", COMPILE_TOP_P, str(request.param)))
@@ -168,3 +169,90 @@ def test_top_ps_gluon_kernel_compiles_as_meant(of_top_p: dict[str, dict[str, int
 def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top_p: dict[str, dict[str, int]]) -> None:
     assert {name: figures["variants"] for name, figures in of_top_p.items()} == dict.fromkeys(of_top_p, 1)
     assert all(figures["spills"] == figures["barriers_in_data"] == 0 for figures in of_top_p.values())
+
+
+COMPILE_FLOOR = """
+import json
+import torch
+from vllm_sparse_kernels.methods.top_p import floor, hopper
+from vllm_sparse_kernels.methods.top_p.choice import mass_width
+from vllm_sparse_kernels.rows import Rows
+from tests.helpers.offline_compiler import Code, Recorder, compiling_for
+from vllm_sparse_kernels.workspace import Workspace
+
+recorder = floor._floor_kernel = Recorder(floor._floor_kernel)
+with compiling_for():
+    for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
+        rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
+        reach = context_len + query_len
+        scratch = hopper.room(8, rows.num_tiles, reach, Workspace(torch.device("cpu")))
+        marks = torch.zeros(8, rows.num_tiles, mass_width(reach), dtype=torch.uint8)
+        numbers = torch.zeros(8)
+        floor.add_for_floor(hopper.stored(scratch), marks, numbers, numbers, rows.tiles, 0, 128, 160)
+code = Code.of(recorder.compiled[0])
+print(json.dumps({
+    "registers": code.registers, "spills": code.count("STL|LDL"), "shared_bytes": code.shared_bytes,
+    "variants": len({id(one) for one in recorder.compiled}),
+}))
+"""
+
+
+def test_the_floor_over_bytes_compiles_once_and_six_programs_fit() -> None:
+    """It reads memory and waits for it: other programs of the multiprocessor must have loads under way."""
+    figures = json.loads(printed_by("-c", COMPILE_FLOOR))
+    assert figures["variants"] == 1
+    assert figures["spills"] == 0
+    assert 6 * 128 * figures["registers"] <= REGISTERS
+    assert 6 * (figures["shared_bytes"] + 1024) <= SHARED_BYTES
+
+
+COMPILE_LOW_RANK = """
+import json
+import torch
+from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.methods.top_p import low_rank, rounding
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.selection.slabs import KeySlab
+from tests.helpers.batches import random_batch
+from tests.helpers.offline_compiler import Code, Recorder, compiling_for
+from vllm_sparse_kernels.workspace import Workspace
+
+kernels = {
+    low_rank: ("_products_kernel", "_second_moments_kernel", "_maps_kernel"),
+    rounding: ("_round_queries_kernel", "_round_keys_kernel"),
+}
+recorders = {name: Recorder(getattr(module, name)) for module, names in kernels.items() for name in names}
+for module, names in kernels.items():
+    for name in names:
+        setattr(module, name, recorders[name])
+with compiling_for():
+    for lengths in ([(4000, 300)], [(20000, 1), (0, 129)]):
+        batch = random_batch(lengths, 8, 2, 128, 16, torch.bfloat16)
+        inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
+        workspace = Workspace(torch.device("cpu"))
+        storage = rounding.Storage(low_rank.rank_of(128), True, torch.float8_e4m3fn)
+        moments = rounding.row_moments(inputs, storage, workspace)
+        rounding.round_queries(inputs, moments, torch.arange(8, dtype=torch.int32), storage, workspace)
+        starts = torch.zeros(len(lengths), dtype=torch.int32)
+        slab = KeySlab(0, starts, 32768, 20001, [])
+        rounding.round_keys(inputs, slab, moments, storage, True, workspace)
+figures = {}
+for name, recorder in recorders.items():
+    code = Code.of(recorder.compiled[0])
+    figures[name] = {
+        "registers": code.registers, "spills": code.count("STL|LDL"), "shared_bytes": code.shared_bytes,
+        "variants": len({id(compiled) for compiled in recorder.compiled}),
+    }
+print(json.dumps(figures))
+"""
+
+
+def test_kernels_of_low_rank_compile_once_and_leave_room_for_others() -> None:
+    """So many programs fit a multiprocessor by registers and shared memory: they wait for memory by turns."""
+    figures = json.loads(printed_by("-c", COMPILE_LOW_RANK))
+    assert {name: kernel["variants"] for name, kernel in figures.items()} == dict.fromkeys(figures, 1)
+    assert all(kernel["spills"] == 0 for kernel in figures.values())
+    for name, programs in {"_products_kernel": 2, "_round_queries_kernel": 4, "_round_keys_kernel": 4}.items():
+        assert programs * 256 * figures[name]["registers"] <= REGISTERS, name
+        assert programs * (figures[name]["shared_bytes"] + 1024) <= SHARED_BYTES, name
+    assert figures["_maps_kernel"]["shared_bytes"] <= 99 << 10, "cards of less shared memory run the same program"

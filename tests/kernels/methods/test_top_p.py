@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.functional import pad
 
-from tests.helpers.batches import Batch, random_batch
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, int32, kept_blocks, row_parts, select
+from tests.helpers.top_p_cases import LENGTHS, make_batch
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
 from vllm_sparse_kernels.methods.top_p.method import TopP
@@ -25,20 +26,9 @@ from vllm_sparse_kernels.workspace import Workspace
 
 METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0)
 HALF = replace(METHOD, channels="half")
+LOW_RANK = replace(METHOD, channels="low_rank")
 MASS_ERROR = 5e-3
 """Of a tile's masses in all: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
-LENGTHS = [(0, 1), (700, 63), (130, 140), (321, 1)]
-
-
-def make_batch(
-    lengths: Any = LENGTHS, heads: tuple[int, int, int] = (2, 1, 64), page_size: int = 16, dtype: Any = torch.float32,
-    seed: int = 0,
-) -> Batch:  # fmt: skip
-    """Keys about a mean far from zero, and queries that like some blocks of keys much more than others."""
-    batch = random_batch(lengths, *heads, page_size, dtype, DEVICE, seed, gap_tokens=3)
-    generator = torch.Generator(DEVICE).manual_seed(seed + 1)
-    batch.cache.keys.add_(3 * torch.randn(heads[1:], generator=generator, device=DEVICE).to(dtype))
-    return replace(batch, q=batch.q * 2.5)
 
 
 def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
@@ -88,6 +78,12 @@ LONG = [(8100, 150), (0, 2049), (0, 1)]
     [
         *by_turns([METHOD, HALF] * 2, SHAPES, DTYPES, [16, 48, 128], [LENGTHS]),
         pytest.param(METHOD, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
+        (LOW_RANK, (4, 2, 128), torch.float16, 48, [(300, 63), (130, 1)]),
+        (LOW_RANK, (2, 1, 80), torch.float32, 16, [(0, 1), (170, 140)]),
+        (LOW_RANK, (2, 1, 64), torch.float32, 128, [(321, 1)]),
+        pytest.param(LOW_RANK, (3, 3, 128), torch.float32, 128, LENGTHS, marks=pytest.mark.full),
+        pytest.param(LOW_RANK, (2, 1, 256), torch.float16, 16, LENGTHS, marks=pytest.mark.full),
+        pytest.param(LOW_RANK, (2, 1, 128), torch.float16, 16, LONG, marks=pytest.mark.full),
     ],
 )
 def test_masses_are_those_of_the_reference(method, heads, dtype, page_size, lengths, monkeypatch) -> None:
@@ -106,8 +102,8 @@ def rounded_by(batch: Batch, method: TopP, permuted: bool) -> list[torch.Tensor]
     """Queries, factors, keys and steps of all rows, rounded; 7 where nothing is written."""
     workspace = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
     inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-    storage = rounding.Storage(method.kept_channels(batch.cache.head_dim), torch.float16)
-    moments = rounding.row_moments(inputs, storage.kept_d, Workspace(batch.q.device))
+    storage = rounding.Storage(method.kept_channels(batch.cache.head_dim), False, torch.float16)
+    moments = rounding.row_moments(inputs, storage, Workspace(batch.q.device))
     heads = int32(range(batch.num_heads))
     (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes)
     queries = rounding.round_queries(inputs, moments, heads, storage, workspace)
@@ -324,7 +320,9 @@ def test_random_cases(lengths, kept_mass, half, page_size, heads, seed) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("method", "head_dim"), [(METHOD, 64), (METHOD, 128), (HALF, 128), (METHOD, 256), (METHOD, 32)], ids=str
+    ("method", "head_dim"),
+    [(METHOD, 64), (METHOD, 128), (HALF, 128), (LOW_RANK, 128), (LOW_RANK, 256), (METHOD, 256), (METHOD, 32)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_and_portable_masses_agree(method, head_dim, dtype, monkeypatch) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of the fewest blocks of a tile that hold p of its mass.
 
-A program handles one tile and head, on an array that fits into registers.
+A program handles one tile and head, on an array that fits into registers. Its choice becomes either the list itself, or
+marks, to which ``floor.py`` adds before they become a list.
 
 A negative mass marks a block that is kept regardless of its mass. Nothing is sorted: bisection over bit patterns finds
 the smallest kept mass, and ties go to the first blocks. Bits of floats >= 0 sort as the floats do.
@@ -30,6 +31,13 @@ MAX_REGISTERS = 64
 
 TWO_BITS = tl.constexpr(0x40000000)
 """The bits of 2.0. Masses are at most 1, but for rounding."""
+
+CHOSEN = tl.constexpr(1)
+"""Mark of a block that is kept for the whole tile. Unmarked blocks have 0."""
+
+ADDED = tl.constexpr(2)
+"""Mark of a block that a single query adds (``floor.py``). Other queries do not count it as kept, so that the result
+does not depend on the order of queries."""
 
 
 class Shares(NamedTuple):
@@ -60,7 +68,7 @@ def mass_width(reach: int) -> int:
 
 
 def mass_bytes(num_selected: int, reach: int) -> int:
-    """Return the memory of one tile's masses.
+    """Return the memory of one tile's masses and marks.
 
     Args:
         num_selected: Number of query heads to select.
@@ -69,7 +77,7 @@ def mass_bytes(num_selected: int, reach: int) -> int:
     Returns:
         Bytes.
     """
-    return 4 * num_selected * mass_width(reach)
+    return (4 + 1) * num_selected * mass_width(reach)
 
 
 def write_block_lists(
@@ -91,11 +99,54 @@ def write_block_lists(
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
     """
+    _choose(masses, index, first_tile, heads, Shares(kept_mass, most_share), sink_tokens, local_tokens, None)
+
+
+def mark_blocks(
+    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
+    local_tokens: int, marks: torch.Tensor,
+) -> None:  # fmt: skip
+    """Mark the blocks that ``write_block_lists`` would list, and write no list.
+
+    Args:
+        masses: [n, tiles, width] float32, of blocks of 32 keys.
+        index: The index; only its rows are read.
+        first_tile: First tile of ``masses``.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        shares: What each head keeps.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query that are always kept.
+        marks: [n, tiles, width] uint8, contiguous; receives ``CHOSEN`` or 0 for each causal block of 32 keys.
+    """
+    _choose(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, marks)
+
+
+def write_marked_lists(marks: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor) -> None:
+    """Write the lists of the tiles from ``first_tile`` on: all marked blocks, and the diagonal.
+
+    Args:
+        marks: [n, tiles, width] uint8, contiguous, of blocks of 32 keys; 0 for blocks that are not kept.
+        index: The index; its lists and counts are written.
+        first_tile: First tile of ``marks``.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+    """
+    num_heads, num_tiles, _ = marks.shape
+    _list_kernel[(num_tiles, num_heads)](
+        marks, *marks.stride()[:2], heads, index.rows.tiles, index.rows.num_tiles, first_tile,
+        BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
+        PARTS=index.block_tokens // KEY_BLOCK.value, num_warps=4,
+    )  # fmt: skip
+
+
+def _choose(
+    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
+    local_tokens: int, marks: torch.Tensor | None,
+) -> None:  # fmt: skip
     num_heads, num_tiles, _ = masses.shape
     _choose_kernel[(num_tiles, num_heads)](
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
-        Shares(kept_mass, most_share), sink_tokens, local_tokens,
-        BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
+        shares, sink_tokens, local_tokens,
+        BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0), marks,
         PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
         num_warps=8, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -104,16 +155,17 @@ def write_block_lists(
 @triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "stride_ids"])
 def _choose_kernel(
     masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, shares, sink, local,
-    lists, stride_ids, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    lists, stride_ids, marks, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
+    """Write one (tile, head)'s list or marks: the fewest blocks between sink and local region that hold ``kept_mass``.
 
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
     count towards the share, and at most ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are
     tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
 
-    Grid: (tiles of the run, n). Bound by latency: 30 halvings over masses in registers.
+    Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end where a single
+    mass decides.
 
     Args:
         masses: The masses described above.
@@ -128,6 +180,7 @@ def _choose_kernel(
         local: Minimum number of keys before a query that are always kept.
         lists: BlockLists; written.
         stride_ids: Elements between two heads of ``lists.block_ids``.
+        marks: uint8, laid out as ``masses``: written, and no list; None to write the list.
         PARTS: Blocks of 32 keys in an index block.
         CHUNK: Masses that stay in registers.
     """
@@ -158,9 +211,55 @@ def _choose_kernel(
         b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal)) | (b_masses < 0)
         seen += tl.sum(b_equal, 0)
         b_kept = (b_chosen | (o_n < begin) | (o_n >= end)).to(tl.int32)
-        b_kept = tl.max(tl.reshape(b_kept, [LISTED_BLOCKS // PARTS, PARTS]), 1) != 0
-        o_p = first // PARTS + tl.arange(0, LISTED_BLOCKS // PARTS)
-        count = append(ids, count, o_p, (o_p < num_causal) & (b_kept | (o_p >= diagonal)))
+        if marks is None:
+            count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS)
+        else:
+            target = marks + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+            tl.store(target + o_n, tl.where(b_kept != 0, CHOSEN, 0).to(tl.uint8), mask=o_n < num_blocks)
+    if marks is None:
+        tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
+
+
+@triton.jit
+def _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS: tl.constexpr):
+    """Append the index blocks of the flags ``b_kept`` of blocks of 32 keys from ``first`` on. Returns the new count."""
+    WIDTH: tl.constexpr = b_kept.shape[0] // PARTS
+    b_kept = tl.max(tl.reshape(b_kept, [WIDTH, PARTS]), 1) != 0
+    o_p = first // PARTS + tl.arange(0, WIDTH)
+    return append(ids, count, o_p, (o_p < num_causal) & (b_kept | (o_p >= diagonal)))
+
+
+@triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "stride_ids"])
+def _list_kernel(
+    marks, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, lists, stride_ids, PARTS: tl.constexpr
+):  # fmt: skip
+    """Write one (tile, head)'s list of the index blocks with a mark, and of the diagonal.
+
+    Grid: (tiles of the run, n). Bound by memory: it reads a byte for each block of 32 keys.
+
+    Args:
+        marks: [n, tiles, width] uint8.
+        stride_head: Elements between two heads of ``marks``.
+        stride_tile: Elements between two tiles of ``marks``.
+        heads: [n] int32 on the device, numbers of the selected query heads.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        num_tiles: Tiles of the step.
+        first_tile: First tile of the run.
+        lists: BlockLists; written.
+        stride_ids: Elements between two heads of ``lists.block_ids``.
+        PARTS: Blocks of 32 keys in an index block.
+    """
+    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_entry).to(tl.int64)
+    row = marks + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+    _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
+    ids = lists.block_ids + i_head * stride_ids + tl.load(lists.block_offsets + i_tile)
+    count = 0
+    for first in range(0, num_blocks, LISTED_BLOCKS):
+        o_n = first + tl.arange(0, LISTED_BLOCKS)
+        b_kept = (tl.load(row + o_n, mask=o_n < num_blocks, other=0) != 0).to(tl.int32)
+        count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS)
     tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
 
 
@@ -173,7 +272,7 @@ def _load(row, first, begin, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.constexpr):
-    """Return (bits of the smallest mass that is kept, number of kept masses with exactly these bits)."""
+    """Return (bits, number): masses of more than these bits are kept, and the first so many of exactly these."""
     inner, _ = _held(b_first, row, begin, end, 1, CHUNK)
     outer = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
@@ -181,17 +280,27 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
         b_outer = tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0)
         outer += tl.sum(tl.abs(b_outer), 0)
     target = tl.minimum(share * (inner + outer) - outer, inner)
-    bits = 1
+    # Masses of at least ``bits`` hold the target or are the most; those of at least ``too_many`` are too few. Where the
+    # other blocks hold it all, nothing is searched for: no mass has bits above those of 2.
+    bits = tl.where(target <= 0, TWO_BITS, 1)
     too_many = TWO_BITS + 1
-    for _ in range(tl.where(begin < end, 30, 0)):
+    num_kept, num_above = end - begin, 0  # at most so many masses of at least ``bits``, and of at least ``too_many``
+    while (num_kept - num_above > 1) & (too_many - bits > 1):
         middle = bits + (too_many - bits) // 2
         held, count = _held(b_first, row, begin, end, middle, CHUNK)
         reached = (held >= target) | (count >= most)
         bits = tl.where(reached, middle, bits)
+        num_kept = tl.where(reached, count, num_kept)
         too_many = tl.where(reached, too_many, middle)
-    held, count = _held(b_first, row, begin, end, bits + 1, CHUNK)
-    num_equal = tl.ceil(tl.minimum((target - held) / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
-    return bits, tl.minimum(num_equal, most - count)
+        num_above = tl.where(reached, num_above, count)
+    if too_many - bits > 1:  # at most one mass lies between them, and it is needed: all of at least ``bits`` are kept
+        bits -= 1
+        num_equal = 0
+    else:
+        held, count = _held(b_first, row, begin, end, bits + 1, CHUNK)
+        num_equal = tl.ceil(tl.minimum((target - held) / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
+        num_equal = tl.minimum(num_equal, most - count)
+    return bits, num_equal
 
 
 @triton.jit

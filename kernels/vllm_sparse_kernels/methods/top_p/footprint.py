@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from triton import next_power_of_2
 
 from vllm_sparse_kernels.index import LayerShape
+from vllm_sparse_kernels.methods.top_p.low_rank import sums_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import SPLIT_TOKENS
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.selection.slabs import TileBytes, most_run_bytes, padded, rows_of_slabs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
-def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, tile_bytes: Sequence[TileBytes]) -> int:
+def most_bytes(
+    rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, low_rank: bool, tile_bytes: Sequence[TileBytes]
+) -> int:
     """Return an upper bound of the memory of selection. The bound never decreases as tiles or keys are added.
 
     Args:
@@ -20,6 +23,7 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, ti
         shape: Sizes of the layer.
         num_selected: Heads that are selected together.
         kept_d: Channels that are multiplied. Elements of e4m3 count as two bytes: some cards store them in fp16.
+        low_rank: Whether these are combinations of channels.
         tile_bytes: Bytes of a tile, for each engine that may run.
 
     Returns:
@@ -27,9 +31,13 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, ti
     """
     dim = next_power_of_2(shape.head_dim)
     queries = num_selected * rows.num_tiles * TILE_TOKENS * (2 * kept_d + 4)
-    splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
-    moments = 4 * rows.num_rows * shape.num_kv_heads * (dim + kept_d)
-    sums = 4 * dim * (2 * rows.num_rows * shape.num_kv_heads * splits + rows.num_tiles * shape.num_heads)
+    if low_rank:
+        moments = rows.num_rows * shape.num_kv_heads * kept_d * (4 + 2 * dim * max(shape.element_bytes, 2))
+        sums = sums_bytes(rows.num_rows, shape.num_kv_heads, dim)
+    else:
+        splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
+        moments = 4 * rows.num_rows * shape.num_kv_heads * (dim + kept_d)
+        sums = 4 * dim * (2 * rows.num_rows * shape.num_kv_heads * splits + rows.num_tiles * shape.num_heads)
     slab_bytes = []
     for first_row, end_row in rows_of_slabs(rows):
         seq_lens = rows.seq_lens[first_row:end_row]

@@ -45,6 +45,7 @@ from vllm_sparse_kernels.gluon_compat import (
     warpgroup_mma_wait,
 )
 from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
+from vllm_sparse_kernels.methods.top_p.floor import StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -120,6 +121,18 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
         workspace.empty(num_selected, num_tiles, spans, 128),
         workspace.empty(num_selected, num_tiles, rounds, 128, 4, dtype=torch.int32),
     )  # fmt: skip
+
+
+def stored(scratch: Scratch) -> StoredShares:
+    """Describe what ``masses`` leaves in the scratch, for the floor.
+
+    Args:
+        scratch: From ``room``, for a run.
+
+    Returns:
+        A byte for each query and block.
+    """
+    return StoredShares(scratch, scratch.bytes.view(torch.uint8), SPAN_TOKENS)
 
 
 def masses(

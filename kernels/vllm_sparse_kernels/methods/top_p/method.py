@@ -18,19 +18,26 @@ scale s:
    blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
+5. With a ``floor`` above 0, each query whose kept blocks hold less than this share of its own estimated attention adds
+   the fewest of its heaviest blocks that reach it (``floor.py``). Blocks that other queries add do not count for it.
+   Ties go to the first blocks. Then no query keeps less than ``floor`` of Σ_b a[q, b].
 
 docs/quality.md has densities and losses on trained models, also for other rules.
 
 * ``channels`` "half" multiplies only the half of each kv head's channels that affects scores most in this step, by
   variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
   takes most of the method's time.
-* Mean key and channel weights come from samples by position: one group of 64 keys in eight, and the first 32 queries of
-  each tile. The mean may be any vector. Both depend on the tokens of this step, so selection depends on the chunking
-  and on later queries of the same chunk, but never on other rows.
+* ``channels`` "low_rank" multiplies a quarter of head_dim: combinations of channels, q̂ = Xᵀ q and k̂ = Xᵀ C_q (k - mean
+  key), which miss the scores of this step by least in mean square of all combinations of that number (``low_rank.py``).
+  A head_dim of at most 64 keeps all channels.
+* Mean key, channel weights and C_q come from samples of keys and queries by position. They depend on the tokens of this
+  step, so selection depends on the chunking and on later queries of the same chunk, but never on other rows.
 * An index with wider blocks keeps the union of their 32-key blocks (``block_width.py``).
 * On Hopper (``hopper.py``), products are computed in e4m3, and a share is stored as one byte between its two uses.
   Elsewhere (``portable.py``), a score is stored in half precision. Rounding is unbiased, and its errors average out
   over 128 queries.
+* For a single query they do not: the floor holds for the estimate as it is stored, on Hopper by bytes that are off by
+  up to a ninth.
 """
 
 from collections.abc import Sequence
@@ -45,8 +52,17 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
-from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_width, write_block_lists
+from vllm_sparse_kernels.methods.top_p.choice import (
+    KEY_BLOCK,
+    Shares,
+    mark_blocks,
+    mass_width,
+    write_block_lists,
+    write_marked_lists,
+)
+from vllm_sparse_kernels.methods.top_p.floor import add_for_floor
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
+from vllm_sparse_kernels.methods.top_p.low_rank import rank_of
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
     Rounded,
@@ -81,14 +97,14 @@ except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a na
 else:
     MISSING_GLUON = ""
 
-CHANNELS = Literal["all", "half"]
+CHANNELS = Literal["low_rank", "half", "all"]
 
 
 @dataclass(frozen=True)
 class TopP(PerHead):
     """Parameters of ``top_p``; the module's docstring describes the algorithm."""
 
-    differing = ("kept_mass", "most_share")
+    differing = ("kept_mass", "most_share", "floor")
     finest_block_tokens = KEY_BLOCK.value
 
     kept_mass: float = 0.9
@@ -104,11 +120,16 @@ class TopP(PerHead):
     """Maximum share, in (0, 1], of a tile's blocks that are kept for their mass. With 1, only p limits their number."""
 
     channels: CHANNELS = "half"
-    """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss.
-    The minimum is 64 channels, so ``half`` means all of them for a head_dim of 64."""
+    """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss;
+    ``low_rank`` multiplies a quarter as many combinations of channels, which are computed in each step. The minimum is
+    64 channels, so all three mean the same for a head_dim of 64."""
 
     peak_share: float = 0.2
     """Share, in (0, 1], of a single query's attention from which a block is kept. With 1, no block is kept for this."""
+
+    floor: float = 0.0
+    """Share, in [0, 1), of its own estimated attention that every query keeps. A query below it adds its own heaviest
+    blocks. With 0, no query adds any."""
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
@@ -117,6 +138,7 @@ class TopP(PerHead):
             require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
         require(0 < self.most_share <= 1, "most_share", self.most_share, "a number in (0, 1]")
         require(0 < self.peak_share <= 1, "peak_share", self.peak_share, "a number in (0, 1]")
+        require(0 <= self.floor < 1, "floor", self.floor, "a number in [0, 1)")
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
     @property
@@ -127,13 +149,21 @@ class TopP(PerHead):
     def with_kept_mass(self, share: float) -> "TopP":
         """Return the method with another p and without an upper bound on kept blocks (``most_share`` 1).
 
+        Each head keeps its ``floor``.
+
         Args:
             share: p, in (0, 1].
 
         Returns:
             The method for one head or, of a merger, for all of its heads.
         """
-        return replace(self.group_key, kept_mass=share, most_share=1.0)
+        heads = self.settings or (self,)
+        return self.merged([replace(head, kept_mass=share, most_share=1.0) for head in heads])
+
+    @property
+    def size_key(self) -> "TopP":
+        """The ``group_key``, with the highest floor of its heads: a floor takes kernels of its own."""
+        return replace(self.group_key, floor=max(head.floor for head in self.settings or (self,)))
 
     def kept_channels(self, head_dim: int) -> int:
         """Return the number of channels that the estimate multiplies.
@@ -144,7 +174,20 @@ class TopP(PerHead):
         Returns:
             A power of two.
         """
+        if self.channels == "low_rank":
+            return rank_of(head_dim)
         return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
+
+    def is_low_rank(self, head_dim: int) -> bool:
+        """Check whether the estimate multiplies combinations of channels.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+
+        Returns:
+            True if it does; False if it multiplies channels as they are.
+        """
+        return self.channels == "low_rank" and rank_of(head_dim) < triton.next_power_of_2(head_dim)
 
     @property
     def least_peak(self) -> float:
@@ -164,7 +207,8 @@ class TopP(PerHead):
             Bytes.
         """
         tile_bytes = [kernels.tile_bytes for kernels in (hopper, portable) if kernels is not None]
-        return most_bytes(rows, shape, num_selected, self.kept_channels(shape.head_dim), tile_bytes)
+        kept_d, low_rank = self.kept_channels(shape.head_dim), self.is_low_rank(shape.head_dim)
+        return most_bytes(rows, shape, num_selected, kept_d, low_rank, tile_bytes)
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
@@ -264,10 +308,13 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
         return
     device, workspace = inputs.q.device, index.workspace
     most_share = on_device(tuple(head.most_share for head in methods), device)
+    floors = tuple(head.floor for head in methods)
+    floors_on_device = on_device(floors, device) if any(floors) else None
     selected = Selected(heads, on_device(kept_mass, device), most_share, method.least_peak, inputs.group)
-    storage = Storage(method.kept_channels(inputs.cache.head_dim), stored_dtype(device))
+    kept_d, low_rank = method.kept_channels(inputs.cache.head_dim), method.is_low_rank(inputs.cache.head_dim)
+    storage = Storage(kept_d, low_rank, stored_dtype(device))
     with workspace.frame():
-        moments = row_moments(inputs, storage.kept_d, workspace)
+        moments = row_moments(inputs, storage, workspace)
         queries, factors = round_queries(inputs, moments, heads, storage, workspace)
         for slab in slabs_of(index.rows, len(heads), kernels.tile_bytes):
             with workspace.frame():
@@ -275,20 +322,34 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
                 rounded = Rounded(queries, factors, queries.shape[1], keys, steps, keys.shape[1])
                 for run in slab.runs:
                     with workspace.frame():
-                        _select_run(kernels, method, rounded, selected, index, run)
+                        _select_run(kernels, method, rounded, selected, floors_on_device, index, run)
 
 
 def _select_run(
-    kernels: ModuleType, method: TopP, rounded: Rounded, selected: Selected, index: SparseIndex, run: Run
-) -> None:
+    kernels: ModuleType, method: TopP, rounded: Rounded, selected: Selected, floors: torch.Tensor | None,
+    index: SparseIndex, run: Run,
+) -> None:  # fmt: skip
+    """Write the lists of a run. ``floors`` [n] float32; None if no head has one."""
     num_selected, workspace = len(selected.heads), index.workspace
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    write_block_lists(
-        masses, index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share,
+    if floors is None:
+        write_block_lists(
+            masses, index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share,
+            method.sink_tokens, method.local_tokens,
+        )  # fmt: skip
+        return
+    marks = workspace.empty(*masses.shape, dtype=torch.uint8)
+    mark_blocks(
+        masses, index, run.first_tile, selected.heads, Shares(selected.kept_mass, selected.most_share),
+        method.sink_tokens, method.local_tokens, marks,
+    )  # fmt: skip
+    add_for_floor(
+        kernels.stored(scratch), marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile,
         method.sink_tokens, method.local_tokens,
     )  # fmt: skip
+    write_marked_lists(marks, index, run.first_tile, selected.heads)
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
+from vllm_sparse_kernels.methods.top_p.floor import StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
@@ -84,6 +85,18 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
         workspace.empty(num_selected, num_tiles, blocks, 128, dtype=torch.float16),
         workspace.empty(num_selected, num_tiles, spans, 2, 128),
     )  # fmt: skip
+
+
+def stored(scratch: Scratch) -> StoredShares:
+    """Describe what ``masses`` leaves in the scratch, for the floor.
+
+    Args:
+        scratch: From ``room``, for a run.
+
+    Returns:
+        Scores of each query and block, in half precision.
+    """
+    return StoredShares(scratch, scratch.scores, SPAN_TOKENS)
 
 
 def masses(

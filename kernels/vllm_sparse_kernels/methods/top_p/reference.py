@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of ``top_p`` in plain float32 torch: the same steps as method.py, whose docstring has the equations."""
+"""The rule of ``top_p`` in plain torch: the same steps as method.py, whose docstring has the equations.
+
+Everything is float32, except that maps to combinations of channels are computed in float64 (``low_rank_maps``).
+"""
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import PagedCache, wide_dtype
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ LARGEST = 15
 TINY = 1e-20  # replaces the largest magnitude of zeros
 LEAST_CHANNELS = 64
 SAMPLE, EVERY = 64, 8  # the first of every EVERY groups of keys is the sample
+SAMPLED_KEYS, ITERATIONS, RIDGE, JITTER, TOO_LARGE = 8192, 2, 1e-3, 1e-6, 1e15
+"""Of ``low_rank_maps``: keys of the sample; steps; what is added to diagonals; magnitude from which elements are 0."""
 
 
 def select_top_p(
@@ -42,6 +47,7 @@ def select_top_p(
     for head, i_tile, shares in tile_shares(method, q, cache, index.rows, heads, scale):
         tile = index.rows.tile_list[i_tile]
         kept = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
+        kept |= below_floor(settings[head], shares, kept)
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
 
@@ -83,6 +89,28 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
     return (shares >= method.least_peak).any(0)
 
 
+def below_floor(method: "TopP", shares: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Flag the blocks that queries add whose kept share is below ``floor``.
+
+    Each of these queries adds the fewest of its heaviest blocks that reach the floor, ties by position. Blocks that
+    other queries add do not count for it.
+
+    Args:
+        method: The method of the head.
+        shares: [queries, blocks].
+        kept: [blocks] bool, blocks that are kept for the whole tile.
+
+    Returns:
+        [blocks] bool, without blocks of ``kept``.
+    """
+    others = shares.masked_fill(kept, 0.0)
+    lack = method.floor * shares.sum(1) - shares[:, kept].sum(1)
+    sizes, order = others.sort(dim=1, descending=True, stable=True)
+    before = pad(sizes.cumsum(1), (1, 0))[:, :-1]
+    added = (before < lack[:, None]) & (sizes > 0)
+    return torch.zeros_like(added).scatter_(1, order, added).any(0)
+
+
 def tile_shares(
     method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -101,11 +129,10 @@ def tile_shares(
     """
     group = q.shape[1] // cache.num_kv_heads
     for row, queries, keys in rows_of(q, cache, rows):
-        sample = keys[torch.arange(len(keys), device=keys.device) // SAMPLE % EVERY == 0]
-        kept = kept_channels(method, sample, queries)
-        rounded = round_to_e4m3((keys - sample.mean(0)) * kept, KEY_BLOCK)
+        estimated_queries, estimated_keys = estimated_vectors(method, queries, keys, wide_dtype(q.dtype))
+        rounded = round_to_e4m3(estimated_keys, KEY_BLOCK)
         for head in heads.tolist():
-            ours = round_to_e4m3((queries[:, head] * kept[head // group])[:, None], 1)[:, 0]
+            ours = round_to_e4m3(estimated_queries[:, head, None], 1)[:, 0]
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 first = tile.position - rows.context_lens[row]
@@ -115,6 +142,104 @@ def tile_shares(
                 scores = ((b_q @ b_k.T) * scale).masked_fill_(future, -torch.inf)
                 scores = pad(scores, (0, -len(b_k) % KEY_BLOCK), value=-torch.inf)
                 yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1)
+
+
+def estimated_vectors(
+    method: "TopP", queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the vectors of one row whose products estimate scores, up to a constant of each query.
+
+    Args:
+        method: The method of the heads, possibly merged.
+        queries: [query_len, num_heads, head_dim] float32.
+        keys: [seq_len, num_kv_heads, head_dim] float32.
+        dtype: The dtype in which kernels multiply vectors by maps.
+
+    Returns:
+        [query_len, num_heads, channels] and [seq_len, num_kv_heads, channels], float32.
+    """
+    num_kv_heads, head_dim = keys.shape[1:]
+    if not method.is_low_rank(head_dim):
+        sample = keys[torch.arange(len(keys), device=keys.device) // SAMPLE % EVERY == 0]
+        kept = kept_channels(method, sample, queries)
+        kept_queries = queries * kept.repeat_interleave(queries.shape[1] // num_kv_heads, 0)
+        return kept_queries, (keys - sample.mean(0)) * kept
+    maps = low_rank_maps(queries, keys, method.kept_channels(head_dim))
+    of_queries, of_keys = maps.of_queries.to(dtype).float(), maps.of_keys.to(dtype).float()
+    mapped_queries = torch.einsum("mjgd,jdr->mjgr", queries.unflatten(1, (num_kv_heads, -1)), of_queries)
+    mapped_keys = torch.einsum("njd,jdr->njr", keys, of_keys)
+    return mapped_queries.flatten(1, 2), mapped_keys - torch.einsum("jd,jdr->jr", maps.mean.float(), of_keys)
+
+
+class Maps(NamedTuple):
+    """Maps of one row to few channels, of each kv head; all float64."""
+
+    mean: torch.Tensor  # [num_kv_heads, head_dim], of the sampled keys
+    of_queries: torch.Tensor  # [num_kv_heads, head_dim, rank]: X
+    of_keys: torch.Tensor  # [num_kv_heads, head_dim, rank]: C_q X
+    share: torch.Tensor  # [num_kv_heads], of the sample's score variance that products of mapped vectors hold
+
+
+def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:
+    """Compute the maps of ``low_rank.py`` from the same samples by the same iteration, in float64.
+
+    With C_q the second moment of the sampled queries that read a kv head, and C_k the covariance of its sampled keys,
+    each divided by its mean diagonal and plus RIDGE times the identity:
+
+    1. X = the columns of the identity for the ``rank`` channels of the largest weight, C_q[i, i] C_k[i, i].
+    2. ITERATIONS times: X ← C_k C_q X, then X ← X L^-T, where L Lᵀ = Xᵀ C_q X is the Cholesky factorisation.
+
+    The score's variance about the mean key is tr(C_q C_k). Products of mapped vectors hold tr(Wᵀ C_k W) of it, where
+    W = C_q X.
+
+    Args:
+        queries: [query_len, num_heads, head_dim] of one row.
+        keys: [seq_len, num_kv_heads, head_dim] of the same row.
+        rank: Number of channels of the result.
+
+    Returns:
+        The maps.
+    """
+    num_kv_heads, head_dim = keys.shape[1:]
+    block_d = 1 << (head_dim - 1).bit_length()
+    period = 1
+    while period * SAMPLED_KEYS < len(keys):
+        period *= 2
+    sampled_keys = finite(keys[torch.arange(len(keys), device=keys.device) // SAMPLE % period == 0])
+    tiles = queries.split(TILE_TOKENS)
+    num_queries = 128 if len(tiles) <= 16 else 64 if len(tiles) <= 32 else 32
+    sampled_queries = finite(torch.cat([tile[:num_queries] for tile in tiles]))
+    sampled_queries = sampled_queries.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+    mean = sampled_keys.mean(0)
+    centered = (sampled_keys - mean).transpose(0, 1)
+    of_queries, of_keys = (x.mT @ x for x in (sampled_queries, centered))
+    diagonals = torch.stack([x.diagonal(dim1=1, dim2=2).sum(1) for x in (of_queries, of_keys)]).clamp_min(1e-30)
+    ridge = RIDGE * torch.eye(head_dim, dtype=torch.float64, device=keys.device)
+    c_q, c_k = of_queries * (block_d / diagonals[0, :, None, None]), of_keys * (block_d / diagonals[1, :, None, None])
+    weights = c_q.diagonal(dim1=1, dim2=2) * c_k.diagonal(dim1=1, dim2=2)
+    picked = weights.argsort(dim=1, descending=True, stable=True)[:, :rank]
+    c_q, c_k = c_q + ridge, c_k + ridge
+    x = torch.nn.functional.one_hot(picked, head_dim).double().mT
+    for _ in range(ITERATIONS):
+        x = c_k @ (c_q @ x)
+        x = x / (x.mT @ c_q @ x).diagonal(dim1=1, dim2=2).sqrt()[:, None]
+        factor = torch.linalg.cholesky(x.mT @ c_q @ x + JITTER * torch.eye(rank, dtype=torch.float64, device=x.device))
+        x = torch.linalg.solve_triangular(factor, x.mT, upper=False).mT
+    w = c_q @ x
+    held, total = (w * (c_k @ w)).sum((1, 2)), (c_q * c_k).sum((1, 2))
+    return Maps(mean, x, w, held / total)
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    """Convert to float64, and replace elements that are not below ``TOO_LARGE`` in magnitude by 0.
+
+    Args:
+        x: Any tensor.
+
+    Returns:
+        A float64 tensor of the same shape.
+    """
+    return torch.where(x.abs() < TOO_LARGE, x, 0).double()
 
 
 def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:

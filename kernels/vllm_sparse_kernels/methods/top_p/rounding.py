@@ -5,8 +5,10 @@ The mean of the row's keys is subtracted from each key, which shifts all scores 
 is valid here, the mean is taken over a sample, and so are the moments by which channels are chosen. Samples depend on
 the position in the row and in the step, so the rounding of a row depends only on that row.
 
-The weight of a channel of a kv head is its effect on scores: the variance of its keys times the second moment, about
-zero, of the queries of all heads that read it. Each channel is kept or dropped separately.
+Channels are picked by weight, or combined by maps (``low_rank.py``). The weight of a channel of a kv head is its effect
+on scores: the variance of its keys times the second moment, about zero, of the queries of all heads that read it. Each
+channel is kept or dropped separately. Maps multiply keys as they are cached; the mean, mapped likewise, is subtracted
+afterwards in float32.
 
 The largest element of a block of 32 keys, and of a query, becomes 15. Sums of products are then at most 15 · 15 · 256,
 which is in the range of half precision.
@@ -21,7 +23,8 @@ import triton.language as tl
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
+from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, wide_dtype, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -49,10 +52,11 @@ LEAST_CHANNELS = 64
 
 
 class Moments(NamedTuple):
-    """Mean keys and kept channels of each row and kv head."""
+    """Mean keys of each row and kv head, and the channels of the estimate: channels that are kept, or maps."""
 
-    means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys
+    means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys; with maps, [..., KEPT_D], of mapped keys
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
+    maps: Any  # [num_rows, num_kv_heads, 2, BLOCK_D, KEPT_D] float32, of queries, then of keys; None: channels are kept
 
 
 class Selected(NamedTuple):
@@ -69,6 +73,7 @@ class Storage(NamedTuple):
     """Format in which e4m3 numbers are stored."""
 
     kept_d: int  # channels that are multiplied
+    low_rank: bool  # whether they are combinations of channels
     dtype: torch.dtype  # e4m3, or fp16 on devices without instructions for e4m3
 
 
@@ -83,23 +88,28 @@ class Rounded(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def row_moments(inputs: LayerInputs, kept_d: int, workspace: Workspace) -> Moments:
-    """Compute the mean key of each row and kv head, and the ``kept_d`` channels that affect scores most.
+def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> Moments:
+    """Compute the mean key of each row and kv head, and which channels the estimate multiplies.
 
     Args:
         inputs: Queries, cache and rows of the step.
-        kept_d: Number of channels that the estimate multiplies.
+        storage: Number of channels, and whether they are combinations or those that affect scores most.
         workspace: Memory of temporary tensors.
 
     Returns:
-        Mean keys and channels, in the workspace.
+        Mean keys, and channels or maps, in the workspace.
     """
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
-    block_d = triton.next_power_of_2(head_dim)
+    block_d, kept_d = triton.next_power_of_2(head_dim), storage.kept_d
+    if storage.low_rank:
+        means = workspace.empty(rows.num_rows, num_kv_heads, kept_d)
+        maps = workspace.empty(rows.num_rows, num_kv_heads, 2, block_d, kept_d, dtype=wide_dtype(q.dtype))
+        fill_maps(inputs, means, maps, workspace)
+        return Moments(means, None, maps)
+    means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     chooses = kept_d < block_d
     num_splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
-    means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
     with workspace.frame():
         sums = workspace.empty(rows.num_rows, num_kv_heads, num_splits, 2, block_d)
@@ -116,7 +126,7 @@ def row_moments(inputs: LayerInputs, kept_d: int, workspace: Workspace) -> Momen
             GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 8, 4),
         )  # fmt: skip
-    return Moments(means, channels)
+    return Moments(means, channels, None)
 
 
 def round_queries(
@@ -139,7 +149,7 @@ def round_queries(
     num_queries = rows.num_tiles * TILE_TOKENS
     values = workspace.empty(len(heads), num_queries, storage.kept_d, dtype=storage.dtype)
     factors = workspace.empty(len(heads), num_queries)
-    block_d = moments.means.shape[2]
+    block_d = triton.next_power_of_2(q.shape[2])
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device))
     _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), len(heads))](
         query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors, num_queries,
@@ -168,14 +178,14 @@ def round_keys(
     cache, rows = inputs.cache, inputs.rows
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
     steps = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
-    block_d = moments.means.shape[2]
+    block_d = triton.next_power_of_2(cache.head_dim)
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(cache.keys.device))
     num_programs = ceil_div(slab.longest, 128) * (128 // num_rounded)
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
         slab.num_keys,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, KEPT_D=storage.kept_d, PERMUTED=permuted, ROUNDED=num_rounded,
-        num_warps=4,
+        num_warps=8 if storage.low_rank else 4,
     )  # fmt: skip
     return values, steps
 
@@ -324,6 +334,28 @@ def _mean_square(squares, bounds, first_head, num_heads, GROUP: tl.constexpr, BL
 
 
 @triton.jit
+def mapped(b_x, map_ptr, KEPT_D: tl.constexpr):
+    """Multiply vectors by a map to fewer channels.
+
+    Args:
+        b_x: [n, BLOCK_D].
+        map_ptr: Pointer to [BLOCK_D, KEPT_D].
+        KEPT_D: Number of channels of the result.
+
+    Returns:
+        [n, KEPT_D] float32.
+    """
+    BLOCK_D: tl.constexpr = b_x.shape[1]
+    # ptxas of Triton 3.6 assembles products of 32 columns with a wrong descriptor, so products have at least 64.
+    COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
+    o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, COLUMNS)
+    at = map_ptr + o_d[:, None] * KEPT_D + o_c[None, :]
+    b_map = tl.load(at, mask=(o_c < KEPT_D)[None, :], other=0.0).to(b_x.dtype)
+    b_y = tl.dot(b_x, b_map, input_precision="ieee")
+    return tl.sum(tl.reshape(b_y, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)
+
+
+@triton.jit
 def in_e4m3(b_x, dtype: tl.constexpr):
     """Round to e4m3, ties to even.
 
@@ -379,7 +411,11 @@ def _round_queries_kernel(
     length -= first
     o_m, o_c = tl.arange(0, ROUNDED), tl.arange(0, KEPT_D)
     b_q = widen(load_queries(queries, i_head, token + first, length, ROUNDED, HEAD_DIM, BLOCK_D))
-    b_q = kept_of(b_q, row_moments.channels + (i_row * KV_HEADS + i_head // GROUP) * KEPT_D, KEPT_D)
+    i_moments = i_row * KV_HEADS + i_head // GROUP
+    if row_moments.maps is None:
+        b_q = kept_of(b_q, row_moments.channels + i_moments * KEPT_D, KEPT_D)
+    else:
+        b_q = mapped(b_q, row_moments.maps + i_moments * (2 * BLOCK_D * KEPT_D), KEPT_D)
     b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_entry.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
     b_q = b_q * (1.0 / b_step)[:, None]
@@ -422,11 +458,15 @@ def _round_keys_kernel(
         o_n = i_part % (128 // ROUNDED) * ROUNDED + tl.arange(0, ROUNDED)  # within the step
         o_key = i_step * 128 + o_n
         b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
-        i_mean = i_row * tl.num_programs(1) + i_kv
-        channels = row_moments.channels + i_mean * KEPT_D
-        b_mean = load_kept(row_moments.means + i_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
-        b_k = kept_of(b_k, channels, KEPT_D) - b_mean[None, :]
-        b_k = tl.where((o_key < seq_len)[:, None], b_k, 0.0)
+        i_moments = i_row * tl.num_programs(1) + i_kv
+        if row_moments.maps is None:
+            channels = row_moments.channels + i_moments * KEPT_D
+            b_mean = load_kept(row_moments.means + i_moments * BLOCK_D, channels, BLOCK_D, KEPT_D)
+            b_k = kept_of(b_k, channels, KEPT_D)
+        else:
+            b_mean = tl.load(row_moments.means + i_moments * KEPT_D + o_c)
+            b_k = mapped(b_k, row_moments.maps + (i_moments * 2 + 1) * (BLOCK_D * KEPT_D), KEPT_D)
+        b_k = tl.where((o_key < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
         b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [ROUNDED // 32, 32]), 1)
         b_step = tl.maximum(b_step, TINY) / LARGEST
         first = i_kv.to(tl.int64) * num_keys + tl.load(key_starts + i_place) + i_step * 128

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The floor of ``top_p``: a query whose kept share is below it adds its own heaviest blocks.
+
+The masses of a run decide which blocks are kept for the whole tile (``choice.mark_blocks``). The shares of single
+queries are still in the run's scratch: as half-precision scores (``portable.py``) or as bytes (``hopper.py``). From
+there, ``_floor_kernel`` sums what each query keeps. Most programs end here, usually after a part of the blocks. For
+each query that lacks something, bisection over the stored codes finds the smallest share that it adds, without
+sorting; ties go to the first blocks. Codes sort as the shares do.
+
+A query's target is ``floor`` times its sum. Where shares are bytes, the sum before rounding and the sum of the bytes
+differ; the smaller one counts, so that a query can always reach its target.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.methods.top_p.choice import ADDED, CHOSEN, KEY_BLOCK
+from vllm_sparse_kernels.rows import TILE_TOKENS
+from vllm_sparse_kernels.selection.lists import load_tile
+
+QUERIES = 32
+"""Queries of one program. In a tile of flat attention every query may lack something."""
+
+STEP_BLOCKS = 64
+"""Half-precision scores of a query that are summed at a time."""
+
+STEP_ROUNDS = 8
+"""Rounds of bytes (16 blocks each) that are summed at a time."""
+
+HELD_BLOCKS = 1024
+"""Codes of a query that stay in registers during the search. More would take registers from other programs."""
+
+TILE = tl.constexpr(TILE_TOKENS)
+ROUND_BLOCKS = tl.constexpr(16)
+"""Blocks whose bytes lie together, of all queries of a tile (``hopper.py``)."""
+
+UNIT = tl.constexpr(2.0**103)
+"""Factor from a byte, taken as a float32's lowest bits of exponent and highest bits of mantissa, to an exponential."""
+
+LEAST_HALF = tl.constexpr(0x400)
+"""Code of the lowest finite half-precision number (see ``_codes``)."""
+
+
+class Targets(NamedTuple):
+    """What each selected head keeps, as arguments of a kernel."""
+
+    kept_mass: Any  # [n] float32: p; heads with 1 or more keep everything and are left out
+    floors: Any  # [n] float32, in [0, 1); heads with 0 are left out
+
+
+class StoredShares(NamedTuple):
+    """What an engine has stored of each query's shares in a run of tiles."""
+
+    scratch: Any  # ``Scratch`` of the engine, filled by its ``masses``
+    codes: torch.Tensor  # [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16
+    span_tokens: int  # keys of a span of ``scratch.parts``
+
+
+def add_for_floor(
+    stored: StoredShares, marks: torch.Tensor, kept_mass: torch.Tensor, floors: torch.Tensor, tiles: torch.Tensor,
+    first_tile: int, sink_tokens: int, local_tokens: int,
+) -> None:  # fmt: skip
+    """Mark the blocks that queries add whose kept share is below their head's floor.
+
+    Args:
+        stored: Shares or scores of the run's tiles.
+        marks: [n, tiles, width] uint8, contiguous, from ``mark_blocks``; ``ADDED`` is written.
+        kept_mass: [n] float32; heads with at least 1 keep everything, and their shares are not read.
+        floors: [n] float32, in [0, 1).
+        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
+        first_tile: First tile of ``marks``.
+        sink_tokens: Keys at the beginning of the sequence that are always kept.
+        local_tokens: Minimum number of keys before a query that are always kept.
+    """
+    num_heads, num_tiles, width = marks.shape
+    scratch, codes, span_tokens = stored
+    _floor_kernel[(num_tiles, num_heads, TILE_TOKENS // QUERIES)](
+        scratch, codes, marks, width, Targets(kept_mass, floors), tiles, first_tile, sink_tokens, local_tokens,
+        scratch.parts.shape[2], codes.shape[2],
+        QUERIES=QUERIES, STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,
+        SPAN=span_tokens, CHUNK=HELD_BLOCKS, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width", "first_tile", "sink", "local", "num_spans", "num_places"])
+def _floor_kernel(
+    scratch, codes, marks, width, targets, tiles, first_tile, sink, local, num_spans, num_places,
+    QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Mark what QUERIES queries of one tile and head add to reach the floor.
+
+    Grid: (tiles of the run, n, 128 / QUERIES). Bound by memory if no query lacks anything: it reads what the queries
+    have stored for marked blocks, until each of them has enough. Otherwise bound by the search, query by query.
+
+    Args:
+        scratch: Scratch of the engine.
+        codes: Stored shares or scores: [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16.
+        marks: [n, tiles, width] uint8; written.
+        width: Blocks of a tile in ``marks``, a multiple of 16.
+        targets: Targets.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        first_tile: First tile of the run.
+        sink: Keys at the beginning of the sequence that are always kept.
+        local: Minimum number of keys before a query that are always kept.
+        num_spans: Spans of ``scratch.parts``.
+        num_places: Rounds or blocks of ``codes``.
+        QUERIES: Queries of a program.
+        STEP: Rounds or blocks that are summed at a time.
+        SPAN: Keys of a span.
+        CHUNK: Codes that stay in registers.
+    """
+    AS_BYTES: tl.constexpr = codes.dtype.element_ty == tl.uint8
+    i_tile, i_entry, first_query = tl.program_id(0), tl.program_id(1), tl.program_id(2) * QUERIES
+    _, _, length, position = load_tile(tiles, first_tile + i_tile)
+    begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
+    end = tl.maximum(position - local, 0) // KEY_BLOCK
+    floor = tl.load(targets.floors + i_entry)
+    selects = (floor > 0) & (tl.load(targets.kept_mass + i_entry) < 1)
+    if selects & (first_query < length) & (begin < end):
+        place = i_entry.to(tl.int64) * tl.num_programs(0) + i_tile
+        row = marks + place * tl.multiple_of(width, 16)
+        o_q = first_query + tl.arange(0, QUERIES)
+        if AS_BYTES:
+            b_top = tl.zeros([QUERIES], tl.float32)
+            b_total = _total_of_bytes(scratch, place, position, num_spans, o_q, SPAN)
+            b_goal = tl.where(o_q < length, b_total * floor, 0.0)
+            b_held = _held_of_bytes(scratch, row, place, position, num_places, o_q, b_goal, QUERIES, STEP)
+        else:
+            reach = position + length
+            b_top, b_total = _total_of_halves(scratch, place, reach, num_spans, o_q, QUERIES, SPAN)
+            b_goal = tl.where(o_q < length, b_total * floor, 0.0)
+            b_held = _held_of_halves(scratch, row, place, reach, num_places, o_q, b_top, b_goal, QUERIES, STEP)
+        b_lacks = b_held < b_goal
+        i_query = _next_query(b_lacks, o_q, -1)
+        while i_query < TILE:
+            top, total, held = _at(b_top, o_q, i_query), _at(b_total, o_q, i_query), _at(b_held, o_q, i_query)
+            _mark_heaviest(codes, row, place, num_places, i_query, begin, end, top, total, held, floor, AS_BYTES, CHUNK)
+            i_query = _next_query(b_lacks, o_q, i_query)
+
+
+@triton.jit
+def _next_query(b_lacks, o_q, i_query):
+    """Return the first query after ``i_query`` that lacks something; TILE if there is none."""
+    return tl.min(tl.where(b_lacks & (o_q > i_query), o_q, TILE), 0)
+
+
+@triton.jit
+def _at(b_x, o_q, i_query):
+    """Return the element of one query."""
+    return tl.sum(tl.where(o_q == i_query, b_x, 0.0), 0)
+
+
+@triton.jit
+def _total_of_bytes(scratch, place, position, num_spans, o_q, SPAN: tl.constexpr):
+    """Return the sum of exponentials of each query, before rounding."""
+    b_total = tl.load(scratch.diagonal + place * TILE + o_q)
+    for i in range((position // TILE * TILE + SPAN - 1) // SPAN):
+        b_total += tl.load(scratch.parts + (place * num_spans + i) * TILE + o_q)
+    return b_total
+
+
+@triton.jit
+def _held_of_bytes(
+    scratch, row, place, position, num_rounds, o_q, b_goal, QUERIES: tl.constexpr, ROUNDS: tl.constexpr
+):  # fmt: skip
+    """Sum the exponentials of each query in marked blocks and in the tile's own keys.
+
+    Begins with the first rounds and goes on from the last round backwards, as most attention is there. Ends when each
+    query has reached its goal. Therefore the sum is complete only if some query lacks something.
+    """
+    b_held = tl.load(scratch.diagonal + place * TILE + o_q)
+    num_blocks = position // TILE * 4  # before the tile's own keys
+    num_rounds_here = (num_blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
+    num_steps = (num_rounds_here + ROUNDS - 1) // ROUNDS
+    o_t = tl.arange(0, 4)
+    words = scratch.bytes + place * num_rounds * (TILE * 4) + o_q[None, :, None] * 4 + o_t[None, None, :]
+    i, lacking = 0, tl.sum((b_held < b_goal).to(tl.int32), 0)
+    b_marks = _marks_of_words(row, _step(0, num_steps), num_blocks, ROUNDS)
+    while (i < num_steps) & (lacking > 0):
+        o_r = _step(i, num_steps) * ROUNDS + tl.arange(0, ROUNDS)
+        b_some = tl.max(b_marks, 1) != 0
+        b_words = tl.load(words + o_r[:, None, None] * (TILE * 4), mask=b_some[:, None, None], other=0)
+        b_next = _marks_of_words(row, _step(i + 1, num_steps), num_blocks, ROUNDS)
+        b_sum = tl.zeros([ROUNDS, QUERIES, 4], tl.float32)
+        for slot in tl.static_range(4):
+            b_bits = (b_words << (21 - 8 * slot)) if slot < 3 else (b_words >> 3)
+            b_x = (b_bits & 0x1FE00000).to(tl.float32, bitcast=True)
+            b_sum += tl.where((b_marks[:, None, :] >> slot & 1) != 0, b_x, 0.0)
+        b_held += tl.sum(tl.sum(b_sum, 2), 0) * UNIT
+        lacking = tl.sum((b_held < b_goal).to(tl.int32), 0)
+        b_marks = b_next
+        i += 1
+    return b_held
+
+
+@triton.jit
+def _step(i, num_steps):
+    """Return the step to process after ``i`` others: the first one, then from the last one to the second."""
+    return tl.where((i == 0) | (i >= num_steps), 0, num_steps - i)
+
+
+@triton.jit
+def _marks_of_words(row, i_step, num_blocks, ROUNDS: tl.constexpr):
+    """Return which blocks of each word are kept for the whole tile, a bit for each of its bytes: [ROUNDS, 4] int32."""
+    o_block = (i_step * ROUNDS + tl.arange(0, ROUNDS))[:, None] * ROUND_BLOCKS + tl.arange(0, 4)[None, :]
+    b_marks = tl.zeros([ROUNDS, 4], tl.int32)
+    for slot in tl.static_range(4):
+        b_mark = tl.load(row + o_block + slot * 4, mask=o_block + slot * 4 < num_blocks, other=0)
+        b_marks |= (b_mark == CHOSEN).to(tl.int32) << slot
+    return b_marks
+
+
+@triton.jit
+def _total_of_halves(scratch, place, reach, num_spans, o_q, QUERIES: tl.constexpr, SPAN: tl.constexpr):
+    """Return the largest score of each query, and its sum of exponentials relative to this score."""
+    parts = scratch.parts + place * num_spans * (2 * TILE) + o_q
+    b_top = tl.full([QUERIES], float("-inf"), tl.float32)
+    for i in range((reach + SPAN - 1) // SPAN):
+        b_top = tl.maximum(b_top, tl.load(parts + i * (2 * TILE)))
+    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_total = tl.zeros([QUERIES], tl.float32)
+    for i in range((reach + SPAN - 1) // SPAN):
+        b_total += tl.load(parts + i * (2 * TILE) + TILE) * tl.exp2(tl.load(parts + i * (2 * TILE)) - b_top)
+    return b_top, b_total
+
+
+@triton.jit
+def _held_of_halves(
+    scratch, row, place, reach, num_blocks_stored, o_q, b_top, b_goal, QUERIES: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Sum the exponentials of each query in marked blocks, in the order of ``_held_of_bytes``."""
+    num_blocks = (reach + KEY_BLOCK - 1) // KEY_BLOCK
+    num_steps = (num_blocks + BLOCKS - 1) // BLOCKS
+    scores = scratch.scores + place * num_blocks_stored * TILE + o_q[None, :]
+    b_held = tl.zeros([QUERIES], tl.float32)
+    i, lacking = 0, tl.sum((b_held < b_goal).to(tl.int32), 0)
+    while (i < num_steps) & (lacking > 0):
+        o_b = _step(i, num_steps) * BLOCKS + tl.arange(0, BLOCKS)
+        b_chosen = tl.load(row + o_b, mask=o_b < num_blocks, other=0) == CHOSEN
+        b_u = tl.load(scores + o_b[:, None] * TILE, mask=b_chosen[:, None], other=float("-inf")).to(tl.float32)
+        b_held += tl.sum(tl.exp2(b_u - b_top[None, :]), 0)
+        lacking = tl.sum((b_held < b_goal).to(tl.int32), 0)
+        i += 1
+    return b_held
+
+
+@triton.jit
+def _mark_heaviest(
+    codes, row, place, num_places, i_query, begin, end, top, total, held, floor, AS_BYTES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Mark the fewest blocks of [begin, end), heaviest first, with which one query reaches the floor.
+
+    Codes of blocks that are kept already are 0. ``held`` and ``total`` are in units of the exponentials.
+    """
+    LEAST: tl.constexpr = 1 if AS_BYTES else LEAST_HALF
+    b_first = _codes(codes, row, place, num_places, i_query, 0, begin, end, AS_BYTES, CHUNK)
+    low, highest = LEAST, tl.max(b_first, 0)
+    for first in range(CHUNK, end, CHUNK):
+        b_codes = _codes(codes, row, place, num_places, i_query, first, begin, end, AS_BYTES, CHUNK)
+        highest = tl.maximum(highest, tl.max(b_codes, 0))
+    left = _sum_from(codes, b_first, row, place, num_places, i_query, begin, end, low, top, AS_BYTES, CHUNK)
+    lack = floor * tl.minimum(total, held + left) - held
+    if (lack > 0) & (highest >= low):
+        too_high = highest + 1
+        while too_high - low > 1:
+            middle = (low + too_high) // 2
+            sum_here = _sum_from(
+                codes, b_first, row, place, num_places, i_query, begin, end, middle, top, AS_BYTES, CHUNK
+            )
+            reached = sum_here >= lack
+            low = tl.where(reached, middle, low)
+            too_high = tl.where(reached, too_high, middle)
+        above = _sum_from(codes, b_first, row, place, num_places, i_query, begin, end, low + 1, top, AS_BYTES, CHUNK)
+        size = _value(low, top, AS_BYTES)
+        num_equal = tl.ceil(tl.minimum((lack - above) / tl.maximum(size, 1e-37), 1e9)).to(tl.int32)
+        seen = 0
+        for first in range(0, end, CHUNK):
+            b_codes = b_first
+            if first > 0:
+                b_codes = _codes(codes, row, place, num_places, i_query, first, begin, end, AS_BYTES, CHUNK)
+            b_equal = (b_codes == low).to(tl.int32)
+            b_added = (b_codes > low) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
+            seen += tl.sum(b_equal, 0)
+            tl.store(row + first + tl.arange(0, CHUNK), tl.full([CHUNK], ADDED, tl.uint8), mask=b_added)
+
+
+@triton.jit
+def _sum_from(
+    codes, b_first, row, place, num_places, i_query, begin, end, least, top, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Sum the exponentials of one query in blocks whose codes are at least ``least``."""
+    total = tl.sum(tl.where(b_first >= least, _value(b_first, top, AS_BYTES), 0.0), 0)
+    for first in range(CHUNK, end, CHUNK):
+        b_codes = _codes(codes, row, place, num_places, i_query, first, begin, end, AS_BYTES, CHUNK)
+        total += tl.sum(tl.where(b_codes >= least, _value(b_codes, top, AS_BYTES), 0.0), 0)
+    return total
+
+
+@triton.jit
+def _codes(
+    codes, row, place, num_places, i_query, first, begin, end, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Load the codes of one query in the blocks from ``first`` on, 0 where they are kept already: [CHUNK] int32.
+
+    Bytes are codes. The code of a half-precision number is its bits, mapped so that they sort as the numbers do.
+    """
+    o_b = first + tl.arange(0, CHUNK)
+    b_inner = (o_b >= begin) & (o_b < end)
+    b_free = tl.load(row + o_b, mask=b_inner, other=CHOSEN) != CHOSEN
+    if AS_BYTES:
+        o_byte = i_query * 16 + o_b % 4 * 4 + o_b % 16 // 4  # a word for each place in a step, a byte for each step
+        source = codes + place * num_places * (TILE * 16) + o_b // ROUND_BLOCKS * (TILE * 16) + o_byte
+        return tl.where(b_free, tl.load(source, mask=b_inner, other=0).to(tl.int32), 0)
+    else:
+        source = codes + place * num_places * TILE + o_b * TILE + i_query
+        b_u = tl.load(source, mask=b_inner, other=float("-inf"))
+        b_u = tl.where(b_u == 0.0, 0.0, b_u).to(tl.float16)  # one zero, without a sign
+        b_bits = b_u.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return tl.where(b_free, tl.where(b_bits < 0x8000, b_bits + 0x8000, 0xFFFF - b_bits), 0)
+
+
+@triton.jit
+def _value(code, top, AS_BYTES: tl.constexpr):
+    """Return the exponential of a code, or of each code of a block."""
+    if AS_BYTES:
+        return tl.cast(code << 21, tl.float32, bitcast=True) * UNIT
+    else:
+        bits = tl.where(code < 0x8000, 0xFFFF - code, code - 0x8000).to(tl.int16)
+        value = tl.exp2(tl.cast(bits, tl.float16, bitcast=True).to(tl.float32) - top)
+        return tl.where(code < LEAST_HALF, 0.0, value)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fewest blocks that hold a share of given masses: ``choice.py`` against the reference's sort."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from tests.helpers.method_cases import DEVICE, int32, kept_blocks
+from vllm_sparse_kernels import Rows, SparseIndex
+from vllm_sparse_kernels.methods.top_p import choice
+from vllm_sparse_kernels.methods.top_p.method import TopP
+from vllm_sparse_kernels.methods.top_p.reference import fewest
+
+UNIT = 2.0**-14
+"""Masses are multiples of it, and their sums below 1: float32 adds them without rounding, in any order."""
+
+
+def check_choice(method: TopP, sizes: list[int], reach: int) -> None:
+    """One tile whose causal blocks have these masses, in units; a negative size marks a peak.
+
+    Args:
+        method: Of the tile's head.
+        sizes: Masses of the blocks in turn, repeated up to ``reach``.
+        reach: Keys in the tile's causal reach, of which the last is its only query.
+    """
+    rows = Rows((0,), (1,), (reach - 1,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
+    num_blocks, width = -(-reach // 32), choice.mass_width(reach)
+    repeated = (sizes * num_blocks)[:num_blocks]
+    masses = torch.full((1, 1, width), torch.nan, device=DEVICE)
+    masses[0, 0, :num_blocks] = torch.tensor(repeated, device=DEVICE) * UNIT
+    index = SparseIndex.allocate(rows, 1, 32)
+    kept_mass, most_share = (torch.tensor([x], device=DEVICE) for x in (method.kept_mass, method.most_share))
+    choice.write_block_lists(
+        masses, index, 0, int32([0]), kept_mass, most_share, method.sink_tokens, method.local_tokens
+    )
+    expected = fewest(method, masses[0, 0, :num_blocks].abs().double(), reach - 1) | (masses[0, 0, :num_blocks] < 0)
+    assert kept_blocks(index, 0, 0).tolist() == expected.tolist(), (repeated, method)
+
+
+def method_of(kept_mass: float = 0.5, most_share: float = 1.0, sink: int = 32, local: int = 128) -> TopP:
+    return TopP(kept_mass=kept_mass, most_share=most_share, sink_tokens=sink, local_tokens=local)
+
+
+@pytest.mark.parametrize("held", [16, 4096])
+@pytest.mark.parametrize(
+    ("sizes", "method"),
+    [
+        pytest.param([7], method_of(), id="all equal"),
+        pytest.param([7], method_of(0.96875), id="all equal, nearly all of them"),
+        pytest.param([0], method_of(), id="nothing"),
+        pytest.param([0] * 20 + [5] + [0] * 11, method_of(), id="one block has it all, among zeros"),
+        pytest.param([100] + [1] * 31, method_of(), id="the sink holds the share"),
+        pytest.param([100] + [1] * 30 + [2], method_of(0.75, 0.25), id="the sink holds the share of a limited tile"),
+        pytest.param([0] * 10 + [9] + [0] * 21, method_of(), id="a lone mass"),
+        pytest.param([0, 0, 0, 3, 0, 5], method_of(), id="zeros between"),
+        pytest.param([1, 2, 4, 8, 16, 32, 64], method_of(0.875), id="no two alike"),
+        pytest.param([1, 2, 4, 8, 16, 32, 64], method_of(0.875, 0.125), id="no two alike, at most an eighth"),
+        pytest.param([3, 3, 3, 9, 9], method_of(0.75), id="ties at the threshold"),
+        pytest.param([3, 3, 3, 9, 9], method_of(0.75, 0.25), id="ties where the most are reached"),
+        pytest.param([8, 4, 2], method_of(most_share=0.001), id="a single block at most"),
+        pytest.param([-3, 1, -1, 4], method_of(), id="peaks"),
+        pytest.param([8, 4, 2], method_of(0.5, 1.0, 992), id="sink and local region meet"),
+        pytest.param([8, 4, 2], method_of(0.5, 1.0, 4096), id="the sink is longer than the sequence"),
+    ],
+)
+def test_chosen_masses(sizes: list[int], method: TopP, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "HELD_BLOCKS", held)
+    check_choice(method, sizes, 1024)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.one_of(st.integers(-40, 40), st.sampled_from([0, 0, 1, 500])), min_size=1, max_size=30),
+    kept_mass=st.integers(1, 63).map(lambda x: x / 64),
+    most_share=st.sampled_from([1.0, 0.5, 0.125, 1 / 64]),
+    sink=st.sampled_from([0, 32, 128]),
+    reach=st.integers(1, 1100),
+)
+def test_random_masses(sizes: list[int], kept_mass: float, most_share: float, sink: int, reach: Any) -> None:
+    check_choice(method_of(kept_mass, most_share, sink), sizes, reach)
