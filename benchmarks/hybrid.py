@@ -55,6 +55,9 @@ ANSWERED_PROMPTS = (20_000, 9_000, 30_001)
 WEIGHT_FACTOR = 24.0
 """vLLM's dummy weights lie within ±0.001. Multiplied, a projection of 2,048 channels keeps the size of its input."""
 
+_ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
+"""Last line of a traceback. torch prefixes each line with the rank once its process group exists."""
+
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
 
@@ -289,7 +292,7 @@ def run_engine(
 
 def reason_in(log: str) -> str:
     """Return the error that ended an engine, as far as its log has it."""
-    errors = [line for line in log.splitlines() if re.match(r"(\w+\.)*\w*(Error|Exception|Exit)\b", line)]
+    errors = [match[1] for match in _ERROR_LINE.finditer(log)]
     return root_cause(log) or (errors[-1] if errors else "no error in its log")
 
 

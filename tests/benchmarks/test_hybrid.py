@@ -93,6 +93,18 @@ def test_the_reason_is_the_error_that_ended_the_engine() -> None:
     assert hybrid.reason_in(warning) == "no error in its log"
 
 
+def test_the_reason_is_found_behind_the_rank_that_torch_writes() -> None:
+    error = "AttributeError: '_OpNamespace' '_moe_C' object has no attribute 'topk_softmax'"
+    traceback = [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "vllm/_custom_ops.py", line 2371, in topk_softmax',
+        "[rank0]:     raise AttributeError(",
+        f"[rank0]: {error}",
+        "[rank0]:[W1126 05:24:50.1 ProcessGroupNCCL.cpp:1553] Warning: destroy_process_group() was not called",
+    ]
+    assert hybrid.reason_in("\n".join(traceback)) == error
+
+
 def test_an_engine_that_fails_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid.sys, "executable", "false")
     parts, problem = hybrid.run_engine("ours", tmp_path, 1, 1, tmp_path / "log", limit_s=20)
