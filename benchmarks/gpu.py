@@ -74,9 +74,8 @@ def run(
 ) -> Iterator[tuple[str, float, str | None]]:
     """Yield (step, seconds, problem) of each step.
 
-    With several ``cards``, as in CUDA_VISIBLE_DEVICES, as many steps run at the same time, each on one card, and the
-    output of a step is printed when it ends. Otherwise steps run one after the other, and print to this program's
-    output.
+    ``cards`` are entries of CUDA_VISIBLE_DEVICES. With two or more, each card runs one step at a time, and a step's
+    output is printed when the step ends. Otherwise, steps run one after another and write to this program's output.
     """
     end, names = time.monotonic() + budget_s, list(steps)
     if len(cards) < 2:

@@ -230,7 +230,7 @@ class Lab:
         """Stop all servers and raise StepTimeoutError after ``limit_s`` seconds; stop them in the end in any case."""
 
         def over(*_: object) -> None:
-            self.kill_servers()  # requests that wait for them end with an error
+            self.kill_servers()  # pending requests fail
             raise StepTimeoutError(f"took longer than {limit_s:.0f} s")
 
         signal.signal(signal.SIGALRM, over)

@@ -27,7 +27,7 @@ def make_method(name: str, **parameters: Any) -> Method:
     return METHODS[name].parameters(**parameters)
 
 
-REFUSED_METHODS = {(target, 512): ("anchor_attention", "sale", "top_p") for target in (90, 100)}
+REFUSED_METHODS = {(target, 512): ("anchor_attention", "sale") for target in (90, 100)}
 """Methods of which no setting runs, by target and head dim: their selection needs more shared memory."""
 
 

@@ -61,7 +61,7 @@ def centered(keys: torch.Tensor) -> torch.Tensor:
 def test_products_of_mapped_vectors_are_those_of_the_equations(heads, dtype, page_size, lengths) -> None:
     """One query; a sample of all keys and of every fourth group; tiles with all of their queries, and with half.
 
-    Of a single query or pair of keys all columns of X tend to one direction, which costs digits.
+    With a single query, or only two keys, all columns of X approach one direction, which costs precision.
     """
     batch = make_batch(lengths, heads, page_size, dtype)
     means, maps = maps_of(batch)

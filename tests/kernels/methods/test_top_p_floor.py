@@ -97,7 +97,7 @@ def test_equal_shares_go_by_position() -> None:
 @pytest.mark.parametrize("block_tokens", [32, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_floor_that_nobody_is_below_changes_nothing(block_tokens: int, dtype: torch.dtype) -> None:
-    """The lists from marks are bitwise those that are written without marks."""
+    """Lists that are written from marks equal lists that are written directly, bit for bit."""
     batch = make_batch([(900, 130), (0, 63), (500, 1)], dtype=dtype)
     low, without = replace(METHOD, floor=1e-9), replace(WITHOUT, peak_share=0.3)
     low = replace(low, peak_share=0.3)

@@ -8,8 +8,9 @@ both of this step. Of all products of rank r, the one that misses q·k by least 
 
 where the columns of X span the dominant r-dimensional invariant subspace of C_k C_q, and Xᵀ C_q X = 1. Orthogonal
 iteration finds that subspace without an eigensolver: X ← C_k C_q X, then orthonormalise X in C_q by Cholesky. It begins
-with the r channels of the largest weight (``rounding.py``). Two iterations come within 1 % of the optimal share of
-score variance on trained models, far less than sampling costs.
+with the r channels of the largest weight (``rounding.py``). On a trained model
+(code-lm, chunks of 2,048 and 8,192 tokens), two iterations hold 0.007 to 0.008 less of the score variance than the
+optimum on average, and at most 0.016 less for any kv head.
 
 Samples depend only on the row: at most 8,192 of its keys, and the first 128 queries of each tile, or 64 or 32 if it has
 more than 16 or 32 tiles. Sums are added in a fixed order. Maps of a row therefore do not depend on other rows.

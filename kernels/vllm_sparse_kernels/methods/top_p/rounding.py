@@ -56,7 +56,7 @@ class Moments(NamedTuple):
 
     means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys; with maps, [..., KEPT_D], of mapped keys
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
-    maps: Any  # [num_rows, num_kv_heads, 2, BLOCK_D, KEPT_D] float32, of queries, then of keys; None: channels are kept
+    maps: Any  # [num_rows, num_kv_heads, 2, BLOCK_D, KEPT_D] in 16 or 32 bits, of queries, then of keys; or None
 
 
 class Selected(NamedTuple):
@@ -216,9 +216,10 @@ def rounding_bytes(block_d: int, kept_d: int, num_vectors: int = KEY_BLOCK.value
         num_vectors: Queries or keys of the program; the fewest by default.
 
     Returns:
-        Bytes. Channels are chosen by a product (``kept_of``): it holds the vectors, and a column for each kept channel.
+        Bytes. Channels are chosen or mapped by a product (``kept_of``, ``mapped``). It holds the vectors, and a column
+        for each channel of the result, at least 64.
     """
-    return 2 * block_d * (num_vectors + kept_d) if kept_d < block_d else 0
+    return 2 * block_d * (num_vectors + max(kept_d, 64)) if kept_d < block_d else 0
 
 
 @triton.jit
