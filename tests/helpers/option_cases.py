@@ -20,12 +20,14 @@ CLEAR = 1e-3
 """How far λ stays from every step's margin: kernels' scores are closer than this to float64."""
 
 
-def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD") -> Batch:
+def lossless_batch(
+    lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD", program_queries=128
+) -> Batch:
     """A batch that 8 bits hold exactly: then 8-bit scores are exact ones, and attend's own budget holds for them.
 
     Keys less their mean, and queries, are whole multiples −127 … 127 of a power of two (another one for every second
-    block of keys, in turn by kv head), each block of keys and tile of queries with a 127 in it. Runs of 128 keys lean
-    towards the queries and away from them in turn, so that some steps matter less than others.
+    block of keys, in turn by kv head), each block of keys and each program's queries with a 127 in it. Runs of 128 keys
+    lean towards the queries and away from them in turn, so that some steps matter less than others.
     """
     batch = random_batch(
         lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout=layout, gap_tokens=3
@@ -53,7 +55,7 @@ def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype,
         pages = rows.block_table[row, positions // page_size].long()
         batch.cache.keys[pages, positions % page_size] = ((keys * unit[..., None] + bias) / 32).to(dtype)
         queries = whole(query_len, num_heads) + lean.repeat_interleave(num_heads // num_kv_heads, 0)
-        queries[::128, :, 0] = 127
+        queries[::program_queries, :, 0] = 127
         batch.q[token : token + query_len] = (queries / 128).to(dtype)
     return dataclasses.replace(batch, scale=1.3 * batch.scale)
 

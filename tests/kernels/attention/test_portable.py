@@ -81,8 +81,11 @@ SPLIT_LENGTHS = [[(170, 40), (0, 50)], [(333, 200)], [(100, 129), (64, 1), (0, 3
     ],
 )
 def test_programs_that_divide_a_tile_compute_what_it_does(device, lengths, block_tokens, num_queries, monkeypatch):
-    """With stripes, sinks and options, each as of one program for all of the tile's queries."""
-    batch = lossless_batch(lengths, 4, 2, 64, 128, torch.float16, device)
+    """With stripes, sinks and options, each as of one program for all of the tile's queries.
+
+    The queries of a program share the scale of their 8 bits.
+    """
+    batch = lossless_batch(lengths, 4, 2, 64, 128, torch.float16, device, program_queries=num_queries)
     batch = dataclasses.replace(batch, sinks=torch.tensor([-30.0, 0.0, 5.0, 12.0], device=device))
     index = random_index(batch, block_tokens, 0.5, stripes=30)
     monkeypatch.setattr(portable, "program_queries", lambda head_dim, limit_bytes: num_queries)
