@@ -18,6 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import triton
+
 from tests.helpers.compiled_methods import HEAD_DIMS, Usage, compiled, problems
 from vllm_sparse_kernels.attention import widest_block
 from vllm_sparse_kernels.cards import CARDS, Card
@@ -64,7 +66,7 @@ def refused_methods(table: Mapping[str, Mapping[str, Usage]], failed: Mapping[st
 
 
 def _row(name: str, value: int, unit: str, bar: int | None, better: str = "lower") -> dict[str, Any]:
-    device, command = "none: compiled", "python -m benchmarks.cards"
+    device, command = f"none: compiled by Triton {triton.__version__}", "python -m benchmarks.cards"
     return {
         "name": name, "value": value, "unit": unit, "bar": bar, "better": better, "device": device, "command": command
     }  # fmt: skip

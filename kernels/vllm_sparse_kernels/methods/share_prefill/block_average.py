@@ -375,6 +375,8 @@ def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
         if end % SHAPE.BLOCK_N == 0:
             b_pairs = tl.minimum(tl.maximum(first + 1 + SHAPE.BLOCK_N - end + o_m, 0), SHAPE.BLOCK_N)
             num_pairs = tl.sum(tl.where(o_m < length, b_pairs, 0), 0)
-            tl.store(out + end // SHAPE.BLOCK_N - 1, tl.sum(b_sum, 0) / num_pairs * queries.scale)
+            # [1]: for compute capability 10, Triton 3.6 cannot compile a sum from one dimension to a scalar here.
+            b_total = tl.sum(b_sum[:, None], 0)
+            tl.store(out + end // SHAPE.BLOCK_N - 1 + tl.arange(0, 1), b_total / num_pairs * queries.scale)
             b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)
     return tl.sum(b_q.to(tl.float32), 0) * (queries.scale / length)
