@@ -89,7 +89,7 @@ def _rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 def add_figures(figures: Figures, report: Report) -> None:
     """Add rows of a results file."""
     for row in figures["settings"]:
-        at = "" if row["params"] else " at the paper's defaults"
+        at = "" if row["params"] else " at the method's defaults"
         what = f"{row['name']}, {length_name(figures)}, {figures['model']}"
         report.add_figure(f"{what}: recall{at}", row["recall"], "share", "higher")
         report.add_figure(f"{what}: density{at}", row["density"], "share", "lower")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Method``: the parameters of a selection method, which can fill rows of a SparseIndex.
 
-A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters with
-the paper's defaults; ``__post_init__`` refuses values out of range. ``reference.py`` next to it implements the same in
-plain torch, and the folder's ``SPECS`` pairs the two (``spec.py``).
+A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters. Their
+defaults are the paper's where it states any, and otherwise those of the authors' code. ``__post_init__`` refuses values
+out of range. ``reference.py`` next to it implements the same in plain torch, and the folder's ``SPECS`` pairs the two
+(``spec.py``).
 """
 
 from abc import ABC, abstractmethod
