@@ -87,7 +87,7 @@ class Prose(NamedTuple):
 
 @cache
 def read_rules() -> tuple[Rule, ...]:
-    """Return the rules of `prose_rules.yaml`, which every file is checked against, so it is parsed once."""
+    """Return the rules of `prose_rules.yaml`, parsed once because every file is checked against them."""
     return tuple(Rule(**entry) for entry in yaml.safe_load(RULES.read_text()))
 
 

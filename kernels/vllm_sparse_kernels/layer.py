@@ -109,7 +109,7 @@ def fits_shared_memory(groups: LayerPlan, head_dim: int, device: torch.device) -
         device: Device of the layer.
 
     Returns:
-        False if attention holds no block of keys, or if a method's selection does not fit.
+        False if the attention kernel cannot hold a block of keys, or if a method's selection does not fit.
     """
     if widest_block(head_dim, shared_bytes(device)) is None:
         return False

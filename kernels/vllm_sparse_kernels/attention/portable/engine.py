@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex by one Triton kernel on every device that Triton supports: the engine with all options.
 
-A program owns one (query head, tile), or a part of the tile's queries where all of them do not fit the GPU
-(``program_queries``). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
-masks only where a block touches the diagonal, then gathers the tile's stripes.
+A program owns one (query head, tile), or a part of the tile's queries if the GPU cannot hold all of them
+(``program_queries``). It walks the tile's blocks with FlashAttention's online softmax (in base 2), masks only where a
+block touches the diagonal, then gathers the tile's stripes.
 
 Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
 stay in the L2 cache while all of its readers run.
@@ -46,10 +46,10 @@ STRIPE_STEP = 64
 """Stripes that are gathered per step."""
 
 MIN_QUERIES = 64
-"""Fewest queries of a program. Hopper's matrix instruction takes no fewer."""
+"""Fewest queries of a program: the minimum of Hopper's matrix instruction."""
 
 RESULT_ELEMENTS = 128 * 256
-"""Elements of a program's result, in float32, which its threads hold in registers: 128 for each of 8 warps."""
+"""Largest result of a program, in float32 elements held in registers: 128 per thread of 8 warps."""
 
 
 class MatrixArgs(NamedTuple):
@@ -194,8 +194,8 @@ def program_queries(head_dim: int, limit_bytes: int) -> int | None:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        All 128; or the largest power of two whose result fits the registers and which leaves shared memory for a block
-        of 64 keys. None if not even ``MIN_QUERIES`` do.
+        All 128 if they fit. Otherwise the largest power of two whose result fits in registers and that leaves shared
+        memory for a block of 64 keys. None if even ``MIN_QUERIES`` do not fit.
     """
     block_d, num_queries = triton.next_power_of_2(head_dim), TILE_TOKENS
     while num_queries >= MIN_QUERIES:
@@ -215,12 +215,12 @@ def _bytes_of(block_tokens: int, head_dim: int, num_buffers: int, num_queries: i
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_bytes: int) -> int:
-    """Return ``_bytes_of`` with as many queries as a program takes on a GPU with this shared memory."""
+    """Return ``_bytes_of`` for the number of queries that a program takes on a GPU with this shared memory."""
     return _bytes_of(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes) or MIN_QUERIES)
 
 
 def _num_warps(num_queries: int, block_d: int) -> int:
-    """Return the warps of a program, so that a thread holds at most 128 elements of the result."""
+    """Return the number of warps with which a thread holds at most 128 elements of the result."""
     return 8 if num_queries * block_d >= 128 * 128 else 4
 
 

@@ -373,13 +373,13 @@ class AnchorAttention(PerHead):
         return max(voted, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
 
         Args:
             head_dim: Elements of a head's query or key.
 
         Returns:
-            Bytes of ``anchor_kernel``, as compiled for Hopper above head_dim 256; 0 up to there.
+            Bytes that ``anchor_kernel`` needs above head_dim 256, as compiled for Hopper; 0 up to 256.
         """
         block_d = triton.next_power_of_2(head_dim)
         return 512 * block_d if block_d > 256 else 0

@@ -151,7 +151,7 @@ class FlexVerticalSlash(PerHead):
         return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
 
         Args:
             head_dim: Elements of a head's query or key.

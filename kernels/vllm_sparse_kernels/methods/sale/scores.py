@@ -108,7 +108,7 @@ def _test_stages(kept_d: int, limit_bytes: int) -> int:
 
     Args:
         kept_d: Channels that are multiplied, in 8 bits.
-        limit_bytes: Shared memory of a program, which holds its queries too.
+        limit_bytes: Shared memory of a program, including its queries.
 
     Returns:
         4 for three buffered steps of 64 keys with their biases and steps; 3 or 2 if the GPU has room for fewer.

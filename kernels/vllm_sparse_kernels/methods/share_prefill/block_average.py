@@ -90,8 +90,8 @@ def _map_stages(head_dim: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        3 for two buffers of mean keys, 2 for one if two do not fit the GPU or head_dim exceeds 128, or 1 for loads that
-        are not buffered if not even one fits.
+        3 for two buffers of mean keys; 2 for one buffer if two do not fit or head_dim exceeds 128; 1 for loads without
+        a buffer if even one does not fit.
     """
     block_d = triton.next_power_of_2(head_dim)
     one_buffer = MEANS_AT_ONCE.value * block_d * 4
