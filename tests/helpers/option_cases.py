@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches and margins for which attend's options show: skipped products and scores in 8 bits."""
+"""Batches and margins on which attend's options have a visible effect: skipped products and 8-bit scores."""
 
 import dataclasses
 import math
@@ -17,15 +17,15 @@ from vllm_sparse_kernels.index import SparseIndex
 INT8_STEP, RUN = 64, 128
 
 CLEAR = 1e-3
-"""How far λ stays from every step's margin: kernels' scores are closer than this to float64."""
+"""Distance between λ and every step's margin: larger than the kernels' error in scores."""
 
 
 def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD") -> Batch:
-    """A batch that 8 bits hold exactly: then 8-bit scores are exact ones, and attend's own budget holds for them.
+    """Return a batch that 8 bits represent exactly: 8-bit scores are then exact, and attend's usual budget applies.
 
-    Keys less their mean, and queries, are whole multiples −127 … 127 of a power of two (another one for every second
-    block of keys, in turn by kv head), each block of keys and tile of queries with a 127 in it. Runs of 128 keys lean
-    towards the queries and away from them in turn, so that some steps matter less than others.
+    Keys less their mean, and queries, are integers from −127 to 127 times a power of two. Every second block of keys
+    uses another power, alternating by kv head. Each block of keys and tile of queries contains 127. Runs of 128 keys
+    alternately point towards the queries and away from them, so some steps matter less than others.
     """
     batch = random_batch(
         lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout=layout, gap_tokens=3
@@ -59,7 +59,7 @@ def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype,
 
 
 def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
-    """Of each step of each tile, in float64."""
+    """Return the margin of each step of each tile, in float64."""
     margins = []
     for i_tile, tile in enumerate(batch.rows.tile_list):
         k, _ = batch.cache.gather(batch.rows.block_table[tile.row], batch.rows.seq_lens[tile.row])
@@ -72,7 +72,8 @@ def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
 
 
 def clear_margin(margins: torch.Tensor) -> float:
-    """λ in the widest gap between margins that has 0.6 to 0.9 of those below 0 under it: enough to show."""
+    """Return λ in the widest gap between margins with 0.6 to 0.9 of the negative margins below it, so its effect is
+    visible."""
     ordered = torch.cat((margins[margins < -CLEAR].sort().values, margins.new_zeros(1)))
     near = ordered[min(int(0.6 * len(ordered)), len(ordered) - 2) : int(0.9 * len(ordered)) + 2]
     widest = int(near.diff().argmax())
@@ -97,7 +98,7 @@ def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None
 
 
 def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool = False) -> None:
-    """Within the budget of attention without options, whose log-sum-exp is the same."""
+    """Check the output against the budget of attention without options; the log-sum-exp must be the same."""
     exact = expected_attention(batch, index)
     out, lse = by_reference(batch, index, options)
     torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
@@ -108,7 +109,7 @@ def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool =
 
 
 def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:
-    """Of four heads in turn the first has both options, the others one each, or none."""
+    """Return options for four heads in turn: both options, each option alone, and none."""
     heads = range(batch.num_heads)
     margins = [clear_margin(margins_of(batch, index, h)) if skips and h % 4 in (0, 1) else None for h in heads]
     options = AttendOptions.from_heads(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)
