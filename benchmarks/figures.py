@@ -64,7 +64,7 @@ def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
-    """Read the figures of a results file. Raises BenchError if the file is not one."""
+    """Read the figures of a results file. Raises BenchError if it is not a results file."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -606,7 +606,7 @@ class TwoGpus:
     # --- step: tensor parallelism ---
 
     def tensor(self, lab: Lab) -> None:
-        """Measure tensor parallelism of two: speed, answers, then counters, levels and load on a server of its own."""
+        """Measure tensor parallelism of two: speed, answers, then counters, levels and load on a separate server."""
         if self.second is not None and (heads := ModelShape.from_folder(self.second).num_heads) % 2:
             lab.problem(f"{self.second.name}, {TENSOR}", f"skipped: its {heads} heads cannot be divided by 2")
         specs = [self.timed_spec(self.model, setting, TENSOR, (0, 1)) for setting in self.settings_of(self.model)]

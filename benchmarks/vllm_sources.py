@@ -53,7 +53,7 @@ OVERRIDES = (
 
 @dataclass(frozen=True)
 class Checked:
-    """Numbers of checks, and problems."""
+    """The number of checks of each kind, and the problems."""
 
     num_names: int
     num_methods: int

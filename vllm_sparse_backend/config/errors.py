@@ -108,7 +108,7 @@ def reason_of(detail: ErrorDetails) -> str:
         The reason, such as ``given 3, expected a valid string``.
     """
     kind = detail["type"]
-    if kind == "value_error":  # raised by a validator of this project, with a message of its own
+    if kind == "value_error":  # raised by a validator of this project, which wrote the message
         return str(detail["ctx"]["error"])
     if kind == "missing":
         return "missing"

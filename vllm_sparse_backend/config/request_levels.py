@@ -59,7 +59,7 @@ def refuse_typos(where: str, keys: Iterable[object]) -> None:
 
 
 class Ticket(str):
-    """Random text under which workers count for one HTTP request. No client can send a value of this type."""
+    """A random identifier under which workers count for an HTTP request. No client can send a value of this type."""
 
 
 def asks_report(vllm_xargs: Mapping[str, Any]) -> bool:

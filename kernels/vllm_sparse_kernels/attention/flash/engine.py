@@ -105,7 +105,7 @@ class FlashAttend:
     """``engine.Attend`` by FlashAttention.
 
     Attributes:
-        flash: The function to call; None if every call is to raise.
+        flash: The function to call; None to raise an error on every call.
     """
 
     flash: FlashAttention | None

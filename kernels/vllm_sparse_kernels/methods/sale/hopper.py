@@ -27,7 +27,7 @@ from vllm_sparse_kernels.selection import slabs
 PAIR_FIELDS = gl.constexpr(slabs.PAIR_FIELDS)
 
 STAGES = gl.constexpr(4)
-"""Steps of keys in shared memory, and of one round of the loop."""
+"""Number of steps of keys that shared memory holds and that each round of the loop handles."""
 
 STEP_TOKENS = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""

@@ -68,7 +68,7 @@ class ShareArgs(NamedTuple):
 
 @triton.jit
 def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
-    """Return whether the cluster has a pivot, and the place in heads of the head that becomes it otherwise.
+    """Return whether the cluster has a pivot, and the index in heads of the head that becomes the pivot if it has none.
 
     This is the first head that is not too sparse; HEADS if all are too sparse.
     """
@@ -173,7 +173,7 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
     b_q = average_tile(queries, keys, index.tiles, i_tile, i_head, row, SHAPE)
     means = args.mean_keys + ((i_head // SHAPE.GROUP) * num_blocks + start_block) * SHAPE.HEAD_DIM
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    # For a single query, tensor cores, which take 8, need more instructions for a product that comes to float32.
+    # Tensor cores take at least 8 queries. For a single query, a float32 product needs fewer instructions without them.
     for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=SHAPE.MAP_STAGES):
         o_n = start + tl.arange(0, MEANS_AT_ONCE)
         in_keys = (o_n < diagonal)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]

@@ -168,7 +168,7 @@ class SpargeAttn(PerHead):
 
 
 class HeadLimits(NamedTuple):
-    """The parameters of the selected heads on the device, [n] float32 each; an argument of kernels too."""
+    """The parameters of the selected heads on the device, [n] float32 each; also an argument of kernels."""
 
     kept_mass: Any  # τ
     top_share: Any  # CUMULATIVE for heads with the cumulative cut
@@ -315,7 +315,7 @@ def _ranks(row, num_blocks, is_counted, CHUNK: tl.constexpr):
 
 @triton.jit
 def _weight(b_first, row, num_blocks, bits, is_counted, CHUNK: tl.constexpr):
-    """Sum the weights of ranks of at least these bits. The sum never decreases as more count, in floating point too."""
+    """Sum the weights of ranks of at least these bits. Even in floating point, the sum never decreases as more count."""
     total = _chunk_weight(b_first, bits, is_counted)
     for first in range(CHUNK, num_blocks, CHUNK):
         total += _chunk_weight(_load(row, first, num_blocks, 0.0, CHUNK), bits, is_counted)
