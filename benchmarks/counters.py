@@ -310,7 +310,7 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
 
 
 def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> Iterator[list[int]]:
-    """Yield prompts below ``min_tokens``, past it and of several chunks; the last one begins like the one before.
+    """Yield prompts below ``min_tokens``, past it and of several chunks; the last two have the same beginning.
 
     Levels that requests name differently from the plans have the lengths of the server's own level.
     """

@@ -52,7 +52,7 @@ class Report(product.Report):
 
 
 def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Merge figures into a list on disk. A figure replaces the one of the same name, and keeps its bar."""
+    """Merge figures into a list on disk. A figure replaces the figure of the same name, and keeps its bar."""
     old = read_figures(path) if path.exists() else []
     new = dict(figures)
     merged: list[Mapping[str, Any]] = []

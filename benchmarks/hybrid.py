@@ -133,7 +133,7 @@ def engine_arguments(run: str, folder: Path, tokens: int) -> dict[str, Any]:
         "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "seed": 0, "max_num_seqs": 4,
         "max_model_len": tokens + 512, "max_num_batched_tokens": 8192 if has_cuda() else 512,
         "enable_prefix_caching": False,
-        # The machine's own memory cannot hold as many tokens: small sizes are for a CPU.
+        # Host memory cannot hold as many tokens, so small sizes are used on a CPU.
         **({"gpu_memory_utilization": 0.75} if has_cuda() else {"gpu_memory_utilization": 0.3, "enforce_eager": True}),
     }  # fmt: skip
     if run == STOCK:

@@ -47,7 +47,7 @@ class Recipe:
     until: tuple[float, ...] = (0.15, 0.3, 0.4, 0.55, 0.85, 1.0)
     """Share of the training time by which each length ends."""
     enough: float = 0.98
-    """Share of right digits from which training moves to the next length; the last length begins at its time."""
+    """Share of right digits at which training moves to the next length. The last length begins at a fixed time."""
 
 
 class Curriculum:

@@ -75,8 +75,8 @@ def parse_strategy(
             Options that are on or off, such as ``dense_tail=true``, select the method's ladder with these options.
         bounds: The bound of each level, by the level's name.
         distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
-        taus: SALE's first threshold and the one at which halving stops, as ``MOST:LEAST``; None for the ladder of its
-            description.
+        taus: SALE's first threshold and the threshold at which halving stops, as ``MOST:LEAST``; None for the ladder of
+            its description.
 
     Returns:
         A function that makes the search for a job and a bound.

@@ -59,7 +59,7 @@ class Resolved:
             a level as well.
         table: The table of measured crossovers.
         thresholds_by_engine: The lengths from which rows of each level run sparse with each attention engine.
-        device: Name, as in the table, of the device for which ``auto`` is resolved: the one on which the server
+        device: Name, as in the table, of the device for which ``auto`` is resolved: the device on which the server
             started.
         pools: Whether requests are for embeddings, scores or classes.
     """

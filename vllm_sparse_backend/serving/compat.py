@@ -122,7 +122,7 @@ def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_dtype: vLLM's name for the dtype of the layers' cache.
-        quantised_queries: Whether queries of an fp8 cache are in fp8 too.
+        quantised_queries: Whether queries of an fp8 cache are also in fp8.
 
     Returns:
         The fields by name. Context-parallel sizes are 1 in versions that do not have them.

@@ -167,7 +167,7 @@ def kv_connectors(vllm_config: VllmConfig) -> set[str]:
         vllm_config: vLLM's configuration.
 
     Returns:
-        The configured connectors, or the one that vLLM will add later for KV offloading.
+        The configured connectors, or the connector that vLLM will add later for KV offloading.
     """
     if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
         native = vllm_config.cache_config.kv_offloading_backend == "native"

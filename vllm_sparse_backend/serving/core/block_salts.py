@@ -2,7 +2,7 @@
 """Extra keys in the hashes of cached blocks. They keep requests of different levels from sharing sparse KV blocks.
 
 A block's hash includes the hash of the block before it. A key in the first block past the exact positions therefore
-separates all later blocks too.
+also separates all later blocks.
 """
 
 from typing import Any

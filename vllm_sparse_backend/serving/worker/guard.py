@@ -13,8 +13,8 @@ dense. Its sparse output is then computed for the check only, so that its recove
   synchronise with the chunks of prompts, and no layer is left out by chance. Tensor-parallel ranks see the same steps
   and check the same queries.
 * **Requests**: a request that sets its own p is checked only if that p is at least the server's own. A request with a
-  smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is dense for
-  these requests too.
+  smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is also dense
+  for these requests.
 * **Ranks**: each rank judges its own heads. One rank may run a layer dense that another runs sparse. No head reads
   another head, so the output of every rank is right, and what ranks exchange after attention does not change.
 * **No synchronisation**: sums are copied to the host asynchronously and judged in a later step.

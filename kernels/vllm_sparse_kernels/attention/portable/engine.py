@@ -8,9 +8,9 @@ block touches the diagonal, then gathers the tile's stripes.
 Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
 stay in the L2 cache while all of its readers run.
 
-Blocks are loaded in one of two ways. Where a block lies within a page, its *place*, a row of the cache seen as a
-matrix, is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers.
-Smaller pages cost a look-up in the block table for every key.
+Blocks are loaded in one of two ways. If a block lies within a page, its *place*, a row of the cache seen as a matrix,
+is looked up only once, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
+cost a look-up in the block table for every key.
 
 Heads may request the approximations of ``AttendOptions``. Without them, the kernel is compiled without their code. With
 them, one launch serves a layer of mixed heads, and each program uses its head's options:
@@ -233,7 +233,7 @@ def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
 def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
     """Return the number of buffers for whole steps.
 
-    Two buffers of keys and values need a third one of keys, which are loaded before the step's own.
+    Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier.
 
     Without room for them, 0 lets the compiler load keys and values separately, which margins do not allow.
     """

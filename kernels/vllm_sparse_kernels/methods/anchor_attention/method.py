@@ -15,8 +15,8 @@ Choices where the paper is ambiguous, and deviations from it:
 * Algorithm 2 writes avgpool(Acc) for x_a. Equations 1 and 2 mean the row maxima, which Algorithm 1 returns in M. This
   module follows the equations.
 * Algorithm 2 tests "<", equation 2 "≤". This module follows the equation.
-* Algorithm 1 begins the window at 1-based block ⌊(i − 1)/step⌋·step, the last block before the group. Algorithm 2 votes
-  on that block too, so its keys would count twice. Here the window begins with the group, and the block before it is
+* Algorithm 1 begins the window at 1-based block ⌊(i − 1)/step⌋·step, the last block before the group. Algorithm 2 also
+  votes on that block, so its keys would count twice. Here the window begins with the group, and the block before it is
   subject to the vote. ``window_tokens`` = 128 adds it to the window. Larger values help short groups, whose windows are
   short.
 * The partial softmax of Algorithm 1 is not reused in step 3: ``attend`` is shared by all methods and computes the
@@ -49,8 +49,8 @@ Choices where the paper is ambiguous, and deviations from it:
 **dense_tail in a server.** The tail begins at n − n mod span, where n is the length of the request's prompt. A chunk
 cannot see that length, so ``Rows.prompt_lens`` passes it. Tail queries are therefore dense at any chunk size. Positions
 after the prompt, as a preempted request prefills them again, count as tail. A tile that begins before the tail and
-reaches into it is dense as a whole. As the tail depends on the prompt's length, cached keys and values of the last
-incomplete group do too: a longer prompt that shares this prefix reads what the shorter one wrote.
+reaches into it is dense as a whole. The tail depends on the prompt's length, and so do cached keys and values of the
+last incomplete group: a longer prompt that shares this prefix reads what the shorter one wrote.
 
 **What single queries look for.** A mean query cannot show it. In the layer of a trained model that copies
 (code-lm-29m-128k, layer 5; 6,144 tokens; queries that produce answers whose facts lie between initial block and group),
@@ -357,7 +357,7 @@ class AnchorAttention(PerHead):
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+        """Return the memory that ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
             rows: The rows of a step.

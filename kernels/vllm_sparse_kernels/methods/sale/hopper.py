@@ -122,7 +122,7 @@ class Buffers:
 
 @gluon.jit
 def _local_start(end, sink_tokens, local_tokens):
-    """Return what ``rounding.local_start`` returns, which Gluon cannot call."""
+    """Return the same as ``rounding.local_start``, which Gluon cannot call."""
     between = (end + 31) // 32 * 32 - sink_tokens - local_tokens
     return gl.where(between >= 0, sink_tokens + between // 128 * 128, 0)
 

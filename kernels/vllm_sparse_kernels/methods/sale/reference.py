@@ -77,7 +77,7 @@ def paper_blocks(
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
-                # Subtracting k̄ shifts all scores of a query alike, and the threshold with them.
+                # Subtracting k̄ shifts all scores of a query and the threshold by the same amount.
                 threshold = exact_threshold(setting, b_q, keys[:, kv], tile, scale) - b_q @ key_mean[kv]
                 b_q = b_q - query_mean[head]
                 threshold -= (b_q.square() @ left_out[kv]).sqrt()

@@ -2,7 +2,7 @@
 """SALE's first two steps: queries and keys in 4 bits, and every query's threshold. method.py has the paper's part.
 
 All rows of a step go through one launch of each kernel, but for keys, which are rounded a slab of rows at a time
-(``selection/slabs.py``). What is written about a row depends on that row alone.
+(``selection/slabs.py``). The results for a row depend on that row alone.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
 """Keys of one program."""
 
 ROUND_QUERIES = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
-"""Keys of one step. Four stages: two for the keys, and two more for the pages that say where they are."""
+"""Keys of one step. Four stages: two for the keys, and two more for the pages that locate them."""
 
 
 class Selected(NamedTuple):

@@ -214,7 +214,7 @@ def _mean_keys_kernel(
 ):  # fmt: skip
     """Compute the mean key of one (kv head, block, row).
 
-    If the block is before the diagonal, its products with mean queries are computed too. A row's last block may be
+    If the block is before the diagonal, its products with mean queries are also computed. A row's last block may be
     short.
 
     Grid: (kv heads, blocks of the longest row, rows). Bound by memory: it reads each key once.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of SharePrefill (method.py): who shares, the maps of new pivots, what of them is kept, and the lists.
 
-Few heads are new pivots: their maps are made by few programs, and what counts is how soon these are done. Hence they
-are in the launch of the decisions, and what does not depend on who shares, the first pass of radix.py, is done there.
+Few heads are new pivots, so few programs make their maps, and these must finish early. Hence they are in the launch of
+the decisions, and what does not depend on who shares, the first pass of radix.py, is done there.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, l
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
 VERTICAL_SLASH, SHARED, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
+"""The pattern of a head in a row: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
 
 CHUNK = tl.constexpr(CHUNK_BLOCKS)
 """Blocks of a step."""
@@ -51,7 +51,7 @@ class ShareArgs(NamedTuple):
     places: Any  # [n] each head's cluster among those of the layer, below 0: noise
     slots: Any  # [clusters of the layer]
     patterns: Any  # [n, num_rows]
-    shares: Any  # [n] of its pivot's map each head keeps so much
+    shares: Any  # [n] the share of its pivot's map that each head keeps
     estimates: Any
     sparsity: Any
     mean_keys: Any

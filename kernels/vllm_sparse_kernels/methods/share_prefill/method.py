@@ -42,8 +42,8 @@ it is implemented here:
 
 * *True mass.* Its map is the exact softmax mass of each block, by a second pass over the pivot's QK, which costs half
   of the pivot's dense attention or more.
-* *γ of each row.* It takes γ of the mass of each row of the map, not of the whole map. With the whole map all rows
-  weigh alike, and rows with many blocks, a chunk's last, are left short.
+* *γ of each row.* It takes γ of the mass of each row of the map, not of the whole map. With the whole map, all rows
+  have equal weight, and rows with many blocks, those at a chunk's end, keep too little.
 * *Comparison.* It compares heads by the true mass of the last queries, summed over columns and over diagonals: both
   distances to the pivot must be below 0.5. The paper compares estimates, and has τ = 0.2.
 * *Query-aware heads.* A head whose pooled estimate is close to the true one (a distance below 0.1) takes FlexPrefill's
@@ -58,8 +58,8 @@ recall → density were 0.864 → 0.131 with averages, 0.874 → 0.163 with γ o
 have not been measured.
 
 **Cost.** Which heads share is known before vertical-slash reads any key. Its work ends there for a head that shares,
-and for a key head all of whose query heads share. Query heads that share keys are stacked, so one of them costs as much
-as all.
+and for a key head all of whose query heads share. Query heads that share keys are stacked, so a single head costs as
+much as all of them.
 """
 
 from collections import Counter
@@ -206,7 +206,7 @@ class SharePrefill(PerHead):
         return self.fallback.stripe_layout(rows)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+        """Return the memory that ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
             rows: The rows of a step.

@@ -315,7 +315,7 @@ def _ranks(row, num_blocks, is_counted, CHUNK: tl.constexpr):
 
 @triton.jit
 def _weight(b_first, row, num_blocks, bits, is_counted, CHUNK: tl.constexpr):
-    """Sum the weights of ranks of at least these bits. Even in floating point, the sum never decreases as more count."""
+    """Sum the weights of ranks of at least these bits. With more ranks it never decreases, even in floating point."""
     total = _chunk_weight(b_first, bits, is_counted)
     for first in range(CHUNK, num_blocks, CHUNK):
         total += _chunk_weight(_load(row, first, num_blocks, 0.0, CHUNK), bits, is_counted)
