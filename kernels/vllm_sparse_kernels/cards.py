@@ -36,7 +36,7 @@ class Card(NamedTuple):
 
     @property
     def status(self) -> str:
-        """What is known of the kernels on such a GPU, as the end of a sentence."""
+        """The status of the kernels on such a GPU, as the end of a sentence."""
         return "measured" if self.is_measured else "compiled, never run"
 
 

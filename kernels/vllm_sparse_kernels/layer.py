@@ -138,7 +138,7 @@ def stripes_of(method: Method, rows: Rows) -> StripeLayout:
         rows: The rows of a step.
 
     Returns:
-        The layout. For a merged method, it holds what any of its heads needs.
+        The layout. For a merged method, it holds everything that at least one of its heads needs.
     """
     return rows.once(method, lambda: method.stripe_layout(rows))
 

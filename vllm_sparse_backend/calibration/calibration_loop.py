@@ -181,7 +181,7 @@ def _settings(name: str, fields: str) -> list[Any]:
 
 
 def _with_options(name: str, wanted: Sequence[tuple[str, str]]) -> list[Method]:
-    """Return the ladder of the method's defaults with options set; empty if a field is no option of the method."""
+    """Return the ladder of the method's defaults with options set; empty if a field is not an option of the method."""
     defaults = METHODS[name].parameters().shown_fields
     options = {field: value == "true" for field, value in wanted}
     if not all(isinstance(defaults.get(field), bool) and value in ("true", "false") for field, value in wanted):

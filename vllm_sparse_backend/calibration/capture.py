@@ -176,7 +176,7 @@ def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
         folder: Where the capture may be.
 
     Returns:
-        The capture, or None if the folder holds none or another one.
+        The capture, or None if the folder holds none or a different capture.
     """
     if not (folder / "capture.json").is_file():
         return None

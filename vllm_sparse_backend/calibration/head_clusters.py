@@ -178,7 +178,7 @@ class EarlyStop:
         """Initialise the rule.
 
         Args:
-            device_type: ``cpu`` measures drops by the first loss, other devices by the best one.
+            device_type: ``cpu`` measures drops relative to the first loss, other devices relative to the best loss.
             patience: Number of epochs over which the drop of the loss is measured.
         """
         self.device_type, self.patience = device_type, patience

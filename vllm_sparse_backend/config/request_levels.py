@@ -193,7 +193,7 @@ class Choices:
             sparse.
         salts: Text of the salt by level; a level without a salt has vLLM's own hashes.
         refusal: Why requests cannot choose a level on this server; None if they can.
-        has_shares: Whether some head selects by attention mass, so that requests may set its p.
+        has_shares: Whether any head selects by attention mass, so that requests may set its p.
         default: Level of requests that do not choose one.
         models: Default level by served model name, for requests with that model.
         allowed: Levels that requests may choose in addition to their default; None for all.

@@ -42,7 +42,7 @@ BY_REQUEST = {
 
 
 def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choices:
-    """Return what requests of this server may choose.
+    """Return the levels that requests of this server may choose.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -81,7 +81,7 @@ def _refuse_mixture(permitted: Choices, uniform_levels: set[str]) -> None:
 
 
 def cached_choices(input_processor: Any) -> Choices:
-    """Return what requests of a server may choose, computed once for each ``InputProcessor``.
+    """Return the levels that requests of a server may choose, computed once for each ``InputProcessor``.
 
     Args:
         input_processor: vLLM's object that turns requests into engine requests. It keeps the choices.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a model loads: the settings, the profile, vLLM's options, and that some layer can run sparse.
+"""Checks before a model loads: the settings, the profile, vLLM's options, and that at least one layer can run sparse.
 
 Some options of vLLM do not work with this backend or make it slow. The list comes from the sources of vLLM 0.26 to
 0.33; docs/compatibility.md explains each option.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log line for operators who set up this backend on a server that runs another one."""
+"""A log line for operators who set up this backend on a server that runs another backend."""
 
 import multiprocessing
 import os

@@ -77,7 +77,7 @@ class Sums(NamedTuple):
     def args(self, rows: Rows) -> tuple[Any, ...]:
         """Return the arguments by which kernels locate sums (``sums_of``).
 
-        The numbers are separate arguments because they change from step to step: Triton would compile a kernel anew for
+        The numbers are separate arguments because they change from step to step: Triton would compile a new variant for
         each value in a tuple.
 
         Args:

@@ -375,7 +375,7 @@ class TestFlash:
             (3, {"dtype": torch.float32}, "not torch.float32"),
             (3, {"head_dim": 100}, "head_dim 100"),
             (3, {"head_dim": 512}, "head_dim 512"),
-            (3, {"strides": (16 * 204, 204, 4)}, "no multiples of 16 bytes"),
+            (3, {"strides": (16 * 204, 204, 4)}, "not multiples of 16 bytes"),
             (0, {}, "there is no FlashAttention for this device"),
         ],
     )

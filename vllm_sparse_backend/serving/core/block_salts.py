@@ -16,8 +16,8 @@ ExtraKeys = tuple[Any, ...] | None
 def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx: int) -> ExtraKeys:
     """Add the key of a request's level to the extra keys of one of its blocks.
 
-    A request does not name its engine. If the process runs other engines, a marked request of such an engine gets
-    salted blocks as well. This changes no answer.
+    A request does not name its engine. If the process runs other engines, a marked request of such an engine also gets
+    salted blocks. This changes no answer.
 
     Args:
         keys: vLLM's own extra keys of the block.

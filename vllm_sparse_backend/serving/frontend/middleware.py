@@ -354,7 +354,7 @@ def read_keys(fields: Mapping[str, Any]) -> dict[str, BodyKey]:
             raise ValueError(f"{where}: given {body_key.key!r}, {expected}{hint}")
         if body_key.key in read:
             first = read[body_key.key]
-            raise ValueError(f"{first.place} {body_key.key}: given in {where} too, expected it in only one place")
+            raise ValueError(f"{first.place} {body_key.key}: also given in {where}, expected it in only one place")
         read[body_key.key] = body_key
     return read
 
@@ -380,7 +380,7 @@ class LevelsEndpoint:
         app.add_middleware(LevelsMiddleware, endpoint=self)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Compute what requests may choose, if the server runs this backend.
+        """Compute the levels that requests may choose, if the server runs this backend.
 
         Args:
             engine_client: vLLM's client of all engines of the server.

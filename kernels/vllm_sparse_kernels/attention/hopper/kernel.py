@@ -4,7 +4,7 @@
 A work item is one (query head, tile). The producer takes items from a counter. It loads a tile's queries, and then its
 keys and values in steps of 128 keys: one block of 128, two of 64 or four of 32 by bulk copies, or 128 gathered stripes.
 Each consumer group computes 64 of the tile's queries. While the scores of a step go through the softmax, the product of
-the previous step with its values runs. While the consumers write an item, the producer loads the next one. At head_dim
+the previous step with its values runs. While the consumers write an item, the producer loads the next item. At head_dim
 128, the two groups issue their products in turn, and one group's softmax also runs in parallel with the other's
 products.
 

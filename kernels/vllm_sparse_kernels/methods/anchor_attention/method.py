@@ -50,7 +50,7 @@ Choices where the paper is ambiguous, and deviations from it:
 cannot see that length, so ``Rows.prompt_lens`` passes it. Tail queries are therefore dense at any chunk size. Positions
 after the prompt, as a preempted request prefills them again, count as tail. A tile that begins before the tail and
 reaches into it is dense as a whole. The tail depends on the prompt's length, and so do cached keys and values of the
-last incomplete group: a longer prompt that shares this prefix reads what the shorter one wrote.
+last incomplete group: a longer prompt that shares this prefix reads the keys and values of the shorter prompt.
 
 **What single queries look for.** A mean query cannot show it. In the layer of a trained model that copies
 (code-lm-29m-128k, layer 5; 6,144 tokens; queries that produce answers whose facts lie between initial block and group),
@@ -249,7 +249,8 @@ class Groups(NamedTuple):
         table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
         row_starts = [0, *accumulate(len(of_row) for of_row in of_rows)]
         tile_groups = [number for number, group in enumerate(groups) for _ in range(group.num_tiles)]
-        # One copy for all three. Each begins at a multiple of 16 bytes, else Triton would compile kernels anew.
+        # One copy for all three. Each begins at a multiple of 16 bytes, because Triton would otherwise compile new
+        # variants.
         row_starts_end = len(table) + len(row_starts)
         padding = [0] * (-row_starts_end % GROUP_FIELDS.value)
         on_device = to_device(table + row_starts + padding + tile_groups, torch.int32, rows.device)
@@ -412,7 +413,7 @@ class AnchorAttention(PerHead):
         """Compute what each group keeps (equations 1 and 2), as the words of ``args``."""
         rows, group = index.rows, index.num_heads // cache.num_kv_heads
         block_d = triton.next_power_of_2(cache.head_dim)
-        narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, for what fits into shared memory
+        narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, to fit shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
         matrix, descriptor = _matrix(cache, block_n)
         keys = key_args(cache, rows.block_table), descriptor, matrix

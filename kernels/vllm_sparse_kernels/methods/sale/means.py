@@ -24,7 +24,7 @@ SPLIT_TOKENS = 512
 """Keys that one program adds up."""
 
 KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3}
-"""Keys of one step, and steps that are loaded ahead, by way of shared memory if more than one."""
+"""Keys of a step, and number of steps loaded ahead: through shared memory if more than one."""
 
 LEAST_CHANNELS = 32
 """Minimum number of channels of an 8-bit product, given by the matrix instructions."""

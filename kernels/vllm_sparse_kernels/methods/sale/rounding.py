@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SALE's first two steps: queries and keys in 4 bits, and every query's threshold. method.py has the paper's part.
 
-All rows of a step go through one launch of each kernel, but for keys, which are rounded a slab of rows at a time
+Each kernel handles all rows of a step in a single launch, except keys, which are rounded a slab of rows at a time
 (``selection/slabs.py``). The results for a row depend on that row alone.
 """
 
@@ -23,7 +23,7 @@ from vllm_sparse_kernels.workspace import Workspace
 
 QUERY_BLOCK = tl.constexpr(64)  # b_q
 KEY_BLOCK = tl.constexpr(32)  # b_k
-SEGMENT = tl.constexpr(128)  # what lies between sink and local region is a multiple of four 32-key blocks
+SEGMENT = tl.constexpr(128)  # keys between sink and local region: a multiple of four 32-key blocks
 LEVELS = tl.constexpr(7.0)
 TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of zeros
 LEAST = tl.constexpr(-1e30)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of SharePrefill (method.py): who shares, the maps of new pivots, what of them is kept, and the lists.
+"""Kernels of SharePrefill (method.py): sharing decisions, the maps of new pivots, their kept parts, and the lists.
 
-Few heads are new pivots, so few programs make their maps, and these must finish early. Hence they are in the launch of
-the decisions, and what does not depend on who shares, the first pass of radix.py, is done there.
+Few heads are new pivots, so few programs make their maps, and these must finish early. They therefore run in the launch
+of the decisions, together with the first pass of radix.py, which does not depend on the decisions.
 """
 
 from typing import Any, NamedTuple

@@ -90,7 +90,7 @@ from vllm_sparse_kernels.selection.parameters import on_device, require
 from vllm_sparse_kernels.selection.radix import DIGITS
 
 NOISE = -1
-"""Cluster id of heads that are like no other."""
+"""Cluster id of heads that resemble no other head."""
 
 State = TypeVar("State")
 
@@ -124,7 +124,7 @@ class SharePrefill(PerHead):
         require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1] (γ)")
         require(self.cluster >= NOISE, "cluster", self.cluster, f"a cluster's number >= 0, or {NOISE} for noise")
-        FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses what cannot be
+        FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses invalid values
 
     @property
     def sharing(self) -> "SharePrefill":

@@ -244,7 +244,7 @@ def _keep_top_blocks_kernel(
     num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
     target = tl.where(is_counted, num_top, total * kept_mass)
 
-    # The largest bits such that blocks of at least those bits reach the target; 1 to 1.0 takes 30 halvings.
+    # The largest bits for which all blocks with at least these bits reach the target; 1 to 1.0 takes 30 halvings.
     bits = tl.where(all_kept, ONE_BITS, 1)
     too_many = ONE_BITS + 1
     for _ in range(tl.where(all_kept, 0, 30)):
@@ -252,7 +252,7 @@ def _keep_top_blocks_kernel(
         is_reached = _weight(b_rank, row, num_blocks, middle, is_counted, CHUNK) >= target
         bits = tl.where(is_reached, middle, bits)
         too_many = tl.where(is_reached, too_many, middle)
-    # Keep the first blocks of just those bits, as many as it takes.
+    # Keep the first blocks with exactly these bits, as many as needed.
     missing = target - _weight(b_rank, row, num_blocks, bits + 1, is_counted, CHUNK)
     weight = tl.where(is_counted, 1.0, bits.to(tl.float32, bitcast=True))
     num_equal = tl.ceil(missing / weight).to(tl.int32)
