@@ -173,7 +173,7 @@ def halving_settings(settings: Sequence[Sale], most: float, least: float) -> lis
     misses the bound at every larger τ is dense.
 
     Args:
-        settings: Settings of one kind, which differ in τ only.
+        settings: Settings of one kind, which differ only in τ.
         most: The first τ.
         least: Where halving stops; only larger τ are returned.
 

@@ -38,7 +38,7 @@ BY_REQUEST = {
     "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
     "P2pNcclConnector", "DecodeBenchConnector", "HiSparseConnector", "ExampleHiddenStatesConnector",
 }  # fmt: skip
-"""Connectors that pass the blocks of a request to the same request only."""
+"""Connectors that pass the blocks of a request only to the same request."""
 
 
 def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choices:

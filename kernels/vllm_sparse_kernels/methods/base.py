@@ -162,7 +162,7 @@ class Method(ABC):
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Return the room that one head's stripes need.
 
-        The default is for methods that keep blocks only.
+        The default is for methods that keep only blocks.
 
         Args:
             rows: The rows of a step.

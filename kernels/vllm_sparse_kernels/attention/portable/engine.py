@@ -93,7 +93,7 @@ def attend(
         index: The index to read.
         out: [num_tokens, num_heads, head_dim]; written for the index's rows.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        lse: [num_heads, num_tokens] float32, written too; or None.
+        lse: [num_heads, num_tokens] float32, also written; or None.
         options: Approximations that heads request; None without any.
         sinks: [num_heads], logits that join the softmax; or None.
 

@@ -33,7 +33,7 @@ Choices where the paper is ambiguous, and deviations from it:
 
 **The authors' released code** differs from the paper in five ways:
 
-* It runs on the first n − n mod span tokens of a prompt of n tokens only and attends the remaining queries densely.
+* It runs only on the first n − n mod span tokens of a prompt of n tokens, and attends the remaining queries densely.
   ``dense_tail`` does the same. Of 48 questions inside a prompt of 12,000 tokens (code-lm-29m-128k, θ = 12, step 16) the
   paper's rule answers 6 and the released code 26: all 15 that are asked in the dense tail, all 6 whose fact lies in the
   first 2,048 tokens, and none of the 22 that need other distant keys. So ``dense_tail`` helps the end of a prompt, and

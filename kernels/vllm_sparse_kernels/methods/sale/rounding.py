@@ -98,7 +98,7 @@ class RoundedKeys(NamedTuple):
     steps: Any  # [num_kv_heads, num_keys / 8] float32
     biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ in key steps
     half_biases: Any  # the same in half precision, infinite where it has no such number
-    squares: Any  # [num_kv_heads, num_keys / 64] float32, of the longest of 64 keys' integers
+    squares: Any  # [num_kv_heads, num_keys / 64] float32, largest squared length of 64 keys' integers
     largest_biases: Any  # [num_selected, num_keys / 64] float32, largest magnitude among those of 64 keys
     num_keys: int  # a multiple of 128
 

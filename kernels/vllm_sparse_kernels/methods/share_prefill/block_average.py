@@ -3,8 +3,8 @@
 
 A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all
 pairs is (mean q) · (mean k): nothing but means is needed. Blocks on the diagonal, few of each tile, are averaged over
-the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these score
-the last queries of a key head's query heads too. kernels.py makes maps, once their heads are known.
+the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these also
+score the last queries of a key head's query heads. kernels.py makes maps, once their heads are known.
 """
 
 from typing import Any, NamedTuple

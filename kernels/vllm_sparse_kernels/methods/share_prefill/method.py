@@ -167,8 +167,8 @@ class SharePrefill(PerHead):
         if any(count > 1 for count in members.values()):
             return None
         return (
-            "share_prefill: no two heads can share a pattern, and without that it is flex_vertical_slash: expected a "
-            "profile that gives alike heads the same cluster, and thresholds above 0; or method flex_vertical_slash"
+            "share_prefill: no two heads can share a pattern, so it would only run as flex_vertical_slash: expected a "
+            "profile that gives similar heads the same cluster, and thresholds above 0; or method flex_vertical_slash"
         )
 
     @classmethod
