@@ -305,7 +305,7 @@ def load_tokenizer(model: Path) -> Any:
         model: Model folder.
 
     Returns:
-        The tokenizer. One that is missing or cannot be read raises ConfigurationError.
+        The tokenizer. If it is missing or cannot be read, ConfigurationError is raised.
     """
     with readable(model, "tokenizer"):
         return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
