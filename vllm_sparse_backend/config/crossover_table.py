@@ -155,7 +155,7 @@ class Entry(BreakEven):
 
 
 class Crossover(Section):
-    """A table of measurements, as its file holds it."""
+    """A table of measurements, as stored in its file."""
 
     format: Literal[1]
     """Version of the file format."""

@@ -16,9 +16,10 @@ Heads may request the approximations of ``AttendOptions``. Without them, the ker
 them, one launch serves a layer of mixed heads, and each program uses its head's options:
 
 * SpargeAttn's skip of P·V tests all 128 queries of a tile together. The paper tests the queries of a warp (16 or 32)
-  and therefore skips more. (The authors' kernels, as compiled, test a block of 64 or 128.) All warps of a Triton program
-  must take the same branch. Two products of 64 queries would not help: a warp group's matrix instruction takes 64 rows,
-  so the two groups would share each half, and its probabilities would cross between them through shared memory.
+  and therefore skips more. (The authors' kernels, as compiled, test a block of 64 or 128.) All warps of a Triton
+  program must take the same branch. Two products of 64 queries would not help: a warp group's matrix instruction takes
+  64 rows, so the two groups would share each half, and its probabilities would cross between them through shared
+  memory.
 * 8-bit scores: ``smooth_keys.py``.
 """
 

@@ -225,7 +225,7 @@ class LineLimits(NamedTuple):
     ROW_STRIPES: Any  # of all tiles together
     FEWEST: Any  # of a tile, however many there are
     TILE: Any  # queries of a tile
-    ALIGN: Any  # keys that a row is padded to a multiple of
+    ALIGN: Any  # a row is padded to a multiple of this many keys
 
 
 @triton.jit
