@@ -267,8 +267,8 @@ def variants_of(papers: Sequence[str], bench: Bench) -> tuple[list[Variant], dic
         try:
             bench.plans([v for v in VARIANTS if v.paper == "SharePrefill"])
         except BenchError as error:
-            missing = "--clusters does not name a capture of another prompt" left_out["SharePrefill"] = missing if
-            bench.clusters is None else str(error)
+            missing = "--clusters does not name a capture of another prompt"
+            left_out["SharePrefill"] = missing if bench.clusters is None else str(error)
     return [v for v in VARIANTS if v.paper in papers and v.paper not in left_out], left_out
 
 

@@ -32,8 +32,10 @@ def test_every_variant_is_measured(captured, monkeypatch, tmp_path):
     options = ["--device", DEVICE, "--chunk", "250", "--json", str(rows)]
     result = CliRunner().invoke(app, [str(captured.folder), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert "SharePrefill left out: --clusters does not name a capture" in result.output cases =
-    json.loads(rows.read_text())["cases"] variants = [v for v in ablations.VARIANTS if v.paper != "SharePrefill"] assert
-    len(cases) == len(variants) + sum(v.knob is not None for v in variants) for case in cases:
+    assert "SharePrefill left out: --clusters does not name a capture" in result.output
+    cases = json.loads(rows.read_text())["cases"]
+    variants = [v for v in ablations.VARIANTS if v.paper != "SharePrefill"]
+    assert len(cases) == len(variants) + sum(v.knob is not None for v in variants)
+    for case in cases:
         assert 0 < case["density"] <= 1
         assert 0 <= case["worst"] <= case["worst_thousandth"] <= case["worst_hundredth"] <= case["recall"] + 2e-6

@@ -125,8 +125,8 @@ class Sale(PerHead):
     """Multiply queries and keys of the kept blocks in 8 bits."""
 
     channels: CHANNELS = "all"
-    """Channels that are multiplied in 4 bits. ``half`` goes beyond the paper: of each kv head the half of the channels
-    that holds most of the energy, and a threshold lower by the standard deviation of the rest. Half the product."""
+    """Channels that are multiplied in 4 bits. ``half`` goes beyond the paper: it multiplies the half of each kv head's
+    channels with most of the energy, and lowers the threshold by the standard deviation of the other half."""
 
     SEGMENT_TOKENS: ClassVar[int] = SEGMENT.value
     """Four 32-key blocks: the number of keys between sink and local region is a multiple of this."""
