@@ -291,7 +291,7 @@ def stock_backend(
 
     Returns:
         vLLM's name of the backend. Up to Hopper, and on devices that are not NVIDIA's, it is the dense backend's own:
-        vLLM prefers another one on compute capability 10 only, and is asked there only, because it imports all
+        vLLM prefers another backend only on compute capability 10. It is queried only there, because it imports all
         backends to answer.
     """
     capability = None if IS_CPU else current_platform.get_device_capability()

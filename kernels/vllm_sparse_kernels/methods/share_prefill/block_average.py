@@ -21,7 +21,7 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_devi
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
 MEANS_AT_ONCE = tl.constexpr(128)
-"""Mean keys that are multiplied by a mean query at a time. As many, or twice as many, are buffered."""
+"""Mean keys that are multiplied by a mean query at a time. This number, or twice as many, are buffered."""
 
 
 class Spans(NamedTuple):
