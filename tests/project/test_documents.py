@@ -232,7 +232,7 @@ def test_the_dashboards_panels() -> None:
 def test_levels_that_metrics_name_are_explained() -> None:
     """Values of the label ``level`` that no profile defines."""
     text = (ROOT / "docs/metrics.md").read_text()
-    paragraph = text.partition("`level` is what requests")[2].partition("\n\n")[0]
+    paragraph = text.partition("`level` is the level of the requests")[2].partition("\n\n")[0]
     assert [level for level in (DEFAULT, EXACT, SHARE) if f"`{level}`" not in paragraph] == []
 
 
