@@ -10,7 +10,7 @@ number of kept pairs. Methods select as on a server, chunk by chunk.
 
 Recall is that of single queries: their mean, and the minimum of all but a thousandth of them. (All layers, heads and
 queries form one population.) Density and recall are those of the selection. The column "skipped" is the share of steps
-that SpargeAttn's second stage leaves out (products of P and V or whole steps). It affects the output only.
+that SpargeAttn's second stage leaves out (products of P and V or whole steps). It affects only the output.
 
 Some ablations of the papers are not possible, because no parameter describes them: MInference with the lines of another
 prompt (its "static" of table 4); SALE without 4 bits (appendix E) and without a separate τ for each head, which only a
@@ -267,7 +267,7 @@ def variants_of(papers: Sequence[str], bench: Bench) -> tuple[list[Variant], dic
         try:
             bench.plans([v for v in VARIANTS if v.paper == "SharePrefill"])
         except BenchError as error:
-            missing = "--clusters names no capture of another prompt"
+            missing = "--clusters does not name a capture of another prompt"
             left_out["SharePrefill"] = missing if bench.clusters is None else str(error)
     return [v for v in VARIANTS if v.paper in papers and v.paper not in left_out], left_out
 

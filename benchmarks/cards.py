@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make cards`: compiles every kernel of every method for every GPU of docs/compatibility.md, without a GPU.
+"""`make cards`: compile every kernel of every method for every GPU of docs/compatibility.md, without a GPU.
 
     python -m benchmarks.cards [--jobs 14] [--out docs/results/cards.json] [--target 89] [--head-dim 256]
 
-It needs only torch and Triton. A head dim for which a GPU's shared memory holds no block of keys is refused, as a
-server refuses it, and so is a method whose selection does not fit. A kernel fails if it does not compile, or takes more
-shared memory or registers than the GPU has. Rows are written each time that a GPU and head dim are done. Exit code 1 if
-a kernel failed.
+It needs only torch and Triton. Like a server, it refuses a head dim if the GPU's shared memory cannot hold a block of
+keys, and a method if its selection does not fit. A kernel fails if it does not compile, or needs more shared memory or
+registers than the GPU has. Rows are written whenever a GPU and head dim are done. The exit code is 1 if a kernel
+failed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from vllm_sparse_kernels.cards import CARDS, Card
 from vllm_sparse_kernels.methods import METHODS
 
 ALL_KERNELS = "all kernels"
-"""In place of a kernel's name, if a process failed as a whole."""
+"""Stands for a kernel's name when a method's whole process failed."""
 
 
 class Case(NamedTuple):
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def rows_of(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return rows for docs/results. ``table`` has the kernels by method, and ``failed`` why some of them cannot run."""
+    """Return rows for docs/results. ``table`` maps methods to their kernels, and ``failed`` kernels to their errors."""
     if case.is_refused:
         reason = f"{case.card.shared_bytes} bytes of shared memory hold no block of keys"
         return [_row(f"{case}: refused, {reason}", len(METHODS), "methods", None)]
@@ -61,7 +61,7 @@ def rows_of(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mappin
 
 
 def refused_methods(table: Mapping[str, Mapping[str, Usage]], failed: Mapping[str, str]) -> list[str]:
-    """Return the methods that launch no kernel, unless it was their process that failed."""
+    """Return the methods without kernels, except those whose process failed."""
     return [name for name, kernels in table.items() if not kernels and f"{name}: {ALL_KERNELS}" not in failed]
 
 
@@ -111,11 +111,11 @@ def _finish(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mappin
     for kernel, reason in failed.items():
         print(f"  {kernel}: {reason}", flush=True)
     for method in refused_methods(table, failed):
-        print(f"  {method}: refused, its selection needs more shared memory", flush=True)
+        print(f"  {method}: refused: its selection needs more shared memory", flush=True)
     for method, kernels in table.items():
         for kernel, usage in kernels.items():
             if usage["stack_bytes"] > 0:
-                print(f"  {method}: {kernel}: a stack of {usage['stack_bytes']} bytes a thread", flush=True)
+                print(f"  {method}: {kernel}: a stack of {usage['stack_bytes']} bytes per thread", flush=True)
     if out is not None:
         write(out, case, rows)
 

@@ -40,7 +40,7 @@ AUDIT_TOKENS = 3
 """Tokens of each answer in an audit."""
 
 MORE_TOKENS = 76
-"""Tokens by which the audit's prompts exceed a border: not a multiple of pages and tiles."""
+"""Tokens that the audit's prompts have past a border: not a multiple of pages and tiles."""
 
 LOOKS = 3
 """Repeated reads of a page that lacks counters, because an engine may be late."""
@@ -310,7 +310,7 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
 
 
 def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> Iterator[list[int]]:
-    """Yield prompts below ``min_tokens``, past it and of several chunks; the last one begins like the one before.
+    """Yield prompts below ``min_tokens``, past it and of several chunks; the last two have the same beginning.
 
     Levels that requests name differently from the plans have the lengths of the server's own level.
     """

@@ -52,7 +52,7 @@ class Report(product.Report):
 
 
 def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Merge figures into a list on disk. A figure replaces the one of the same name, and keeps its bar."""
+    """Merge figures into a list on disk. A figure replaces the figure of the same name, and keeps its bar."""
     old = read_figures(path) if path.exists() else []
     new = dict(figures)
     merged: list[Mapping[str, Any]] = []
@@ -64,7 +64,7 @@ def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
-    """Read the figures of a results file. Raises BenchError if the file is not one."""
+    """Read the figures of a results file. Raises BenchError if it is not a results file."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu`: runs the GPU tests on this card, then measures README's figures, as a results file to contribute.
+"""`make gpu`: run the GPU tests on this card, then measure README's figures and write a results file to contribute.
 
     python -m benchmarks.gpu [--out docs/results] [--budget-s 1200]
 
 The steps are: the tests of kernels; all other tests, including those with servers; TTFT of an 8B model's shape with
 stock vLLM and with A-shape; and the efficiency of `attend` relative to FlashAttention. Each step may take 8 minutes,
 and all steps together the budget. A step that takes longer is stopped and counts as failed; the file has the results of
-the others. Exit code 1 if anything failed.
+the others. The exit code is 1 if anything failed.
 
-On a machine with two cards of one kind, two steps run at a time, each on a card of its own: first the tests, then the
-measurements. TTFT's servers all run on the first card, and `attend` is compared with FlashAttention on the second, so
-both sides of each ratio come from one card.
+On a machine with two cards of the same model, two steps run at a time, each on its own card: first the tests, then the
+measurements. All servers for TTFT run on the first card, and `attend` is compared with FlashAttention on the second, so
+both sides of each ratio come from the same card.
 """
 
 import os
@@ -74,8 +74,8 @@ def run(
 ) -> Iterator[tuple[str, float, str | None]]:
     """Yield (step, seconds, problem) of each step.
 
-    ``cards`` are entries of CUDA_VISIBLE_DEVICES. With two or more, each card runs one step at a time, and a step's
-    output is printed when the step ends. Otherwise, steps run one after another and write to this program's output.
+    With several ``cards`` (values of CUDA_VISIBLE_DEVICES), steps run in parallel, one on each card, and the output of
+    a step is printed when it ends. Otherwise steps run one after the other, and print to this program's output.
     """
     end, names = time.monotonic() + budget_s, list(steps)
     if len(cards) < 2:
@@ -133,9 +133,9 @@ def _ended(command: Sequence[str], limit_s: float, card: str | None) -> str | No
 
 
 def cards_alike(names: Sequence[str], visible: str | None) -> list[str]:
-    """Return the cards of the first one's kind, two at most, as values of CUDA_VISIBLE_DEVICES.
+    """Return the first card and the next card of the same model, if any, as values of CUDA_VISIBLE_DEVICES.
 
-    ``names`` are those of the cards that torch sees, and ``visible`` is this process's own CUDA_VISIBLE_DEVICES.
+    ``names`` has the names of the cards that torch sees, and ``visible`` is CUDA_VISIBLE_DEVICES of this process.
     """
     cards = visible.split(",") if visible else [str(i) for i in range(len(names))]
     return [card for card, name in zip(cards, names) if name == names[0]][:2]

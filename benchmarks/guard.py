@@ -61,7 +61,7 @@ class NoCounts:
 
 @dataclass
 class Checked:
-    """A layer of a pass, with a check of its last queries."""
+    """A layer during a pass, with a check of its last queries."""
 
     layer: TimedLayer
     dense: Run

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrids of random weights on one card: TTFT, exact tokens and pages of this backend, against stock vLLM.
+"""Hybrids with random weights on a single card: TTFT, exact tokens and pages of this backend, against stock vLLM.
 
     python -m benchmarks.hybrid measure [--model qwen3-next] [--tokens 65536] [--budget-s 300] \
         [--out docs/results/cards.json] [--logs build/hybrid]
 
-Two shapes: Qwen3-Next's (three gated recurrences, then attention with head_dim 256), and Nemotron-H's (Mamba 2, MLPs
-and attention layers of their own). Weights are made on the card (``--load-format dummy``). Feed-forward layers of
-Qwen3-Next's shape are dense, as wide as the experts that a token activates: doctor's forecast counts experts so.
+Two shapes: Qwen3-Next's (three gated recurrences, then attention with head_dim 256), and Nemotron-H's (separate layers
+of Mamba 2, MLP and attention). Weights are made on the card (``--load-format dummy``). Feed-forward layers of
+Qwen3-Next's shape are dense, and as wide as the experts that a token activates, as in doctor's forecast.
 
-Random weights make attention nearly uniform: ``top_p`` then keeps nearly all of it, which shows that the default runs,
-and what it costs where nothing can be left out. The speed-up is that of A-shape, whose density does not depend on
-weights. A server at a density near zero gives the bound that attention really sets, next to doctor's forecast.
+Random weights make attention nearly uniform, so ``top_p`` keeps nearly all of it. This shows that the default runs, and
+its cost if nothing can be left out. The speed-up is that of A-shape, whose density does not depend on weights. A server
+at a density near zero measures the largest possible speed-up, for comparison with doctor's forecast.
 
-Stock vLLM gets ``--block-size 128``, so that its pages are as long as this backend's, and attention sums in the same
-order: exact requests must then give stock's tokens. Log-probabilities at a density near zero show how much attention
-matters to these answers. Each engine runs in a process of its own, and a model's rows are written when its engines end.
-A model that cannot be loaded costs its own rows only: the reason is printed, and the exit code is 1.
+Stock vLLM gets ``--block-size 128``, so its pages are as long as this backend's, and attention sums in the same order.
+Exact requests must then give stock's tokens. Log-probabilities at a density near zero show how much attention affects
+these answers. Each engine runs in a separate process, and a model's rows are written when its engines end. A model that
+cannot be loaded only loses its own rows: the reason is printed, and the exit code is 1.
 """
 
 import contextlib
@@ -50,10 +50,10 @@ LEVELS = {DEFAULT: None, EXACT: 0, A_SHAPE: A_SHAPE, LEAST: LEAST}
 
 ANSWER_TOKENS = 16
 ANSWERED_PROMPTS = (20_000, 9_000, 30_001)
-"""Prompts whose tokens are compared, next to those that are timed."""
+"""Lengths of further prompts whose tokens are compared. They are not timed."""
 
 WEIGHT_FACTOR = 24.0
-"""vLLM's dummy weights lie within ±0.001. Multiplied, a projection of 2,048 channels keeps the size of its input."""
+"""Factor of vLLM's dummy weights, which lie within ±0.001: a projection of 2,048 channels keeps its input's size."""
 
 _ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
 """Last line of a traceback. torch prefixes each line with the rank once its process group exists."""
@@ -62,7 +62,7 @@ app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=F
 
 
 def qwen3_next(small: bool) -> dict[str, Any]:
-    """Attention in every fourth of 48 layers; the experts of the last layer are the fewest that vLLM loads."""
+    """Attention in every fourth of 48 layers; the last layer has the minimum number of experts that vLLM loads."""
     layers = 4 if small else 48
     sizes: dict[str, Any] = {
         "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 2,
@@ -136,7 +136,7 @@ def engine_arguments(run: str, folder: Path, tokens: int) -> dict[str, Any]:
         "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "seed": 0, "max_num_seqs": 4,
         "max_model_len": tokens + 512, "max_num_batched_tokens": 8192 if has_cuda() else 512,
         "enable_prefix_caching": False,
-        # The machine's own memory cannot hold as many tokens: small sizes are for a CPU.
+        # Host memory cannot hold as many tokens, so small sizes are used on a CPU.
         **({"gpu_memory_utilization": 0.75} if has_cuda() else {"gpu_memory_utilization": 0.3, "enforce_eager": True}),
     }  # fmt: skip
     if run == STOCK:
@@ -216,7 +216,7 @@ def _totals(llm: Any) -> dict[str, dict[tuple[str, ...], float]]:
 def _difference(
     after: Mapping[str, Mapping[tuple[str, ...], float]], before: Mapping[str, Mapping[tuple[str, ...], float]]
 ) -> dict[str, Any]:
-    """Return what one request added to the counters: layers that ran sparse, and their density."""
+    """Return the layers that ran sparse during a request, and their density, from the counters."""
 
     def added(name: str) -> dict[tuple[str, ...], float]:
         old = before.get(name, {})
@@ -266,7 +266,7 @@ def measure(
 def run_engine(
     run: str, folder: Path, tokens: int, repeats: int, log: Path, limit_s: float
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Run an engine in a process. Return the parts of its results, and why it did not end well, if so."""
+    """Run an engine in a process. Return the parts of its results, and the reason if it failed."""
     if limit_s <= 0:
         return [], "not started, because the budget (--budget-s) is used up"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -307,7 +307,7 @@ def parts_of(text: str) -> Iterator[dict[str, Any]]:
 def add_rows(
     report: Report, about: str, folder: Path, tokens: int, results: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Add the figures of a model. Parts that are missing, because an engine failed, have none."""
+    """Add the figures of a model, except parts that are missing because an engine failed."""
     config = read_config(folder)
     forecast = prefill_share(config, tokens)
     report.add_figure(f"{about}: attention's share of prefill, forecast", forecast.attention, "share", "higher")

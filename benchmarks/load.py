@@ -4,9 +4,9 @@
     python -m benchmarks.load --url http://STOCK:8000 --url http://OURS:8001 [--level fast] [--rate 2] [--clients 8]
 
 In an open loop (``--rate``), requests arrive as a Poisson process, regardless of the server's speed. In a closed loop,
-each client sends its next request when its last one is answered. All servers get the same prompts in the same order,
-one server after the other. Throughput is prompt and answer tokens of answered requests over the time from the first
-request to the last answer. In an open loop it is comparable only if the load exceeds stock's capacity.
+each client sends its next request when the previous request is answered. All servers get the same prompts in the same
+order, one server after the other. Throughput is prompt and answer tokens of answered requests over the time from the
+first request to the last answer. In an open loop it is comparable only if the load exceeds stock's capacity.
 """
 
 import importlib.util

@@ -102,7 +102,7 @@ def curves_of(rows: list[dict[str, Any]]) -> Curves:
 
 
 def two_decimals(value: float) -> str:
-    """Round as tables do: 1.095, which no binary float is, to 1.10."""
+    """Round as tables do: 1.095, which has no exact binary float, becomes 1.10."""
     return str(Decimal(str(value)).quantize(Decimal("0.01"), ROUND_HALF_UP))
 
 

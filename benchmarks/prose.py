@@ -5,7 +5,7 @@
     python -m benchmarks.prose sample --seed 1 --count 60
 
 `benchmarks/prose_rules.yaml` has the rules: phrases that are hard to read, with what to write instead. proselint runs
-them, and a few groups of its own checks. All files must keep every rule, and Markdown files have lines of at most 100
+them, and a few groups of its own checks. All files must follow every rule, and Markdown files have lines of at most 100
 characters outside of tables and code.
 """
 
@@ -77,7 +77,7 @@ class Prose(NamedTuple):
     Attributes:
         path: the file, relative to the repository.
         text: the file with everything but prose blanked, and code within prose replaced by `CODE`.
-        shown: the same with code within prose as it is.
+        shown: the same text, with code within prose unchanged.
     """
 
     path: str
@@ -87,7 +87,7 @@ class Prose(NamedTuple):
 
 @cache
 def read_rules() -> tuple[Rule, ...]:
-    """Return the rules of `prose_rules.yaml`. Cached, because every file is checked against them."""
+    """Return the rules of `prose_rules.yaml`, parsed once because every file is checked against them."""
     return tuple(Rule(**entry) for entry in yaml.safe_load(RULES.read_text()))
 
 

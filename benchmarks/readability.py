@@ -137,7 +137,7 @@ def vllm_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def imported_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) of each import of a test module; what tests share is in ``tests.helpers``."""
+    """Yield (line, module) of each import of a test module; shared code belongs in ``tests.helpers``."""
     for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -150,7 +150,7 @@ def imported_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def incomplete_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, what is missing) of each public class and function without a complete Google-style docstring.
+    """Yield (line, missing part) of each public class and function without a complete Google-style docstring.
 
     ``Args:`` describes every parameter, ``Returns:`` or ``Yields:`` the result, ``Raises:`` each exception that the
     function itself raises by class. Properties need no ``Args:`` and ``Returns:``.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of a method's selection engines, on which the trial at a server's start puts a minimum.
+"""Measure how well the selection engines of a method agree. The trial at a server's start requires a minimum.
 
     python -m benchmarks.selection_agreement [--results docs/results/mend.json]
 
-Methods with several selection engines select on each of them over ``sharpened`` random batches. The figure is the least
-share, over all batches, of the blocks kept by either the Hopper or the portable engine that both keep. Needs a GPU on
-which the Hopper engine runs.
+Each method selects blocks of ``sharpened`` random batches on its Hopper engine and on its portable engine. For each
+batch, the agreement is the number of blocks that both engines keep, divided by the number that at least one of them
+keeps. The figure is the minimum over all batches. This needs a GPU on which the Hopper engine runs.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ METHODS = ("top_p", "sale")
 HEAD_DIMS = (64, 128, 256)
 NUM_HEADS, NUM_KV_HEADS = 8, 2
 LENGTHS = ([(0, 3_000)], [(15_904, 4_096), (0, 4_000)])
-"""(context_len, query_len) of the rows of each batch: of 3,000 tokens, and of 20,000 and 4,000."""
+"""(context_len, query_len) of each batch's rows: one row of 3,000 tokens, and two rows of 20,000 and 4,000."""
 SEEDS = (0, 1)
 PAGE_TOKENS = 128
 FIGURE = "blocks that the Hopper and the portable engine both keep, of those that either keeps, least of four batches"
@@ -46,7 +46,7 @@ def sharpened_batches(head_dim: int, device: str) -> list[Batch]:
 
 
 def least_agreement(method: str, head_dim: int, batches: Sequence[Batch]) -> float:
-    """Return the least agreement of the first with the last selection engine of a method.
+    """Return the lowest agreement between a method's first and last selection engines.
 
     Args:
         method: Name of a method with several selection engines, run with its default parameters.

@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def more(self) -> dict[str, Any]:
-        """Return the fields of a request's body for its level. 0 is a level too."""
+        """Return the fields of a request's body for its level. 0 is also a level."""
         return {} if self.level is None else {"vllm_xargs": {"sparse_prefill": self.level}}
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[http.client.HTTPConnection, Any]:
@@ -220,7 +220,7 @@ def quality(
 def against(
     first: Annotated[Path, typer.Argument(help="File by `quality --json`, of one setting.")], others: list[Path]
 ) -> None:
-    """Compare settings of other such files with the first one, for servers that ran one after the other."""
+    """Compare settings of other such files with the first file, for servers that ran one after the other."""
     (base,) = json.loads(first.read_text()).values()
     for path in others:
         for name, by_length in json.loads(path.read_text()).items():

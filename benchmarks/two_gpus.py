@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares two GPUs of one host with one GPU: tensor, pipeline and data parallelism, and a disaggregated pair.
+"""Compare two GPUs of one host with one GPU: tensor, pipeline and data parallelism, and a disaggregated pair.
 
     python -m benchmarks.two_gpus MODEL OUT [--second SMALL_MODEL] [--profile best.yaml] [--budget-s 480]
 
-Runs without supervision. OUT receives ``figures.json`` (in the format of docs/results), ``cases.json`` (every request's
-times and answers) and a log for each server. All are written after every measurement, so a stopped run keeps its
-results, and the same command continues it: what ``cases.json`` holds is not measured again.
+The program runs without supervision. It writes ``figures.json`` (in the format of docs/results), ``cases.json`` (the
+times and answers of every request) and a log for each server to OUT, and updates them after every measurement. If a run
+stops early, the same command continues it and skips the measurements that ``cases.json`` already has.
 
-The steps, the most important first. Each has its own time limit, and is skipped if too little of the budget is left:
+The most important step comes first. Each step has its own time limit, and is skipped if too little of the budget is
+left:
 
 * ``one``: stock vLLM and this backend on one GPU, MODEL on the first card and SMALL_MODEL on the second, at the same
-  time. Both servers of a ratio run on the same card, one measured after the other.
+  time. Both servers of a ratio run on the same card and are measured one after the other.
 * ``tensor``: MODEL with tensor parallelism of 2, stock and this backend; then levels, guard and counters by rank, and
   200 requests with aborts and a cache that is too small for them.
 * ``others``: a prefill server on the first card and a stock decode server on the second, compared with single servers;
   pipeline parallelism of 2; data parallelism of 2 behind two API server processes. All servers start together.
 
 The pair uses vLLM's ``NixlConnector`` and deploy/salting_proxy.py if the package ``nixl`` is installed. Otherwise it
-uses vLLM's ``ExampleConnector`` with a shared folder, which cannot keep levels apart: only the server's own level is
-compared then.
+uses vLLM's ``ExampleConnector`` with a shared folder. That connector cannot keep levels apart, so only the server's
+default level is compared.
 """
 
 import importlib.util
@@ -86,13 +87,13 @@ ANSWER_TOKENS = 8
 """Tokens of the answers that are compared token by token."""
 
 LEVELS = ("exact", "on", "fast", 0.9)
-"""Levels of the checked servers' requests. ``fast`` is a level of their profile."""
+"""Levels of the requests to the servers whose levels are checked. Their profile defines ``fast``."""
 
 LIMITS = {"one": (240.0, 120.0), "tensor": (290.0, 140.0), "others": (270.0, 130.0)}
-"""Most seconds of each step, and the fewest that must be left for it to begin: servers take up to two minutes."""
+"""Maximum seconds of each step, and minimum seconds left for it to start: servers take up to two minutes."""
 
 RANKS_APART = 0.01
-"""Largest difference of the ranks' densities. In a widened model each rank has copies of the same heads."""
+"""Largest difference between the ranks' densities. In a widened model, each rank has copies of the same heads."""
 
 SAMPLE_TRIES = 20
 REQUEST_TIMEOUT_S = 120.0
@@ -146,13 +147,13 @@ class Spec:
 
 
 def visible_card(number: int) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES for the card that this process numbers so."""
+    """Return the value of CUDA_VISIBLE_DEVICES for a card, numbered as in this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[number] if visible else str(number)
 
 
 class LockedReport(Report):
-    """A report that several threads add to. Figures name the number of cards that they were taken on."""
+    """A report that several threads add to. Each figure names the number of cards that it was measured on."""
 
     def __init__(self, out: Path) -> None:
         super().__init__("two_gpus", device_name(), out / "cases.json", out / "figures.json")
@@ -188,7 +189,7 @@ class LockedReport(Report):
 
 @dataclass
 class Running:
-    """Servers of a step that are ready, by specification."""
+    """The servers of a step that are ready, by specification."""
 
     servers: dict[Spec, Server]
 
@@ -227,10 +228,10 @@ class Lab:
 
     @contextmanager
     def limit(self, limit_s: float) -> Iterator[None]:
-        """Stop all servers and raise StepTimeoutError after ``limit_s`` seconds; stop them in the end in any case."""
+        """Raise StepTimeoutError after ``limit_s`` seconds. All servers are stopped at the end in any case."""
 
         def over(*_: object) -> None:
-            self.kill_servers()  # pending requests fail
+            self.kill_servers()  # ends pending requests with an error
             raise StepTimeoutError(f"took longer than {limit_s:.0f} s")
 
         signal.signal(signal.SIGALRM, over)
@@ -258,7 +259,7 @@ class Lab:
         self.stop_servers()
 
     def start(self, specs: Sequence[Spec]) -> Running:
-        """Start servers at the same time. Those that do not start are recorded, with the engine's own error."""
+        """Start servers in parallel. Record each server that does not start, with the engine's error."""
         servers = [spec.server(self.logs, self.left_s) for spec in specs]
         self._started += servers
         running: dict[Spec, Server] = {}
@@ -300,9 +301,9 @@ def tokens_of(url: str, model: str, prompt: Sequence[int], level: object = None)
 
 
 def tokens_again(server: Server, prompt: Sequence[int], level: object = None) -> list[int]:
-    """Return the second answer to a prompt of one token more than whole pages.
+    """Return the second answer to a prompt that fills whole pages and has one more token.
 
-    The server finds the pages in its cache and computes the last token alone, densely, as a decode server does.
+    The server finds the pages in its cache and computes only the last token, densely, as a decode server does.
     """
     tokens_of(server.url, server.model, prompt, level)
     return tokens_of(server.url, server.model, prompt, level)
@@ -322,7 +323,7 @@ def equal_share(pairs: Sequence[tuple[list[int], list[int]]]) -> float:
 
 
 def samples_by_rank(server: Server) -> dict[int, MetricsReport]:
-    """Return each worker's own counts, by rank. The server needs ``VLLM_SERVER_DEV_MODE=1``.
+    """Return each worker's counts, by rank. The server needs ``VLLM_SERVER_DEV_MODE=1``.
 
     Raises BenchError if the workers' counts do not arrive.
     """
@@ -332,7 +333,7 @@ def samples_by_rank(server: Server) -> dict[int, MetricsReport]:
             break
         time.sleep(0.5)
     else:
-        raise BenchError(f"{server}: workers' counts are late after {SAMPLE_TRIES} looks")
+        raise BenchError(f"{server}: workers' counts are incomplete after {SAMPLE_TRIES} tries")
     reports = {}
     for worker in workers:
         report = MetricsReport()
@@ -350,31 +351,29 @@ def counted(server: Server) -> MetricsReport:
 class TwoGpus:
     """Compare two GPUs of one host with one GPU."""
 
-    model: Annotated[Path, typer.Argument(help="Model folder that answers questions, of an 8B model's shape.")]
-    out: Annotated[Path, typer.Argument(help="Folder for results and logs; an earlier run's is continued.")]
+    model: Annotated[Path, typer.Argument(help="Folder of a model of 8B size that can answer questions.")]
+    out: Annotated[Path, typer.Argument(help="Folder for results and logs; an earlier run is continued.")]
     second: Annotated[Path | None, typer.Option(help="A smaller model, for the second card and data parallelism.")] = (
         None
     )
-    profile: Annotated[Path | None, typer.Option(help="Profile of MODEL by `profile best`, measured as well.")] = None
+    profile: Annotated[Path | None, typer.Option(help="Profile of MODEL from `profile best`, also measured.")] = None
     budget_s: Annotated[float, typer.Option(help="Seconds for all steps together.")] = 480.0
     steps: Annotated[str, typer.Option(help="Steps to run, comma-separated: one, tensor, others.")] = (
         "one,tensor,others"
     )
-    layouts: Annotated[str, typer.Option(help="What the step others measures: pair, data, pipeline.")] = (
+    layouts: Annotated[str, typer.Option(help="Layouts that the step others measures: pair, data, pipeline.")] = (
         "pair,data,pipeline"
     )
-    lengths: Annotated[str, typer.Option(help="Tokens of the timed prompts, comma-separated.")] = "32768,131072"
-    answer_lengths: Annotated[str, typer.Option(help="Tokens of the prompts with questions, comma-separated.")] = (
-        "32768"
-    )
+    lengths: Annotated[str, typer.Option(help="Lengths of timed prompts in tokens, comma-separated.")] = "32768,131072"
+    answer_lengths: Annotated[str, typer.Option(help="Lengths of prompts with questions, comma-separated.")] = "32768"
     prompts: Annotated[int, typer.Option(help="Prompts with questions of each length.", min=1)] = 4
     repeats: Annotated[int, typer.Option(help="Timed requests of each length.", min=1)] = 2
     output_tokens: Annotated[int, typer.Option(help="Tokens of timed answers, for TPOT.", min=2)] = 64
-    requests: Annotated[int, typer.Option(help="Requests of the load.", min=1)] = 200
-    clients: Annotated[int, typer.Option(help="Concurrent requests of the load.", min=1)] = 24
+    requests: Annotated[int, typer.Option(help="Requests of the load test.", min=1)] = 200
+    clients: Annotated[int, typer.Option(help="Concurrent requests of the load test.", min=1)] = 24
     checked_min_tokens: Annotated[int, typer.Option(help="min_tokens of the servers whose levels are checked.")] = 2048
     text: Text = None
-    server_args: Annotated[str, typer.Option(help="More arguments of all servers.")] = ""
+    server_args: Annotated[str, typer.Option(help="Additional arguments for all servers.")] = ""
 
     def run(self) -> None:
         """Run the steps, and show what failed."""
@@ -406,7 +405,7 @@ class TwoGpus:
     # --- servers ---
 
     def timed_lengths(self, model: Path) -> list[int]:
-        """Return the lengths of timed prompts that fit into the model's positions."""
+        """Return the lengths of timed prompts that the model's positions allow."""
         most = max_positions(model)
         lengths = token_counts("--lengths", self.lengths)
         return [length for length in lengths if most is None or length + self.output_tokens <= most]
@@ -547,13 +546,13 @@ class TwoGpus:
             add(cards, f"{about}: perplexity ÷ {ONE}'s", change, "ratio", "lower", 1.01)
 
     def workload(self) -> AnswerWorkload:
-        """Return the questions; the first server that gets them tokenizes them."""
+        """Return the questions, tokenized by the first server that receives them."""
         lengths = token_counts("--answer-lengths", self.answer_lengths)
         facts = min(FACTS, min(lengths) // 120)
         return AnswerWorkload.from_text(self.text, lengths, self.prompts, facts)
 
     def is_measured(self, lab: Lab, spec: Spec) -> bool:
-        """Return whether an earlier run measured all of a server."""
+        """Return whether an earlier run completed a server's measurements."""
         speeds = [lab.report.cases_of("speed", label=spec.label, tokens=n) for n in self.timed_lengths(spec.model)]
         lengths = token_counts("--answer-lengths", self.answer_lengths)
         answers = [
@@ -607,7 +606,7 @@ class TwoGpus:
     # --- step: tensor parallelism ---
 
     def tensor(self, lab: Lab) -> None:
-        """Measure tensor parallelism of two: speed, answers, then counters, levels and load on a server of its own."""
+        """Measure tensor parallelism of two: speed, answers, then counters, levels and load on a separate server."""
         if self.second is not None and (heads := ModelShape.from_folder(self.second).num_heads) % 2:
             lab.problem(f"{self.second.name}, {TENSOR}", f"skipped: its {heads} heads cannot be divided by 2")
         specs = [self.timed_spec(self.model, setting, TENSOR, (0, 1)) for setting in self.settings_of(self.model)]
@@ -628,13 +627,13 @@ class TwoGpus:
             self.check_load(lab, checked, running.servers[checked], self.requests)
 
     def check_prompts(self, url: str) -> list[list[int]]:
-        """Return prompts of one token more than whole pages: shorter than ``min_tokens``, longer, and of chunks."""
+        """Return prompts shorter than ``min_tokens``, longer, and of several chunks: whole pages and one token each."""
         prompts = Prompts.of(Endpoint.connect("server", url))
         least = self.checked_min_tokens
         return [prompts.take(length + 1) for length in (least // 2, 2 * least, 4 * least, 7 * least)]
 
     def check_levels(self, lab: Lab, spec: Spec, server: Server, stock: Server | None) -> None:
-        """Compare exact answers with stock's, and see that every level runs."""
+        """Compare exact answers with stock vLLM's, and check that every level runs."""
         pairs = []
         for prompt in self.check_prompts(server.url):
             answers = {str(level): tokens_of(server.url, server.model, prompt, level) for level in LEVELS}
@@ -645,7 +644,7 @@ class TwoGpus:
             lab.report.add_cards_figure(2, name, equal_share(pairs), "share", "higher", 1)
 
     def check_ranks(self, lab: Lab, spec: Spec, server: Server) -> None:
-        """Compare the workers' own counts with each other, and their sums with /metrics."""
+        """Compare the workers' counts with each other, and their sums with /metrics."""
         page, ranks = counted(server), samples_by_rank(server)
         add = lab.report.add_cards_figure
         for rank, report in ranks.items():
@@ -670,7 +669,7 @@ class TwoGpus:
         add(2, f"{spec.label}: metrics that differ from the workers' sum", differing, "metrics", "lower", 0)
 
     def check_load(self, lab: Lab, spec: Spec, server: Server, num_requests: int) -> Checked:
-        """Send requests of all lengths and levels with aborts, and compare the counters with what was sent."""
+        """Send requests of all lengths and levels, abort some, and compare the counters with the requests sent."""
         endpoint = Endpoint.connect(spec.label, server.url)
         asking = Asking(
             min(lab.left_s, LOAD_S), self.clients, 16, spec.max_tokens - PAGE_TOKENS, (None, "exact", "fast"),
@@ -698,7 +697,7 @@ class TwoGpus:
     # --- step: the pair, pipeline and data parallelism ---
 
     def others(self, lab: Lab) -> None:
-        """Measure what needs no card for itself: all servers start together, and are measured one after the other."""
+        """Measure layouts that can share cards: all servers start together, and are measured one after the other."""
         small = self.second or self.model
         pipeline = self.timed_spec(self.model, DEFAULT, PIPELINE, (0, 1))
         data = self.checked_spec(
@@ -727,7 +726,7 @@ class TwoGpus:
                 lab.stop_servers()
 
     def together(self) -> list[list[str]]:
-        """Return the layouts whose servers fit on two cards together, in groups that run one after the other."""
+        """Return groups of layouts. The servers of a group fit on two cards; the groups run one after the other."""
         layouts = names_among("--layouts", self.layouts, ("pair", "data", "pipeline"))
         if self.second is not None:
             return [layouts]
@@ -742,7 +741,7 @@ class TwoGpus:
         self.measure_speed(lab, [(spec, server)], 2)
 
     def check_data(self, lab: Lab, spec: Spec, server: Server) -> None:
-        """Check levels, the switch and the counters of two engines behind two API server processes."""
+        """Check levels, the switch and the counters with two engines behind two API server processes."""
         done = self.check_load(lab, spec, server, max(self.requests // 4, 8))
         add = lab.report.add_cards_figure
         idle = sum(not count for count in done.after.report.by("causal_pairs", "engine").values())
@@ -772,7 +771,7 @@ class TwoGpus:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill server, a stock decode server, and the single servers whose answers theirs must equal."""
+    """A prefill server, a stock decode server, and single servers that must give the same answers."""
 
     options: TwoGpus
     prefill: Spec
@@ -797,7 +796,7 @@ class Pair:
                 "kv_role": role,
                 "kv_connector": "NixlConnector" if uses_nixl else "ExampleConnector",
             }
-            # The connector without NIXL writes the blocks of a prompt's first chunk only.
+            # ExampleConnector writes only the blocks of a prompt's first chunk.
             chunk: tuple[str, ...] = ()
             if uses_nixl:
                 transfer |= {"kv_connector_extra_config": {"enforce_handshake_compat": False}}
@@ -829,7 +828,7 @@ class Pair:
         )
 
     def check(self, lab: Lab, running: Running, stack: ExitStack) -> None:
-        """Compare the pair's answers with those of single servers, at every level and in an order that mixes them."""
+        """Compare the pair's answers with those of single servers, at every level and in mixed order."""
         prefill, decode, single, stock = (running.servers[spec] for spec in self.specs)
         url = stack.enter_context(proxy(decode.url, prefill.url)) if self.uses_nixl else None
         if url is None:
@@ -839,12 +838,12 @@ class Pair:
         mixed = 0
         for prompt in self.options.check_prompts(single.url):
             if url is None:
-                # This connector looks a prompt up without its last token, which must not be the first of a page.
+                # This connector looks up a prompt without its last token. That token must not be the first of a page.
                 prompt = [*prompt, prompt[-1]]
                 answers: dict[object, list[int]] = {"on": by_shared_folder(prefill, decode, prompt)}
             else:
                 answers = {level: tokens_of(url, decode.model, prompt, level) for level in LEVELS}
-                # Again, after sparse requests left their blocks in the decode server.
+                # Repeat the requests when the decode server has blocks of sparse requests.
                 exact.append((tokens_of(url, decode.model, prompt, "exact"), answers["exact"]))
             for level, answer in answers.items():
                 if level == "exact" or len(prompt) <= self.options.checked_min_tokens:

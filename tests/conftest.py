@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels run in Triton's interpreter where there is no CUDA device; tests marked `gpu` are skipped there.
+"""Kernels run in Triton's interpreter if there is no CUDA device, and tests marked `gpu` are skipped.
 
-With ``--dist loadfile`` a process takes whole files, so fixtures and caches of a module exist once, and the files whose
-tests use the fixture ``servers`` stay together, so these servers start once. A run ends with each reason for which
-tests were skipped, and how many it were.
+With ``--dist loadfile``, a process takes whole files, so fixtures and caches of a module exist once. Files whose tests
+use the fixture ``servers`` stay together, so these servers start once. At the end of a run, each reason for skipped
+tests is printed with the number of tests.
 """
 
 import os
@@ -20,7 +20,7 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # other workers have the other cores
+    torch.set_num_threads(1)  # other workers use the other cores
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.helpers.triton_interpreter import save_what_is_thrown_away
 
@@ -34,7 +34,7 @@ SHARES_SERVERS = re.compile(r"\bservers: Servers\b")
 
 @cache
 def file_group(path: str) -> str:
-    """Return the name of the group of files that one process takes: the path itself, or "servers"."""
+    """Return the group of a file: all files of a group run in the same process. It is the path itself, or "servers"."""
     with_servers = path.startswith("tests/server/") and SHARES_SERVERS.search((ROOT / path).read_text())
     return "servers" if with_servers else path
 
@@ -53,7 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def start_order(item: pytest.Item) -> int:
-    """Where tests run side by side, those that take longest begin first: servers, then kernels."""
+    """Return the position of a test in a parallel run: the slowest tests start first, servers before kernels."""
     if item.get_closest_marker("server"):
         return 0
     return 1 if item.path.is_relative_to(ROOT / "tests/kernels") else 2

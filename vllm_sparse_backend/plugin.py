@@ -47,7 +47,7 @@ def _log_if_unavailable(register: Callable[[], None]) -> Callable[[], None]:
             return
         try:
             register()
-        except (AttributeError, ImportError, ConfigurationError) as error:  # a build between releases, or a changed one
+        except (AttributeError, ImportError, ConfigurationError) as error:  # an unreleased or modified build
             logger.warning(
                 "sparse-prefill is not available: vLLM %s lacks internals that it relies on (%s: %s); expected one of "
                 "the releases %s", version, type(error).__name__, error, RELEASES,

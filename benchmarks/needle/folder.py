@@ -14,9 +14,9 @@ from tests.helpers.tiny_models import END, START
 README = """\
 # needle
 
-A language model of {parameters} parameters that finds facts again. It is there to measure what sparse prefill loses,
-and for the demo; it can do nothing else. Llama architecture, {layers} layers, {heads} query heads, {kv_heads} kv heads,
-head dim {head_dim}, hidden {hidden}, vocabulary {vocabulary} (byte-level pairs, each digit its own token), bfloat16.
+A language model of {parameters} parameters that finds facts again. It serves only to measure the loss of sparse
+prefill, and for the demo. Llama architecture, {layers} layers, {heads} query heads, {kv_heads} kv heads, head dim
+{head_dim}, hidden {hidden}, vocabulary {vocabulary} (byte-level pairs, each digit its own token), bfloat16.
 
 It reads and completes lines such as
 

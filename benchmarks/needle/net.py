@@ -112,7 +112,7 @@ class Needle(nn.Module):
     def _look_back(self) -> None:
         """Initialise layer 0 with heads that look 1, 2, 3 ... tokens back, because copying needs the order of tokens.
 
-        Training finds such heads as well, but late, and the model learns nothing before. One channel of all embeddings
+        Training also finds such heads, but late, and the model learns nothing before. One channel of all embeddings
         holds a constant, which queries and keys read. Keys are then equal except for their rotation, and a query is
         that key rotated back by the head's distance, where their product is therefore highest.
         """

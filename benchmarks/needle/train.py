@@ -45,9 +45,9 @@ class Recipe:
     tokens_per_step: int = 65536
     lengths: tuple[int, ...] = (128, 256, 512, 2048, 8192, 16384)
     until: tuple[float, ...] = (0.15, 0.3, 0.4, 0.55, 0.85, 1.0)
-    """Share of the training time by which each length ends."""
+    """Share of the training time at which each length ends."""
     enough: float = 0.98
-    """Share of right digits from which training moves to the next length; the last length begins at its time."""
+    """Share of right digits at which training moves to the next length. The last length begins at a fixed time."""
 
 
 class Curriculum:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPUs that this package knows: the single source for documents, ``doctor``, start-up and the compile tests.
 
-A GPU whose compute capability is not listed may run the kernels, because Triton compiles them on the spot. Nothing is
-known of it: ``status_note`` says so.
+A GPU whose compute capability is not listed may run the kernels, because Triton compiles them on the spot. Its status
+is unknown, as ``status_note`` reports.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Card(NamedTuple):
 
     @property
     def status(self) -> str:
-        """What is known of the kernels on such a GPU, as the end of a sentence."""
+        """The status of the kernels on such a GPU, as the end of a sentence."""
         return "measured" if self.is_measured else "compiled, never run"
 
 

@@ -218,9 +218,9 @@ def selection_failure(
 
 
 def agreement(index: SparseIndex, other: SparseIndex, heads: Sequence[int]) -> float:
-    """Return the share of the blocks and stripes in either of two indices that both of them keep.
+    """Return the number of blocks and stripes that both indices keep, divided by the number that at least one keeps.
 
-    Copies lists from the device.
+    This copies lists from the device.
 
     Args:
         index: Selected keys.

@@ -50,7 +50,7 @@ def aggregate(cls: type[T]) -> type[T]:
 
     Returns:
         The aggregate type. Jitted code constructs it, reads its fields and carries it through loops; an aggregate is
-        immutable, so a method that changes it returns another one.
+        immutable, so a method that changes it returns a new aggregate.
     """
     if hasattr(gluon, "aggregate"):
         public: type[T] = gluon.aggregate(cls)
@@ -185,7 +185,7 @@ class Channel:
     """A ring of buffers in shared memory that a producer fills and consumers empty.
 
     ``full`` and ``empty`` hold a barrier for each slot. ``full`` completes when a slot's data has arrived; ``empty``
-    completes when all consumers have released the slot. Producers wait for the round before, hence their parity.
+    completes when all consumers have released the slot. Producers wait for the previous round, so their parity differs.
     """
 
     buffers: gl.shared_memory_descriptor

@@ -335,7 +335,7 @@ class SparseIndex:
         return ceil_div(tile.last_position + 1, self.block_tokens)
 
     def first_diagonal_block(self, tile: Tile) -> int:
-        """Return the first block that contains a key that some query of a tile may not attend to.
+        """Return the first block that contains a key that at least one query of a tile may not attend to.
 
         Args:
             tile: A tile of ``rows``.

@@ -109,7 +109,7 @@ def fits_shared_memory(groups: LayerPlan, head_dim: int, device: torch.device) -
         device: Device of the layer.
 
     Returns:
-        False if attention holds no block of keys, or if a method's selection does not fit.
+        False if the attention kernel cannot hold a block of keys, or if a method's selection does not fit.
     """
     if widest_block(head_dim, shared_bytes(device)) is None:
         return False
@@ -138,7 +138,7 @@ def stripes_of(method: Method, rows: Rows) -> StripeLayout:
         rows: The rows of a step.
 
     Returns:
-        The layout. For a merged method, it holds what any of its heads needs.
+        The layout. For a merged method, it holds everything that at least one of its heads needs.
     """
     return rows.once(method, lambda: method.stripe_layout(rows))
 

@@ -4,7 +4,7 @@
 The key at position p of row i is on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels
 compute that with ``key_offsets``; references gather all keys of a row.
 
-A cache may be in fp8 (e4m3). Queries are then in fp8 too, and each element has to be multiplied by a scale. Methods and
+A cache may be in fp8 (e4m3). Queries are then also in fp8, and each element must be multiplied by a scale. Methods and
 engines use q and k only in products, so the caller multiplies the softmax's scale by the scales of queries and keys.
 Attention applies the scale of values. Products of q and k are computed in fp8, and everything else in fp16, which
 represents all numbers of e4m3 exactly.
@@ -166,7 +166,7 @@ def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False)
     Args:
         cache: Keys and values of the layer.
         block_table: [num_rows, max_pages] int32, or [max_pages] if kernels read a single row.
-        values: Whether kernels read values too.
+        values: Whether kernels also read values.
 
     Returns:
         The arguments.

@@ -93,7 +93,7 @@ class Tile:
 class Rows:
     """The sparse rows of one forward pass.
 
-    All layers of a pass get the same object, and the next pass gets a new one, even if the lengths are equal
+    All layers of a pass get the same object, and the next pass gets a new object, even if the lengths are equal
     (``dataclasses.replace(rows)`` copies them, with an empty ``state``). A pass with too many rows for its memory is
     split into several objects, each of which runs through all layers with its own state.
 

@@ -2,7 +2,7 @@
 """``Workspace``: memory for intermediate tensors of selection and attention.
 
 Tensors come from one buffer, whose size the host fixes beforehand, or from torch's allocator if there is no buffer.
-Layers run one after the other on one stream, so that each layer reuses the memory of the one before.
+Layers run one after the other on one stream, so each layer reuses the memory of the previous layer.
 """
 
 from collections.abc import Iterator

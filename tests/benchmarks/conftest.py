@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the card: the CPU, whose dense attention is the reference, and whose times are made up."""
+"""A stand-in for the card: the CPU, with dense attention as the reference, and invented times."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,13 +16,13 @@ HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=64, dtype=to
 
 
 class CpuCard:
-    """``ms`` says how long a span or contestant of that name takes; each is run once all the same."""
+    """``ms`` returns how long a span or contestant with a given name takes. Each is still run once."""
 
     name, dense_name, device = "a CPU", "FlashAttention-3", torch.device("cpu")
 
     def __init__(self, ms: Callable[[str], float] = lambda name: {"dense": 8.0}.get(name, 2.0)) -> None:
         self.ms = ms
-        # Kernels are slow in the interpreter, and not what is tested here: the reference stands in for them.
+        # Kernels are slow in the interpreter and not under test here, so the reference stands in for them.
         self.engines = {"portable": Engine("portable", lambda spec: None, reference)}
         self.ran: list[str] = []
 
@@ -58,7 +58,7 @@ class CpuCard:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> CpuCard:
-    """The card that commands find."""
+    """The card that the commands use."""
     device = CpuCard()
     for module in ("vllm_sparse_backend.evaluation.cuda_device", "benchmarks.attend", "benchmarks.methods"):
         monkeypatch.setattr(f"{module}.Card", lambda: device)

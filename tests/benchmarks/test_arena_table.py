@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of docs/results/arena.json are what this version's servers reserve."""
+"""The figures of docs/results/arena.json equal the memory that servers of this version reserve."""
 
 from benchmarks import arena
 from benchmarks.figures import read_figures

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.cards`: rows of what was compiled, refused and failed, without a compiler."""
+"""`benchmarks.cards`: rows for compiled, refused and failed kernels, without a compiler."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def compiled(target: int, head_dim: int, method: str) -> dict[str, Any]:
-    """One kernel of each method: top_p's is too large at head dim 256, sale is refused, dense does not compile."""
+    """A kernel for each method: top_p's is too large at head dim 256, sale is refused, dense does not compile."""
     if method == "dense":
         raise RuntimeError("ended with 1: no compiler")
     large = {"shared_bytes": 100 << 10} if method == "top_p" and head_dim == 256 else {}

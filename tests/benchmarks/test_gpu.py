@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu` without a card: its steps are programs that are there, end in time, and are told of."""
+"""`make gpu` without a card: its steps are existing programs, end in time, and are reported."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_lengths_fit_the_card(tmp_path: Path, gib: int, lengths: str) -> None:
 
 
 def test_two_cards_run_two_steps_at_a_time_each_on_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each step waits for the other of its round, so that neither would end if they ran one after the other."""
+    """Each step waits for the other step of its round, so neither would end if they ran one after the other."""
 
     def step(mine: str, other: str) -> list[list[str]]:
         code = f"""if True:
@@ -76,7 +76,7 @@ def test_cards_of_the_first_ones_kind_are_used(names: list[str], visible: str | 
 
 
 def test_both_sides_of_a_ratio_are_one_step_which_runs_on_one_card(tmp_path: Path) -> None:
-    """One command starts stock vLLM and this backend, and one compares `attend` with FlashAttention."""
+    """A single command starts stock vLLM and this backend, and another compares `attend` with FlashAttention."""
     steps = gpu.steps_of(tmp_path, 80 << 30, at_once=2)
     assert list(steps) == [*list(steps)[:2], "TTFT", "attend"]
     assert steps["TTFT"][0][1:4] == ["vllm_sparse_backend", "bench", "serve"]

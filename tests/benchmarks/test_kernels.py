@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench crossover`, and the lab's timings, on a stand-in for the card: what is checked, counted and refused."""
+"""`bench crossover` and the lab's timings on a stand-in for the card: checks, counts and refusals."""
 
 import json
 import math
@@ -26,7 +26,7 @@ SHORT = ("--longest", 2560, "--chunk", 1024)
 
 
 def broken(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
-    """An engine that is wrong in one place of every tile."""
+    """An engine with a wrong value in each tile."""
     reference(q, cache, index, out, scale, options=options)
     out[::128] *= 1.05
 
@@ -57,7 +57,7 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
 
 @pytest.mark.full
 def test_methods_on_structured_data():
-    """Times are sums over layers, density and error those of the selection."""
+    """Times are summed over layers; density and error are those of the selection."""
     prompts = structured_prompts(HEADS, 400, 2, torch.device("cpu"))
     spec, report = MethodSpec("sale"), Report("methods", "a CPU", command="test")
     plan = spec.plan(HEADS.model(2), structured_clusters(HEADS, 2))
@@ -85,7 +85,7 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
 
 
 def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
-    """An operator's table of crossovers is to hold what `auto` looks for on a server without configuration."""
+    """An operator's crossover table must contain the methods that `auto` looks up on a server without configuration."""
     every = crossover_bench.methods_of_settings([], HEADS.model(3))
     assert {crossover_bench.method_label(method) for method in every} >= {name for name in METHODS if name != "dense"}
     assert make_method("default", {}) in every
@@ -109,9 +109,9 @@ def test_planted_data_have_the_density_that_they_state():
     [
         ({1: 0.5, 2: 0.9, 4: 1.1, 8: 2.0}, 4, [8, 4, 2]),
         ({1: 1.5, 2: 1.5, 4: 1.5, 8: 1.5}, 1, [8, 4, 2, 1]),
-        ({1: 2.0, 2: 1.02, 4: 1.04, 8: 1.03}, 4, [8, 4, 2]),  # what is faster below a rung that is not does not count
+        ({1: 2.0, 2: 1.02, 4: 1.04, 8: 1.03}, 4, [8, 4, 2]),  # a faster rung below a slower rung does not count
         ({1: 2.0, 2: 2.0, 4: 2.0, 8: 1.0}, None, [8]),
-        ({1: 2.0, 2: 2.0, 4: None, 8: 2.0}, 8, [8, 4]),  # a result that is wrong pays nothing
+        ({1: 2.0, 2: 2.0, 4: None, 8: 2.0}, 8, [8, 4]),  # a wrong result never counts as faster
         ({1: 2.0, 2: 2.0, 4: math.nan, 8: 2.0}, 8, [8, 4]),
     ],
 )
@@ -130,7 +130,7 @@ def test_from_which_rung_on_sparse_pays(faster, least, measured):
 
 @pytest.mark.full
 def test_the_table_is_what_servers_read(card, tmp_path, monkeypatch):
-    """A second run of the same replaces its entries and leaves others alone."""
+    """A second run of the same measurement replaces its entries and keeps all others."""
     small = {"LAYERS": 1, "SHORTEST_TOKENS": 128, "CHECKED_TOKENS": (64, 64), "NEW_TOKENS": (20, 100)}
     for name, value in small.items():
         monkeypatch.setattr(crossover_bench, name, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.load`: what is sent by `vllm bench serve`, and what is made of its answers."""
+"""`benchmarks.load`: the requests that `vllm bench serve` sends, and the figures from its output."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands on a real card, small: that they run through, that what they time is right, and that times are times."""
+"""Small runs of the commands on a real card: they complete, the timed results are correct, and times are plausible."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.pictures`: pictures from made-up rows, and the names of missing rows."""
+"""`benchmarks.pictures`: pictures from invented rows, and the names of missing rows."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the timing of GET /metrics makes of pages that are late, or lack our series."""
+"""Timing of GET /metrics: pages that are late or lack this backend's series."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ LATE_S = 0.15
 
 @pytest.fixture
 def server() -> Iterator[Any]:
-    """Every fourth page is late, every third is stock's."""
+    """Every fourth page is late, and every third page is a stock server's."""
     pages: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):

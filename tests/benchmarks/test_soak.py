@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the soak sends, and what it makes of answers and counters, against a stub."""
+"""The soak's requests, and its checks of answers and counters, against a stub."""
 
 import itertools
 import threading
@@ -27,9 +27,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 class CountingServer:
-    """In place of an Endpoint: answers, counts what is expected of requests that come one at a time, and shows it.
+    """Stands in for an Endpoint: answers, adds the counts expected of separate requests, and shows them.
 
-    ``off``: and what else.
+    ``off`` names a fault to add.
     """
 
     url = "http://here"
@@ -66,7 +66,7 @@ def quick(monkeypatch):
 
 
 class TestCounters:
-    """Against a server that counts, rightly or not."""
+    """Soak runs against a server whose counters are right or wrong."""
 
     ASKING = Asking(1.0, clients=3, shortest=8, longest=2000, levels=(None, 0, 1), most_output_tokens=4)
 
@@ -125,7 +125,7 @@ class TestCounters:
 
 
 def test_growth() -> None:
-    """Once warm, by medians of halves; where looks are missing, others are compared."""
+    """Growth is measured after warm-up, by medians of halves. Missing samples are left out."""
     samples = [(float(i), 500 if i < 25 else 1000 + i) for i in range(101)]
     assert module.growth(samples, 100.0) == pytest.approx(1081 / 1043.5 - 1, abs=1e-3)
     assert module.growth(samples[:26] + samples[80:], 100.0) == pytest.approx(1095.5 / 1085 - 1, abs=1e-3)
@@ -144,7 +144,7 @@ def test_memory_that_grows(
 
 
 class TestExpected:
-    """By hand: chunks of 512, 256 tokens dense, at least 64 new ones."""
+    """Expected counts worked out by hand: chunks of 512, 256 dense tokens, at least 64 new tokens."""
 
     def test_chunks_of_a_prompt(self, served: Served) -> None:
         counts = served.expected(Sent(1100, 3))

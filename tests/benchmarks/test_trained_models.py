@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.trained_models`: the prompts that it writes, scores from log-probabilities, and refused settings."""
+"""`benchmarks.trained_models`: its prompts, scores from log-probabilities, and refused settings."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def test_prompts_hold_each_fact_before_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_an_answer_is_right_if_each_of_its_tokens_is_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nats are of the last two thirds, without facts, questions and answers."""
+    """Nats cover the last two thirds, without facts, questions and answers."""
     ids = list(range(600))
     returned: list[Any] = [None, *(entry(token, -2.0) for token in ids[1:])]
     returned[300:303] = (entry(300, -9.0), entry(301, -9.0), entry(302, -9.0, rank=2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program for two GPUs, without a GPU: what it skips, keeps, compares and reports, against stubs."""
+"""`benchmarks.two_gpus` without a GPU: skipped steps, kept results, comparisons and reports, against stubs."""
 
 import json
 import time
@@ -39,7 +39,7 @@ def problems(folder: Path) -> dict[str, str]:
 
 
 class StubServer:
-    """In place of a ``Server`` that runs: an address."""
+    """Stands in for a running ``Server``: an address."""
 
     def __init__(self, url: str, model: str = "stub-model") -> None:
         self.url, self.model = url, model
@@ -158,7 +158,8 @@ class TestServers:
 class TestMeasurements:
     @pytest.fixture
     def measured(self, tmp_path):
-        """Speeds of four stubs: on one card ours is four times as fast as stock, on two twice."""
+        """Speeds of four stubs: ours is four times as fast as stock on a single card, and twice as fast on two
+        cards."""
         test, lab, log = options(tmp_path), Lab(tmp_path / "out", 100), []
         seconds = {(STOCK, ONE): 0.04, (DEFAULT, ONE): 0.01, (STOCK, TENSOR): 0.02, (DEFAULT, TENSOR): 0.01}
         for layout, cards in ((ONE, (0,)), (TENSOR, (0, 1))):
@@ -220,7 +221,7 @@ class TestMeasurements:
 
 
 class RankedServer:
-    """A server of two workers that say what they counted; ``page`` is what /metrics says."""
+    """A server of two workers that return their counts; ``page`` is the content of /metrics."""
 
     def __init__(self, page: str, ranks: list[list[Any]], behind: int = 0) -> None:
         self.page, self.ranks, self.behind = page, ranks, behind
@@ -280,7 +281,7 @@ class TestRanks:
 
 
 class TestPair:
-    """Against servers whose answers to a prompt depend on its level only, unless told otherwise."""
+    """Servers whose answers depend only on the prompt's level, unless a test says otherwise."""
 
     SHORT, LONG = [1] * 129, [2] * 513
 
@@ -313,7 +314,7 @@ class TestPair:
     def test_with_nixl_all_levels_are_compared(self, tmp_path, monkeypatch) -> None:
         pair, sent, rows = self.checked(tmp_path, monkeypatch, uses_nixl=True)
         assert rows == {
-            # The short prompt at four levels, the long one once, and both again after the sparse requests.
+            # The short prompt at four levels, the long prompt once, then both again after the sparse requests.
             "large, pair: share of 7 exact answers equal to a stock server's": 1,
             "large, pair: share of 3 sparse answers equal to a single server's": 1,
             "large, pair: sparse answers that differ from exact answers": 3,
@@ -338,7 +339,7 @@ class TestPair:
     def test_without_nixl_the_servers_own_level_is_compared_by_a_shared_folder(self, tmp_path, monkeypatch) -> None:
         pair, sent, rows = self.checked(tmp_path, monkeypatch, uses_nixl=False)
         assert list(rows.values())[:2] == [1, 1]
-        # One token more, because this connector looks prompts up without their last token.
+        # A further token, because this connector looks up prompts without their last token.
         assert [call for call in sent if call[0] in ("prefill", "decode")] == [
             ("prefill", 130, None), ("decode", 130, None), ("prefill", 514, None), ("decode", 514, None)
         ]  # fmt: skip

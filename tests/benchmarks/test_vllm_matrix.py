@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.vllm_matrix` without its environments: from a test report to figures."""
+"""`benchmarks.vllm_matrix` without its environments: figures from a test report."""
 
 from xml.etree import ElementTree
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.vllm_sources`: what it finds in the installed vLLM, for this package and for one that asks more."""
+"""`benchmarks.vllm_sources` on the installed vLLM, for this package and for a package that needs more."""
 
 import importlib.util
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs on captures of structured heads: what is written, and that a run which is broken off loses nothing."""
+"""Whole runs on captures of structured heads: their profiles, and that an interrupted run loses nothing."""
 
 from dataclasses import replace
 
@@ -80,7 +80,7 @@ def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undistu
     again = StructuredCapturer()
     job = make_job(tmp_path / "work", seed=7, capturer=again)
     assert profile_of(job) == undisturbed
-    # And once it is finished it needs no captures to say the same.
+    # A finished run needs no captures to give the same result.
     job.clear()
     assert not list((tmp_path / "work").glob("*/"))
     assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
@@ -122,7 +122,7 @@ def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
 
 
 def test_a_first_level_that_nothing_holds_is_an_error(tmp_path):
-    """No other takes its place: requests that name none would get it."""
+    """No other level takes its place, because requests without a level would get it."""
     bounds = {"high": Bound(1e-9), "fast": BOUNDS["fast"]}
     with pytest.raises(ConfigurationError, match="no head holds the bound 1e-09 of level high and saves time"):
         calibrate(make_job(tmp_path / "work"), cheapest, bounds, "a test")
@@ -131,7 +131,8 @@ def test_a_first_level_that_nothing_holds_is_an_error(tmp_path):
 
 
 def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
-    """As at a server's start: what it would give is not what would be served. One that refuses stays for others."""
+    """As at a server's start, a wrong engine is dropped. An engine that only refuses stays available for other
+    layers."""
 
     def wrong(q, cache, index, out, *args, **more):
         PORTABLE.attend(q, cache, index, out, *args, **more)
@@ -150,7 +151,7 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
 
 @pytest.mark.parametrize(("free", "reserved", "warned"), [(60, 19, 0), (60, 5, 1), (20, 60, 0)])
 def test_other_processes_on_the_card_are_reported(tmp_path, monkeypatch, free, reserved, warned):
-    """Of 80 GiB: this process's own do not count."""
+    """The card has 80 GiB. This process's memory does not count."""
     messages: list[str] = []
     job = replace(make_job(tmp_path / "work"), progress=JobProgress(say=messages.append))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))

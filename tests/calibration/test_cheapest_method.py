@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which methods heads get where figures and costs are known, and error of a given mean, spent where it saves most."""
+"""The choice of methods from known figures and costs, and a bounded mean error spent where it saves most time."""
 
 import itertools
 import random
@@ -38,7 +38,7 @@ BOUND = Bound(0.05)
 
 @dataclass
 class SavedCosts:
-    """Ten milliseconds a dense head; by name what a kind's selection takes, and each of its heads."""
+    """10 ms for each dense head; ``kinds`` has the times of a selection and of each of its heads, by name."""
 
     kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
     layer: LayerCost = LayerCost(base_ms=0.0, dense_ms=40.0)  # noqa: RUF009
@@ -48,7 +48,7 @@ class SavedCosts:
 
 
 def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
-    """Per head (error, density) of each method; what is not named loses everything, dense nothing."""
+    """(error, density) of each method, by head. Unlisted methods lose everything; dense loses nothing."""
 
     def curve(outcomes):
         return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*outcomes.get(m, (1.0, 0.01)))
@@ -66,13 +66,14 @@ def test_each_head_has_the_cheapest_that_holds():
         CLOSE,
         Dense(),
     ]
-    # Two passes for two settings of a kind, one for each of the others, and one of what was chosen.
+    # Two passes for two settings of a kind, one for each other setting, and one for the final choice.
     assert len(judge.passes) == 5
     assert judge.passes[-1] == [FINE, CHEAP, CLOSE, Dense()]
 
 
 def test_no_head_loses_more_than_so_many_times_what_the_default_does():
-    """The sparsest of each kind that does not, by bisection: at most 15 passes for four kinds of 34 settings."""
+    """Bisection finds the sparsest setting of each kind within the bound: at most 15 passes for four kinds of 34
+    settings."""
     bound, lost = Bound(of_default=1.5), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
     judge = judge_of(lost, lost | dict.fromkeys([m for m in lost if m.kept_mass < 0.99], (float("nan"), 0.1)))
     search = cheapest_strategy(["top_p", "sale", "a_shape"])(
@@ -92,8 +93,8 @@ BOTH = ONE | {FINE: (0.04, 0.3)}
     ("kinds", "heads", "expected"),
     [
         ({}, [BOTH], [FINE]),
-        ({"sale": (0.0, 2.5)}, [BOTH], [CHEAP]),  # what takes more time is not taken for its density
-        # A selection of 3 ms whatever the number of heads: for one head less is saved, for three more.
+        ({"sale": (0.0, 2.5)}, [BOTH], [CHEAP]),  # a sparser method that takes more time is not chosen
+        # A selection takes 3 ms for any number of heads: it saves time for three heads, but not for one.
         ({"sale": (3.0, 0.0)}, [BOTH, ONE, ONE, ONE], [CHEAP] * 4),
         ({"sale": (3.0, 0.0)}, [BOTH, BOTH, BOTH, ONE], [FINE] * 3 + [CHEAP]),
         ({"sparge_attn": (10.0, 0.0)}, [ONE] * 4, [CHEAP] * 4),
@@ -110,7 +111,7 @@ def test_selections_own_time_counts(kinds, heads, expected):
 def test_no_choice_of_the_same_mean_error_keeps_less(seed):
     rng = random.Random(seed)
     among, heads = [SpargeAttn(kept_mass=tau) for tau in (0.3, 0.6, 0.9)], []
-    for _ in range(4):  # what keeps more loses less
+    for _ in range(4):  # a method that keeps more loses less
         errors, kept = (sorted(rng.random() for _ in among) for _ in range(2))
         heads.append(dict(zip(among, zip(reversed(errors), kept), strict=True)))
     held = methods_within_bound(judge_uniformly(judge_of(*heads), among), Bound(1.0))
@@ -132,8 +133,8 @@ def test_no_choice_of_the_same_mean_error_keeps_less(seed):
 
 @pytest.mark.full
 def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
-    """It holds the mean, the bounds of single heads, and keeps less where the mean is wider; whatever price was found
-    for heads that were judged apart."""
+    """The profile holds the mean and the bounds of single heads, and a larger mean keeps less. This is independent of
+    the price found for heads that were judged separately."""
     among = [AShape(64, 128), SpargeAttn(kept_mass=0.6), SpargeAttn(kept_mass=0.9)]
     bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.005), "fast": Bound(0.5, 3.0, 4.0, mean=0.1)}
 

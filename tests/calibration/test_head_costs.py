@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kinds of methods cost: estimates, and measured times of a card that is told what to say."""
+"""Costs of kinds of methods: estimates, and measured times on a card with preset times."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 
 class SayingCard:
-    """Runs selections, whose lists are counted, and says the times it was given; attention is not run."""
+    """Runs selections and counts them, and returns preset times. Attention is not run."""
 
     engines = engines()
 
@@ -45,9 +45,9 @@ def batches(tmp_path):
 
 def test_measured_costs_are_split_by_heads_and_pairs(batches, tmp_path):
     costs = MeasuredCosts(SayingCard(**TIMES), tmp_path / "costs.json", lambda: batches)
-    method = SpargeAttn(kept_mass=1.0)  # every pair
+    method = SpargeAttn(kept_mass=1.0)  # keeps every pair
     cost = costs.of(method)
-    # Three heads more take 3 ms more; of 9 ms attention 1 is a launch's.
+    # Three more heads take 3 ms more; 1 ms of the 9 ms of attention is for the launch.
     assert (cost.head_ms, cost.group_ms, cost.full_ms) == (1.0, 1.0, 2.0)
     assert (costs.layer.base_ms, costs.layer.dense_ms) == (1.0, 30.1)
     assert head_ms(costs, method, 0.5) == 2.0
@@ -72,7 +72,7 @@ def test_estimates_go_by_pairs_and_known_shares():
     assert costs.layer.dense_ms == 24.0
     for method, share in ((Dense(), 0.0), (Sale(), 0.22), (SpargeAttn(), 0.023)):
         cost = costs.of(method)
-        # A third of a selection is paid whatever the number of heads.
+        # A third of a selection's cost is independent of the number of heads.
         assert (cost.group_ms, cost.head_ms) == (pytest.approx(8 * share), pytest.approx(2 * share))
         assert head_ms(costs, method, 0.5) == pytest.approx(1.5 + 2 * share)
     pairs = EstimatedCosts(num_heads=8, selects=False)

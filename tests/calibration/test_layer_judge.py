@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's figures against dense masks worked out by hand, and what is remembered of them."""
+"""A layer's figures against dense masks worked out by hand, and the figures that are remembered."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ def layer(tmp_path, request):
 
 
 def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per head errors of queries, density and SALE's error (section 3.3), from whole matrices in float64."""
+    """Return each head's errors of queries, density and SALE's error (section 3.3), from whole matrices in float64."""
     q, k, v = (x.double().transpose(0, 1) for x in captured.read(1))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     errors, absolute, kept, causal = [], 0, 0, 0
@@ -63,7 +63,7 @@ def test_figures_are_those_of_whole_matrices(layer):
         errors = [errors[head] for errors, _, _ in expected]
         assert len(errors[0]) == 600  # the first hundred positions are dense
         assert result.error == pytest.approx(max(float(prompt_errors.mean()) for prompt_errors in errors), rel=1e-3)
-        # Of 600 queries six have more, and of a thousandth none.
+        # Six of 600 queries have larger errors; a thousandth of them is no query.
         assert result.p99 == pytest.approx(
             max(float(prompt_errors.sort().values[-7]) for prompt_errors in errors), rel=1e-3
         )
@@ -85,7 +85,7 @@ def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch
     assert mixed[1].density == 1
     assert mixed[1].error < 1e-5
     assert mixed[2].density > alike[2].density
-    # The dense head's blocks are as wide as the others': these are what they were.
+    # The dense head has blocks of the same width, so the other heads' results do not change.
     assert (mixed[0], mixed[3]) == (alike[0], alike[3])
     assert judged.figures([tight] * HEADS) == alike
 
@@ -100,9 +100,9 @@ SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, absolute=0.3, d
         (Bound(0.05, 0.4), SEEN, 1.25, False),
         (Bound(0.005, 0.9), SEEN, 2, False),
         (Bound(0.05, 1.0, 0.3), SEEN, 3, False),
-        (Bound(0.05, 0.5, 0.9, mean=0.001), SEEN, 1, True),  # which is not a head's matter
+        (Bound(0.05, 0.5, 0.9, mean=0.001), SEEN, 1, True),  # the mean does not bound a single head
         (Bound(0.05), replace(SEEN, error=math.nan), math.nan, False),
-        # Unseen prompts may have more; the share is of the prompts themselves.
+        # The bound includes unseen prompts; the share covers only the prompts themselves.
         (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1, 0.3)), 0.5 / 0.55, False),
         (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1, 0.3)), 0.5 / 0.6, True),
         (Bound(of_default=1.5), SEEN, 0.8, True),
@@ -119,8 +119,8 @@ def test_bounds(bound, figures, share, holds):
 
 
 def test_what_a_head_loses_beside_the_default():
-    """A thousandth of 2,000 queries is two; a method may lose one lookup that the default keeps where the tail is full
-    of queries that both lose, and no third."""
+    """A thousandth of 2,000 queries is two. If the tail is full of queries that the default also loses, a method may
+    lose two lookups that the default keeps, but not three."""
     default = torch.full((2000, 3), 0.1)
     default[:100] = 0.8
     errors = default.clone()
@@ -129,7 +129,7 @@ def test_what_a_head_loses_beside_the_default():
     assert [quantile.tolist() for quantile in error_quantiles(errors, 0.01, 0.04)] == [
         quantile.tolist() for quantile in error_quantiles(default, 0.01, 0.04)
     ]
-    # Next to nothing counts as a little.
+    # Very small errors count as a small constant.
     assert summarize_errors(errors * 1e-3, default * 1e-4)[3].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)
     assert math.isnan(summarize_errors(errors * math.nan, default)[3, 0])
 
@@ -142,7 +142,7 @@ def test_figures_say_what_is_lost_beside_the_default(layer):
 
 
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
-    """The prompt with most lies 0.1 beyond the next; has as much; nothing has any."""
+    """The largest prompt is 0.1 above the next, equal to it, or 0 like all others."""
     prompts = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.2, 0.0], [0.2, 0.1, 0.0]], dtype=torch.float64)
     assert extrapolate_unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
     assert extrapolate_unseen(prompts[:1]).tolist() == prompts[0].tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which lengths on a profile's own heads pay, on a card that tells the times it is asked to."""
+"""The lengths from which a profile's heads are faster than dense attention, on a card with preset times."""
 
 from typing import ClassVar
 
@@ -17,8 +17,11 @@ WHOLE = [Dense()] * HEADS
 
 
 class TimedCard:
-    """Dense attention takes 1 ms for a million pairs, a layer that is sparse somewhere a fifth of that and ``fixed_ms``
-    more. Methods select, on a CPU by their references; the engine leaves its output as it is."""
+    """Dense attention takes 1 ms per million pairs. A layer with sparse heads takes a fifth of that and ``fixed_ms``
+    more.
+
+    Methods select by their references on a CPU; the engine leaves its output unchanged.
+    """
 
     name = "a card"
     engines: ClassVar = {"quick": Engine("quick", lambda spec: None, lambda *_, **__: None)}
@@ -60,7 +63,7 @@ def test_the_least_length_at_which_own_heads_pay(job, fixed_ms, min_tokens, min_
         min_query_tokens,
         bool(min_tokens),
     )
-    # Times differ from run to run; what was measured once is in the folder, and no capture is asked for again.
+    # Times differ between runs. The folder keeps each measurement, and no second capture is requested.
     again = job(0.0)
     assert measure_crossover(again, [WHOLE, LOCAL]) == crossover
     assert again.capturer.captured == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are made of a text, and those of the operator's files."""
+"""Prompts that are made from a text, and prompts from the operator's files."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_questions_stand_inside_with_their_answers(made):
 
 
 def test_passages_come_twice(text, made):
-    """Lines of this text have numbers of their own."""
+    """Each line of this text has a unique number."""
     for ids in made.prompts:
         pieces = [ids[start : start + 14] for start in range(len(ids) - 14)]
         assert len(set(pieces)) < len(pieces) - 14
@@ -91,7 +91,7 @@ def test_files_of_prompts_and_chats(tmp_path):
     ],
 )
 def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):
-    """Before the run's folder takes them for its own."""
+    """Lines are checked before the run's folder stores them."""
     path = tmp_path / "b.jsonl"
     with pytest.raises(ConfigurationError, match=r"b\.jsonl: its text cannot be read"):
         read_prompts(NEEDLE, [path], 64)
@@ -101,7 +101,7 @@ def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):
 
 
 class ByteTokenizer:
-    """A token for each byte, as some models have it."""
+    """A token for each byte, as in some models."""
 
     bos_token_id = None
 

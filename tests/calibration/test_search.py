@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each search chooses where a head's figures are known, and the loop that they run in."""
+"""The choice of each search for heads with known figures, and the loop that runs the searches."""
 
 import random
 import re
@@ -37,7 +37,7 @@ def by_theta(error, density=lambda theta: theta / 20):
 @pytest.mark.parametrize("num_settings", [1, 2, 7, 15, 40])
 def test_the_sparsest_setting_that_holds_in_few_passes(num_settings):
     ladder = LADDER[:num_settings]
-    firsts = [0, num_settings // 3, num_settings - 1, num_settings]  # the first that holds; of the last head none
+    firsts = [0, num_settings // 3, num_settings - 1, num_settings]  # the last has none
     judge = FakeJudge(*[by_theta(lambda theta, first=first: 1.0 if theta < first else 0.0) for first in firsts])
     results = sparsest(judge, BOUND, dict.fromkeys(range(4), ladder))
     expected = [*((ladder[first], True) for first in firsts[:-1]), (ladder[-1], False)]
@@ -47,7 +47,7 @@ def test_the_sparsest_setting_that_holds_in_few_passes(num_settings):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_on_any_curve_the_bound_holds(seed):
-    """Errors at random: no monotone curve. Of what was judged it is the sparsest that holds."""
+    """Errors are random, not monotone. The result is the sparsest judged setting within the bound."""
     generator = random.Random(seed)
     errors = [generator.random() * 0.2 for _ in LADDER]
     judge = FakeJudge(by_theta(lambda theta: errors[int(theta)]))
@@ -61,7 +61,7 @@ def test_on_any_curve_the_bound_holds(seed):
 def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
     judge = FakeJudge(*[by_theta(lambda theta, first=first: float(theta < first)) for first in (0, 7, 19, 99)])
     assert LadderSearch(BOUND, LADDER).choose(judge, any_method) == [LADDER[0], LADDER[7], Dense(), Dense()]
-    # The next one where a setting may not be had, as it missed the bound beside the others.
+    # The next setting is taken if a setting is not allowed because it missed the bound next to other heads.
     assert LadderSearch(BOUND, LADDER).choose(judge, lambda head, method: method != LADDER[7])[1] == LADDER[8]
 
 
@@ -75,7 +75,7 @@ def test_steps_are_halved_where_one_number_differs():
 
 
 class Given(Search):
-    """What it is told to choose, the first that each head may have."""
+    """Chooses the first allowed method of a preset list for each head."""
 
     def __init__(self, *choices) -> None:
         self.choices = choices
@@ -88,7 +88,8 @@ class Given(Search):
 
 
 def test_what_fails_beside_others_gives_way_until_all_hold():
-    """As an A-shape may, whose blocks are narrower there; the figures are those of the last choice."""
+    """An A-shape may fail next to other methods, because its blocks are narrower there. The figures are those of the
+    last choice."""
     a_shape, lines, blocks = AShape(64, 512), VerticalSlash(30, 512), BlockSparse(8)
 
     class Layer(FakeJudge):
@@ -167,7 +168,7 @@ def test_an_absolute_bound_is_for_ladders(name):
 
 
 def released_calibration(error_of: Callable[[float], float], bound: float) -> float:
-    """SALE's released calibration of one head on one prompt after the other: the threshold that it ends with."""
+    """Return the threshold at which SALE's released calibration ends, for a head and a prompt at a time."""
     tau = 0.008
     while error_of(tau) >= bound and tau:
         tau = tau / 2 if tau / 2 > 0.0001 else 0.0
@@ -177,7 +178,7 @@ def released_calibration(error_of: Callable[[float], float], bound: float) -> fl
 @pytest.mark.parametrize("least_error", [0.0, 0.3])
 @pytest.mark.parametrize("slope", [1.0, 60.0, 250.0, 900.0, 3000.0, 4000.0, 1e5])
 def test_sale_is_calibrated_as_by_its_authors(slope, least_error, tmp_path):
-    """The same threshold for errors that grow with it; dense where the code's threshold is 0."""
+    """The threshold is the same for errors that grow with it. The head is dense if the code's threshold is 0."""
 
     def absolute(tau: float) -> float:
         return least_error * (tau > 0) + slope * tau
@@ -220,7 +221,7 @@ def test_prompts_in_which_a_method_keeps_every_key_are_refused(text, least, tmp_
 
 
 def sparge_head(least_tau: float, best_theta: float = 0.0, margin: float = -5.0, first=0.079):
-    """τ holds from ``least_tau`` on at ``best_theta``, elsewhere higher ones; λ up to ``margin`` costs 0.009."""
+    """Each τ from ``least_tau`` on holds at ``best_theta``; other θ need a higher τ. λ up to ``margin`` costs 0.009."""
 
     def curve(method):
         if isinstance(method, Dense):
@@ -239,10 +240,10 @@ def sparge_head(least_tau: float, best_theta: float = 0.0, margin: float = -5.0,
 def test_sparge_attn_finds_pairs_and_margins():
     judge = FakeJudge(sparge_head(0.5), sparge_head(0.7, 0.5, -2.04), sparge_head(2.0), sparge_head(0.999))
     methods = SpargeAttnSearch(Bound(0.09, 0.09), skipping=True).choose(judge, any_method)
-    # The second keeps 0.7² · 1.125, where at θ = 0 it would be 0.75²; the last leaves out next to nothing.
+    # The second head keeps 0.7² · 1.125, but 0.75² at θ = 0; the last keeps nearly everything.
     expected = [SpargeAttn(0.5, 0.0, skip_margin=-5.0), SpargeAttn(0.7, 0.5, skip_margin=-2.1), Dense(), Dense()]
     assert methods == expected
-    # Eight ninths of the bound are for the pair: 0.081 is too much where 0.09 is allowed in all.
+    # The pair may use eight ninths of the bound: 0.081 is too much if the bound is 0.09.
     judge = FakeJudge(sparge_head(0.5, first=0.081))
     assert SpargeAttnSearch(Bound(0.09, 0.09), skipping=True).choose(judge, any_method) == [Dense()]
     assert SpargeAttnSearch(Bound(0.09, 0.09)).choose(judge, any_method) == [SpargeAttn(0.5, 0.0)]
@@ -252,7 +253,7 @@ def test_sparge_attn_finds_pairs_and_margins():
 
 
 class Costs:
-    """A head's time is its pairs', and of patterns that select, a share of all."""
+    """A head's time is its share of pairs, plus a constant share for patterns that select."""
 
     layer = LayerCost(0.0, 3.0)
 
@@ -264,7 +265,7 @@ class Costs:
 
 
 def kept(method) -> float:
-    """Of prompts of 40,000 tokens."""
+    """Return the density in prompts of 40,000 tokens."""
     match method:
         case AShape():
             return min(1.0, (method.sink_tokens + method.local_tokens) / 40_000)
@@ -292,7 +293,7 @@ def test_candidates_of_minference_cost_the_same():
 
 
 def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
-    # A selection that is dearer than all of the budget.
+    # A selection that costs more than the whole budget.
     ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), Costs(0.2), (1.0,))
     assert only == minference.TARGET
     budgets = (1.0, 7.0, 7.1, 100.0)  # 0.9 · 40,000 / 5,120 = 7.03
@@ -311,6 +312,6 @@ def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():
               large[1]: (0.0, 0.03, 0.2, 0.0)}  # fmt: skip
     heads = [lambda method, i=i: figures(errors[method][i], 0.95 if i == 3 else 0.5) for i in range(4)]
     methods = candidates([small, large]).choose(FakeJudge(*heads), any_method)
-    assert methods == [small[1], large[1], Dense(), Dense()]  # of the last all keep nearly everything
+    assert methods == [small[1], large[1], Dense(), Dense()]  # all candidates of the last budget keep nearly everything
     again = candidates([small, large]).choose(FakeJudge(*heads), lambda head, method: method != small[1])
     assert again[0] == small[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: clusters of synthetic maps, and what each head does of its own and of its cluster."""
+"""SharePrefill: clusters of synthetic maps, and each head's choice between its own pattern and its cluster's."""
 
 import sys
 from dataclasses import replace
@@ -42,7 +42,7 @@ SIDE = 16
 
 
 def synthetic_maps() -> torch.Tensor:
-    """Four layers of eight heads: three kinds of attention in turn, and in the end four heads of no kind."""
+    """Four layers of eight heads: three kinds of attention in turn, and four heads of no kind at the end."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = torch.arange(SIDE)[:, None], torch.arange(SIDE)[None, :]
     local = (rows - columns < 4).float()
@@ -58,7 +58,7 @@ def synthetic_maps() -> torch.Tensor:
 
 
 def test_heads_of_a_kind_share_a_cluster_across_layers():
-    """Equal maps have equal clusters: training's seed is fixed."""
+    """Equal maps get equal clusters, because the seed of training is fixed."""
     clusters, again = (cluster_heads(synthetic_maps(), epochs=12) for _ in range(2))
     assert clusters == again
     flat = [c for layer in clusters for c in layer]
@@ -68,14 +68,15 @@ def test_heads_of_a_kind_share_a_cluster_across_layers():
 
 
 def test_training_stops_where_the_loss_no_longer_drops_by_enough():
-    """On a CPU by a hundredth of the first loss in ``patience`` epochs; elsewhere by a thousandth of the best."""
+    """On a CPU, training stops if the loss drops by less than a hundredth of the first loss in ``patience`` epochs; on
+    other devices, by less than a thousandth of the best loss."""
 
     def epochs(device_type: str, losses: list[float]) -> int:
         stop = EarlyStop(device_type, patience=3)
         return next((i for i, loss in enumerate(losses, 1) if stop.has_converged(loss)), 0)
 
-    falling = [1.0, 0.5, 0.2] + [0.05 * 0.9**i for i in range(30)]  # by a tenth an epoch, for ever
-    # Three epochs take 0.271 off; that is under 0.01 once the loss is under 0.0369, in epoch 7 = 0.05 · 0.9³.
+    falling = [1.0, 0.5, 0.2] + [0.05 * 0.9**i for i in range(30)]  # by a tenth per epoch, forever
+    # Three epochs reduce the loss by 0.271 of it: less than 0.01 once it is below 0.0369, in epoch 7 = 0.05 · 0.9³.
     assert epochs("cpu", falling) == 7 + 3
     assert epochs("cuda", falling) == 0
     assert epochs("cuda", [1.0, *[0.5] * 9]) == 5
@@ -85,7 +86,7 @@ def test_training_stops_where_the_loss_no_longer_drops_by_enough():
 
 
 def test_maps_are_small_on_a_cpu():
-    """Training time goes by their pixels: 1,024 tokens took more than 15 minutes at the paper's side."""
+    """Training time depends on the number of pixels: 1,024 tokens took more than 15 minutes at the paper's map size."""
     assert (map_side(1024, "cpu"), map_side(40, "cpu")) == (64, 32)
     assert (map_side(1024, "cuda:0"), map_side(1 << 20, "cuda")) == (1024, 1936)
     with pytest.raises(ConfigurationError, match="prompts: given '15 tokens', expected at least 16 tokens"):
@@ -93,7 +94,8 @@ def test_maps_are_small_on_a_cpu():
 
 
 def test_few_pixels_take_one_thread_and_all_come_back(monkeypatch):
-    """Threads of a small batch wait for each other: on a busy machine an epoch of 20 maps took 3 s, alone 0.08 s."""
+    """Threads of a small batch wait for each other: an epoch of 20 maps took 3 s on a busy machine, and 0.08 s
+    alone."""
     seen, before = [], torch.get_num_threads()
     monkeypatch.setattr(module.EarlyStop, "has_converged", lambda stop, loss: seen.append(torch.get_num_threads()))
     torch.set_num_threads(2)
@@ -107,7 +109,7 @@ def test_few_pixels_take_one_thread_and_all_come_back(monkeypatch):
 
 
 def test_training_reports_its_progress(monkeypatch):
-    """A stage with a step for each epoch, and why it ended before its last one."""
+    """A stage has a step for each epoch, and reports why it stopped early."""
     monkeypatch.setattr(module, "PATIENCE", 2)
     stages, steps, lines = [], [], []
     progress = JobProgress(lambda what, most: stages.append((what, most)), lambda: steps.append(1), lines.append)
@@ -121,7 +123,8 @@ def test_training_reports_its_progress(monkeypatch):
 
 @pytest.mark.parametrize(("distance", "joined"), [(0.99, 3), (1.0, 2), (10.96, 2), (10.98, 1)])
 def test_ward_by_hand(distance, joined):
-    """Of 10, 0 and 1; between the means of one and two points 9.5 apart lie sqrt(2 · 2 · 1 / 3) · 9.5 = 10.97."""
+    """Points 10, 0 and 1: the means of a single point and of two points are 9.5 apart, at a distance of sqrt(2 · 2 · 1
+    / 3) · 9.5 = 10.97."""
     labels = ward_labels(torch.tensor([[10.0], [0.0], [1.0]]), distance)
     assert len(set(labels)) == joined
     assert (labels[1] == labels[2]) == (joined < 3)
@@ -137,7 +140,7 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
 
 @pytest.mark.parametrize("score_bytes", [1 << 28, 4 * 2 * 64 * 4 * 3, 1])
 def test_attention_maps_average_blocks(monkeypatch, score_bytes):
-    """Whatever is made of a map at a time: all of it, three rows, one."""
+    """The result is the same for whole maps, three rows at a time, and a single row at a time."""
     monkeypatch.setattr(module, "SCORE_BYTES", score_bytes)
     generator = torch.Generator().manual_seed(5)
     q, k = torch.randn(70, 4, 8, generator=generator), torch.randn(70, 2, 8, generator=generator)
@@ -154,7 +157,7 @@ def test_attention_maps_average_blocks(monkeypatch, score_bytes):
 
 @pytest.mark.gpu
 def test_the_papers_side_takes_no_more_memory_than_is_said():
-    """Maps of 32,768 tokens of an 8B model's layer; training on eight of them, twice alike."""
+    """Maps of 32,768 tokens for a layer of an 8B model; training on eight maps, twice with equal results."""
     q, k = (torch.randn(32768, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -181,9 +184,9 @@ def own(gamma: float) -> SharePrefill:
 
 
 def head(alone: float, shared: float | None = None):
-    """A curve: error just below 0.1 at γ ``alone`` by itself and at ``shared`` as a member, where None is a pivot.
+    """An error curve: just below 0.1 at γ ``alone`` without a cluster and at ``shared`` as a member; None is a pivot.
 
-    Density is γ, and as a member half of it.
+    The density is γ, and half of it as a member.
     """
 
     def curve(method: Method) -> HeadResult:
@@ -201,11 +204,11 @@ def test_survey_asks_each_head_by_itself_and_in_its_cluster():
     clusters = (0, 0, 0, NOISE, 1, 1)
     choices = survey_layer(judge, BOUND, LADDER, clusters)
     assert [options.alone for options in choices] == [own(0.8), own(0.7), own(0.5), own(0.5), Dense(), own(0.3)]
-    members = [own(0.8), own(0.9), own(0.99), None, own(0.8), None]  # the last keeps less by itself
+    members = [own(0.8), own(0.9), own(0.99), None, own(0.8), None]  # the last head keeps less without its cluster
     expected = [method and replace(method, cluster=number) for method, number in zip(members, clusters, strict=True)]
     assert [options.shared for options in choices] == expected
     assert [options.saved for options in choices] == pytest.approx([-0.2, 0.7 - 0.45, 0.5 - 0.495, 0, 0.6, 0])
-    # Nobody is ever judged in another's cluster, and a member's cluster is judged with all of its members.
+    # No head is judged in another cluster, and a member is judged together with its whole cluster.
     assert {tuple(method.cluster for method in methods) for methods in judge.passes} == {clusters, (NOISE,) * 6}
     assert len(judge.passes) <= 2 * most_passes(len(LADDER))
     without = FakeJudge(head(0.8), head(0.7))
@@ -218,7 +221,7 @@ def choice(cluster: int, saved: float | None = None) -> SharingOptions:
 
 
 def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
-    """Over all layers; and where nobody would be left to share with."""
+    """Costs and savings are summed over all layers. A cluster is also dissolved if no head is left to share with."""
     pays = [choice(0, -0.5), choice(0, 0.3)], [choice(0, 0.3)]
     costs = [choice(1, -0.5), choice(1, 0.3)], [choice(1, 0.1)]
     alone = [choice(2, 0.3), choice(2)], [choice(2)]
@@ -228,7 +231,8 @@ def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
 
 
 def sharing_job(folder: Path, **changes: object) -> Job:
-    """Heads that a pattern fits and no lines; all of them in one cluster, as an earlier run left it."""
+    """Heads whose attention fits a block pattern but no lines, all in the same cluster, as if left by an earlier
+    run."""
     fields = {"num_tokens": 1300, "seed": 1, "capturer": TopicCapturer(), "served": Served(512, 512)} | changes
     write_json(folder / "clusters-1000.json", [[0] * HEADS] * LAYERS)
     return make_job(folder, **fields)
@@ -240,7 +244,8 @@ def searched(job: Job, bound: Bound = BOUND) -> Profile:
 
 @pytest.mark.full
 def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
-    """Layer after layer it keeps what it says, and every head holds the bound; without captures it is made again."""
+    """The judged figures match the profile layer by layer, every head holds the bound, and the profile can be rebuilt
+    without captures."""
     job = sharing_job(tmp_path / "work")
     profile = searched(job)
     provenance = profile.provenance
@@ -249,11 +254,11 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
     members = [[isinstance(method, SharePrefill) and method.cluster == 0 for method in layer] for layer in methods]
     assert members == [[True] * (HEADS - 1) + [False]] * LAYERS
     density, error, p99 = (provenance.figures.rows(name, profile.model) for name in ("density", "error", "p99_error"))
-    assert density[0][0] == 1  # the pivot, whose pattern the second layer takes too
+    assert density[0][0] == 1  # the pivot, whose pattern the second layer also uses
     assert max(density[0][1:3] + density[1][:3]) < 0.5
     assert max(map(max, error)) <= 0.09
     assert max(map(max, p99)) <= 0.54
-    flow = LayerWalk(job, "prompts")  # without others: what the heads are to each other is all there is
+    flow = LayerWalk(job, "prompts")  # without others: only the relations between heads are used
     for layer, of_layer in enumerate(methods):
         flow.others = tuple(method for i, other in enumerate(methods) if i != layer for method in other)
         figures_of = flow._read().figures(of_layer)

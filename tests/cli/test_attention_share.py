@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's share of prefill: against measured first tokens, by hand, and for models that are not all attention."""
+"""Attention's share of prefill: against measured TTFT, by hand, and for models with layers without attention."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from vllm_sparse_backend.config.model_check import read_config
     ("num_tokens", "first_token_s", "attention_s", "best"), [(131_072, 10.3, 7.5, 3.7), (32_768, 1.21, 0.45, 1.6)]
 )
 def test_it_is_what_was_measured(num_tokens: int, first_token_s: float, attention_s: float, best: float) -> None:
-    """Stock vLLM 0.26 on an H100, an 8B model; and FlashAttention-3 alone, times 32 layers."""
+    """Measured with stock vLLM 0.26 on an H100 with an 8B model; and FlashAttention-3 alone, times 32 layers."""
     share = prefill_share(LLAMA_8B, num_tokens)
     assert share.sparse_s == pytest.approx(attention_s, rel=0.05)
     assert share.linear_s + share.sparse_s == pytest.approx(first_token_s, rel=0.06)
@@ -58,7 +58,7 @@ def test_of_experts_only_those_that_a_token_is_sent_to_count() -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_hybrids_count_the_weights_that_their_layers_have(name: str, tmp_path: Path) -> None:
-    """Against the matrices of transformers' model, which gets no memory."""
+    """Weights are compared with the matrices of transformers' model, created without memory."""
     transformers = pytest.importorskip("transformers")
     folder = make_folder(name, tmp_path / name, 65536, small=False)
     with torch.device("meta"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all commands have in common: help on one screen, models by name, options of one meaning, errors and Ctrl-C."""
+"""Properties of all commands: help on a single screen, models by name, options with the same meaning, errors and
+Ctrl-C."""
 
 import os
 import subprocess
@@ -40,7 +41,8 @@ def test_help_fits_a_screen_and_has_an_example(path: tuple[str, ...], option: st
 
 
 def test_an_option_takes_the_same_wherever_it_is() -> None:
-    """But for --level and --method, of which some commands take several; and all are at most 80."""
+    """Except --level and --method, which some commands accept several times. All commands together have at most 80
+    options."""
     types: dict[str, set[str]] = {}
     for _, command in COMMANDS:
         for param in command.params:
@@ -57,7 +59,7 @@ def test_the_module_is_the_command_and_says_its_version() -> None:
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The bundled model's snapshot in a hub cache of its own, which nothing can be fetched into."""
+    """The bundled model's snapshot in a separate hub cache, offline."""
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -83,7 +85,7 @@ def test_a_models_name_stands_for_its_files_in_the_local_cache() -> None:
 
 
 def test_profile_check_auto_is_what_a_server_does() -> None:
-    """It starts, with the default method, where no bundled profile fits."""
+    """The server starts with the default method if no bundled profile fits."""
     result = run("profile", "check", "auto", BUNDLED)
     assert result.exit_code == 0, result.output
     assert "method default (profile auto: no bundled profile is for LlamaForCausalLM" in result.output
@@ -143,7 +145,7 @@ def test_an_address_without_http_is_refused_with_the_right_one() -> None:
 
 
 def test_proxies_of_the_environment_are_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands speak to servers on loopback, which a proxy does not reach."""
+    """Commands connect to servers on loopback, which a proxy cannot reach."""
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
@@ -174,7 +176,7 @@ def test_prompts_longer_than_the_server_takes_are_refused_before_they_are_sent()
 
 
 def test_one_line_for_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a server that nobody keeps from ending: no traceback around it."""
+    """A server that ends with this error prints no traceback."""
     hooks = pytest.importorskip("vllm_sparse_backend.serving.hooks")
     ours, others = ConfigurationError("method: given 'sales', expected one of sale"), []
     for error in (ours, ValueError("x")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill doctor`: layers of fabricated models, and the exit code with its last line."""
+"""`sparse-prefill doctor`: layers of fabricated models, the exit code and the last line."""
 
 import subprocess
 import sys
@@ -66,7 +66,7 @@ def test_layers_of_different_kinds() -> None:
 )
 @pytest.mark.parametrize("numbered", [False, True])
 def test_hybrids_whose_config_names_the_kinds_of_layers_in_other_ways(kinds: dict[str, Any], numbered: bool) -> None:
-    """Nemotron-H's config has no number of layers; it is the number of kinds."""
+    """Nemotron-H's config has no number of layers; it follows from the number of kinds."""
     config = LLAMA | kinds if numbered else {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"} | kinds
     shape = ModelShape.from_config(config)
     assert shape.num_layers == 6
@@ -86,7 +86,7 @@ def test_nemotron_h_as_transformers_writes_it(tmp_path: Path) -> None:
     "fields", [{"per_layer_config": {"5": {"head_dim": 512}}}, {"global_head_dim": 512}], ids=["by layer", "by kind"]
 )
 def test_layers_with_a_head_dim_of_their_own(fields: dict[str, Any]) -> None:
-    """Gemma 4's: windows at head_dim 256, and full attention at 512."""
+    """Gemma 4 has windows at head_dim 256, and full attention at 512."""
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = LLAMA | {"layer_types": kinds, "sliding_window": 512, "head_dim": 256, **fields}
     assert layer_reasons(config) == [Fallback.SLIDING_WINDOW] * 5 + [Fallback.HEAD_SIZE]
@@ -101,7 +101,8 @@ def test_gemma_4s_own_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_an_architecture_fixes_without_saying_so(tmp_path: Path) -> None:
-    """Gemma 3 alternates five windows and one full layer even where its config.json lists no kinds."""
+    """Gemma 3 alternates five layers with windows and one with full attention, even if its config.json lists no
+    kinds."""
     pytest.importorskip("transformers")
     gemma = LLAMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 12}
     reasons = layer_reasons(read_config(model_folder(tmp_path, gemma)))
@@ -118,7 +119,7 @@ def _defaults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("_defaults")
 def test_the_whole_models_architecture_goes_before_its_text_parts(tmp_path: Path) -> None:
-    """transformers fills in that a text part names none."""
+    """transformers sets the architectures of an unnamed text part to None."""
     names = ["LlavaForConditionalGeneration"]
     text = LLAMA | {"architectures": None}
     config = read_config(model_folder(tmp_path, {"architectures": names, "model_type": "llava", "text_config": text}))
@@ -197,7 +198,7 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_can_be_won_at_all(tmp_path: Path) -> None:
-    """Figures of an 8B model: tests/test_attention_share.py."""
+    """Figures of an 8B model, as in tests/test_attention_share.py."""
     folder = model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": 131072})
     (finding,) = doctor.best_speedups(folder)
     assert finding.text == "40% of 32,768 tokens: 1.7×; 73% of 131,072 tokens: 3.7×; 96% of 1,048,576 tokens: 22.3×"
@@ -325,7 +326,7 @@ def test_here(changes: dict[str, Any], code: int, last: str, layers: str, tmp_pa
 
 
 def test_its_first_lines_wait_for_no_large_package() -> None:
-    """Versions come before torch, transformers and vLLM are imported, which takes up to half a minute."""
+    """Versions are printed before torch, transformers and vLLM are imported, which takes up to half a minute."""
     program = """
 import sys
 from vllm_sparse_backend.cli import app, doctor
@@ -344,7 +345,7 @@ app(["doctor"])
 
 @pytest.mark.usefixtures("_vllm")
 def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on a GPU that vLLM has no FlashAttention for."""
+    """A GPU on which vLLM has no FlashAttention."""
     from vllm_sparse_backend.serving import compat
 
     monkeypatch.setattr(compat, "IS_CPU", False)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output files of all commands: on a full disk, in a missing folder, where nothing can be written.
+"""Output files of all commands: on a full disk, in a missing folder, and in unwritable places.
 
-Tests run as root too, for whom no mode forbids anything: a path below a file and /proc stand for unwritable places. A
-limit on the size of files stands for a full disk: the kernel refuses the same writes, and nobody needs rights for it.
+Tests also run as root, for whom file modes forbid nothing, so a path below a file and /proc stand for unwritable
+places. A limit on the size of files stands for a full disk: the kernel refuses the same writes, and no privileges are
+needed.
 """
 
 import json
@@ -39,7 +40,7 @@ FILES: dict[str, tuple[object, ...]] = {
     "best --out": ("profile", "best", BUNDLED, "--out"),
     "calibrate --out": (*CALIBRATE, "--out"),
 }
-"""Commands up to their output's path, by the command's name and the option's."""
+"""Commands up to the path of their output, by the names of the command and the option."""
 
 NO_OUTPUTS = {"settings", "model", "url", "text", "prompts", "held_out", "file", "profile"}
 """Paths and texts that commands read."""
@@ -51,7 +52,7 @@ def run(*words: object) -> Result:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty but for what commands read; the current one."""
+    """The current folder, with only the files that commands read."""
     (tmp_path / "patterns.json").write_text(json.dumps(PATTERNS))
     model_folder(tmp_path / "model", LLAMA_8B | SHAPE)
     monkeypatch.chdir(tmp_path)
@@ -59,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def assert_refused(result: Result, folder: Path) -> None:
-    """In one line, with nothing left behind."""
+    """Check that the error is a single line and that no file is left behind."""
     assert result.exit_code == 1, result.output
     (line,) = result.output.splitlines()
     assert not isinstance(result.exception, OSError)
@@ -95,7 +96,7 @@ def test_the_table_has_every_output() -> None:
 
 def test_a_disk_that_fills_during_the_work_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").touch()
-    monkeypatch.setattr(common, "require_output_file", lambda *_: None)  # there was room when it was checked
+    monkeypatch.setattr(common, "require_output_file", lambda *_: None)  # there was space at the time of the check
     for check in ("packages", "device", "registration", "attention", "counters"):
         monkeypatch.setattr(doctor, check, lambda *_: iter([doctor.ok("a check", "x" * 2000)]))
     for command, path in ((("doctor", "--json"), "d.json"), (FILES["import out"], "p.yaml")):
@@ -129,14 +130,14 @@ def test_a_link_is_written_through(folder: Path) -> None:
 
 
 def test_other_errors_of_storage_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of temporary files, or of what libraries write."""
+    """Errors from temporary files, or from files that libraries write."""
     with pytest.raises(common.typer.Exit), common.failures():
         raise OSError(28, "No space left on device", "/tmp/server.log")
     assert capsys.readouterr().err == "/tmp/server.log: cannot be written: No space left on device\n"
 
 
 def test_there_is_one_way_to_write_a_file() -> None:
-    """``evaluation/output_files.py``; a server's log is no output."""
+    """All outputs go through ``evaluation/output_files.py``; a server's log is not an output."""
     writes = re.compile(r"\.write_(text|bytes)\(|open\([^)]*\"w|save_file\(")
     allowed = {"evaluation/output_files.py", "evaluation/vllm_server.py", "calibration/capture.py"}
     package = ROOT / "vllm_sparse_backend"

@@ -53,7 +53,7 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path) -> None:
-    """Of the file alone, and of what it would be for this model."""
+    """Faults of the file itself, and faults for this model."""
     path = tmp_path / "p.yaml"
     for wrong, says in (
         ("default: {method: a_shape, sink: 3}", "sink: unknown parameter of a_shape"),
@@ -83,7 +83,7 @@ def levelled(tmp_path: Path) -> Path:
 
 
 def rows(result: Result) -> list[list[str]]:
-    """The columns of each line, which two blanks part."""
+    """Return the columns of each line, separated by two blanks."""
     return [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()]
 
 
@@ -135,5 +135,5 @@ def test_schema_takes_what_a_server_takes(levelled: Path) -> None:
 
 
 def as_json(text: str) -> Any:
-    """With texts as keys."""
+    """Return the value with strings as keys."""
     return json.loads(json.dumps(strict_yaml.parse(text, "")))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``profile: auto``: which bundled profile a model gets, why, and what runs where there is none."""
+"""``profile: auto``: the bundled profile for a model, the reason, and the fallback if there is none."""
 
 import json
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_the_log_says_what_was_taken_and_the_default_runs_where_nothing_was() ->
     taken = "profile minference-qwen2-7b-instruct (auto: it was made for Qwen2-7B-Instruct; others that"
     assert plan.describe(Thresholds(0, 0))[0].startswith(f"sparse prefill with {taken}")
     assert plan.methods >= {make_method("vertical_slash", {"vertical_tokens": 3500, "slash_tokens": 100})}
-    plan = Plan.build(config, replace(QWEN, names=("tune",)))  # not the plan of the same shape by another name
+    plan = Plan.build(config, replace(QWEN, names=("tune",)))  # not the plan with the same shape and another name
     assert plan.methods == {make_method("default", {})}
     assert plan.source.startswith("method default (profile auto: tune has the shape of Qwen/Qwen2-7B-Instruct and of")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``auto`` stands for: the closest measurement, the most cautious of several, and what is said without one."""
+"""Resolution of ``auto``: the closest measurement, the most cautious of several, and the message without any."""
 
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,9 @@ def test_a_measurement_of_the_very_same() -> None:
         ([entry(1, method="dense"), entry(2)], 2),
         ([entry(1), entry(2, params={"sink_tokens": 64})], 1),
         ([entry(1, num_heads=64), entry(2)], 2),
-        # Equal parameters on other heads go before other parameters on equal heads.
+        # Equal parameters with other heads take precedence over other parameters with equal heads.
         ([entry(1, num_heads=64), entry(2, params={"sink_tokens": 64})], 1),
-        # Other parameters alone: of those that are as close, the most cautious.
+        # Only other parameters: the most cautious of the closest measurements.
         ([entry(5, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 5),
         ([entry(5, num_heads=64, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 2),
     ],
@@ -62,11 +62,11 @@ def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected:
     ("chunk", "busy", "min_query_tokens", "expected"),
     [
         (8192, 7000, "auto", 2048),
-        (2048, 2047, "auto", 2047),  # a single decode beside
+        (2048, 2047, "auto", 2047),  # next to a single decode
         (2048, 1025, "auto", 1792),
         (1800, 1800, "auto", 1800),
-        (1791, 1791, "auto", 2048),  # too small to have been measured: only told
-        (4096, 3841, 4096, 2048),  # of a profile that was made for larger steps
+        (1791, 1791, "auto", 2048),  # too small to have been measured: only reported
+        (4096, 3841, 4096, 2048),  # a profile that was made for larger steps
         (2048, 1025, 4096, 1792),
         (2048, 1025, 512, 512),
     ],
@@ -120,7 +120,7 @@ def test_numbers_that_are_set_need_no_measurement() -> None:
 
 
 def mixed(tmp_path: Path, default: str, head: str, **config: Any) -> SparsePrefillConfig:
-    """One head of one layer by another method than all others."""
+    """A single head of a layer uses another method than all other heads."""
     layers = {(1,): {"heads": {"3": {"method": head}}}}
     path = profile_file(tmp_path, default={"method": default}, layers=layers)
     return SparsePrefillConfig(profile=path, **config)
@@ -131,14 +131,14 @@ def test_several_methods_take_the_largest_of_theirs(tmp_path: Path) -> None:
     dense, sale = (Plan.build(mixed(tmp_path, "a_shape", head), SHAPE) for head in ("dense", "sale"))
     assert dense.thresholds(measured, CARD, ["flash"]) == Thresholds(9000, 900)
     assert sale.thresholds(measured, CARD, ["flash"]).min_tokens is None
-    # A dense head beside others needs no measurement; alone it does.
+    # A dense head next to other heads needs no measurement, but a dense method does.
     assert dense.thresholds(table(entry(9000, 700)), CARD, ["flash"]) == Thresholds(9000, 700)
     alone = resolved(table(), method="dense")
     assert (alone.min_tokens, len(alone.notes)) == (crossover_table.UNMEASURED_MIN_TOKENS, 1)
 
 
 def test_all_ranks_go_sparse_from_the_same_lengths_on(tmp_path: Path) -> None:
-    """Else a block that all levels share would be sparse in the heads of one rank and exact in those of another."""
+    """Otherwise a block that all levels share would be sparse in one rank's heads and exact in another's."""
     measured = table(entry(9000, 700), entry(4000, 900, method="sparge_attn"))
     config = mixed(tmp_path, "sparge_attn", "a_shape")
     ranks = [Plan.build(config, SHAPE, rank, 4) for rank in range(4)]
@@ -159,7 +159,7 @@ def test_layers_with_different_engines_take_the_strictest() -> None:
 
 
 def test_resolved_settings_have_the_thresholds_of_every_engine(tmp_path: Path) -> None:
-    """Also of engines that were not measured, whose notes name them, and of engines that nobody knows."""
+    """Including engines without measurements, which the notes name, and unknown engines."""
     path = tmp_path / "crossover.json"
     path.write_text(written(entry(9000, 700), entry(20000, 100, engine="portable"), entry(3000, 300, engine="newer")))
     config = {"method": "a_shape", "crossover": str(path)}
@@ -189,7 +189,7 @@ def test_the_configuration_goes_before_the_profile(profile: Any, config: Any, ex
     ("content", "expected"),
     [
         ('{"format": 2, "entries": []}', "format: given 2, expected 1"),
-        ("root:x:0:0:root", "table.json: not JSON: expected value at line 1 column 1"),  # and nothing of what it is
+        ("root:x:0:0:root", "table.json: not JSON: expected value at line 1 column 1"),  # without its content
         (written(entry(-1)), "0.min_tokens: given -1, expected greater than or equal to 0"),
         (written(entry(1, params={"sink": 3})), "sink: unknown parameter of a_shape"),
     ],
@@ -203,7 +203,8 @@ def test_a_table_that_is_none_is_an_error_that_names_it(content: str, expected: 
 
 
 def test_what_a_profile_says_of_its_own_heads_goes_before_the_table(tmp_path: Path) -> None:
-    """On the device and the engines that it was measured with; a number that the operator sets goes before both."""
+    """This applies to the device and engines of the measurement. A number set by the operator takes precedence over
+    both."""
     measured = {
         "device": CARD,
         "engines": ["hopper"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each reason is found by its own property alone, and says to people what it means."""
+"""Each reason follows from a single property, and its message explains it to people."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.helpers.row_fallbacks import ROW_FALLBACKS
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 
 FITTING = {"head_dim": 128, "dtype": "bfloat16"}
-# What makes each of the reasons that a layer's properties can give.
+# Properties that cause each reason.
 PROPERTIES = {
     Fallback.NOT_DECODER: {"attn_type": "encoder_only"},
     Fallback.MLA: {"is_mla": True},

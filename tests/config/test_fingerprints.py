@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of plans: what computes other keys and values has another one, so that no store hands out the wrong."""
+"""Fingerprints of plans: plans that compute different keys and values have different fingerprints, so no store confuses
+them."""
 
 import itertools
 import typing
@@ -21,7 +22,7 @@ from vllm_sparse_kernels.methods.base import Method
 
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64)
 CANDIDATES = (True, False, -8.0, 0.03, 0.3, 0.7, 0.999, 2.0, 1, 2, 3, 16, 32, 64, 128, 256, 320, 1024, 4096, None)
-"""Values that one field or another may have."""
+"""Values that various fields may have."""
 
 FIELDS = [
     (name, parameter.name) for name, spec in METHODS.items() for parameter in fields(spec.parameters) if parameter.init
@@ -29,7 +30,7 @@ FIELDS = [
 
 
 def changed(method: Method, name: str, field: str) -> Iterator[Method]:
-    """The method with other values of a field, as far as it takes any."""
+    """Return the method with other values of a field, as far as the field accepts them."""
     hint = typing.get_type_hints(type(method))[field]
     texts = [value for part in (hint, *typing.get_args(hint)) for value in typing.get_args(part)]
     for value in (*CANDIDATES, *(text for text in texts if isinstance(text, str))):
@@ -43,7 +44,7 @@ def changed(method: Method, name: str, field: str) -> Iterator[Method]:
 
 
 def plan_of(heads: Sequence[Sequence[Method]]) -> Plan:
-    """A plan of these heads' methods, layer by layer."""
+    """Return a plan with these methods for its heads, layer by layer."""
     plan = Plan.build(SparsePrefillConfig(method="dense", min_tokens=128, min_query_tokens=1), SHAPE)
     counts = Counter(method.sharing for method in itertools.chain.from_iterable(heads))
     return replace(plan, layers=tuple(group_heads(layer, counts) for layer in heads))
@@ -51,7 +52,7 @@ def plan_of(heads: Sequence[Sequence[Method]]) -> Plan:
 
 @pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_any_field_of_any_head_makes_another(name: str, field: str) -> None:
-    """Of a head alone, and of one that is merged with others, whose numbers differ from its own."""
+    """For a single head, and for a head that is merged with others and has different numbers."""
     default = make_method(name, {})
     others = [next(changed(default, name, parameter.name), default) for parameter in fields(default) if parameter.init]
     variants = list(itertools.islice(changed(default, name, field), 3))
@@ -62,7 +63,7 @@ def test_any_field_of_any_head_makes_another(name: str, field: str) -> None:
         heads = [list(methods) for methods in alike]
         heads[layer][head] = variant
         plans.append(plan_of(heads))
-    # A head whose cluster has no other member runs the same whatever that cluster's number is.
+    # The number of a cluster with a single member does not matter.
     computed = {tuple(tuple(methods_by_head(groups)) for groups in plan.layers if groups) for plan in plans}
     assert len({fingerprint(plan) for plan in plans}) == len(computed) > 4
 
@@ -80,7 +81,8 @@ def test_what_auto_stands_for_makes_another() -> None:
 
 
 def scaled(method: Method, name: str) -> Method:
-    """The method with every number changed in which heads that are selected together may differ; else with all."""
+    """Return the method with every number changed that may differ between heads selected together; otherwise all
+    numbers."""
     names = getattr(method, "differing", None) or [parameter.name for parameter in fields(method) if parameter.init]
     for field in names:
         method = next(changed(method, name, field), method)

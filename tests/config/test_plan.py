@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: every head of a rank in one group, heads of a profile dealt out to ranks, and what goes before what."""
+"""The plan: every head of a rank in a single group, a profile's heads divided among ranks, and precedence."""
 
 import json
 from collections.abc import Callable
@@ -100,7 +100,7 @@ def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) 
 
 
 def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -> None:
-    """Also where the others are in layers that run dense. Numbers of clusters stay the profile's."""
+    """Also if the other members are in dense layers. Cluster numbers stay those of the profile."""
     layers = {
         (0,): LayerProfile(heads={(0, 4, 5): share(0), (1,): share(1), (2, 6): share(2), (3,): share(3)}),
         (1,): LayerProfile(heads={(0,): share(1), (7,): share(2)}),
@@ -115,7 +115,7 @@ def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -
     assert clusters_of(whole, 2) == (-1, -1, -1, 3, -1, -1, -1, -1)
 
 
-# What goes before what, and what is said of it
+# Precedence and its messages
 
 
 def test_dense_layers_of_configuration_and_profile_add_up(write: Write) -> None:
@@ -127,7 +127,7 @@ def test_dense_layers_of_configuration_and_profile_add_up(write: Write) -> None:
 
 
 def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
-    """Other processes get what the first one read: a file that changed or is gone since makes no difference."""
+    """Other processes get the content that the first process read, even if the file has changed or is gone."""
     path, table = Path(write()), tmp_path / "crossover.json"
     table.write_text('{"format": 1, "entries": []}')
     additional_config = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles: what a file says, and what is refused and in which words."""
+"""Profiles: content, refusals and error messages."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def test_ranges_are_refused(text: object) -> None:
         parse_ranges(text)
 
 
-# What a profile says
+# Content
 
 
 def test_head_goes_before_layer_before_profile() -> None:
@@ -91,7 +91,7 @@ def test_unknown_profile_names_the_bundled_ones(tmp_path: Path) -> None:
             load_profile(missing)
 
 
-# What is refused
+# Refusals
 
 
 def test_all_wrong_fields_are_named_at_once() -> None:
@@ -158,7 +158,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_profile(path)
 
 
-# Whom it fits
+# Matching models
 
 
 OTHER = {"rope_theta": 5e5, "architecture": "Qwen3ForCausalLM", "num_layers": 7, "num_heads": 4, "head_dim": 128}
@@ -167,7 +167,7 @@ OTHER = {"rope_theta": 5e5, "architecture": "Qwen3ForCausalLM", "num_layers": 7,
 @pytest.mark.parametrize(("field", "other"), OTHER.items())
 def test_other_model_is_refused_naming_both_shapes(field: str, other: Any) -> None:
     profile = parse_profile(HEADER.replace("head_dim: 64", "head_dim: 64, rope_theta: 10000"), "mine.yaml")
-    profile.check_model(SHAPE)  # of which rope_theta is not known
+    profile.check_model(SHAPE)  # whose rope_theta is unknown
     shape = ModelShape(**(vars(SHAPE) | {field: other}))
     with pytest.raises(ConfigurationError, match=r"^mine\.yaml: ") as caught:
         profile.check_model(shape, "mine.yaml")
@@ -209,7 +209,7 @@ def test_model_config_that_says_too_little(tmp_path: Path) -> None:
         ModelShape.from_folder(tmp_path)
 
 
-# Written and read again
+# Writing and reading back
 
 
 @pytest.mark.parametrize("name", [None, *bundled_profiles()])
@@ -227,15 +227,15 @@ ODD = Profile.model_validate({
     "dense_layers": [1, 5],
     "default": make_method("vertical_slash", {"slash_tokens": 7}),
     "layers": {(0, 2, 4): {"default": make_method("dense", {}), "heads": {(0, 7): make_method("a_shape", {})}}},
-    # Such a hash is a number to YAML.
+    # YAML reads such a hash as a number.
     "provenance": {"bounds": {"": -1e300, "a\nb": 1e-9}, "device": "~", "prompts_sha256": f"{'1' * 20}e{'1' * 43}"},
 })  # fmt: skip
-"""What bundled profiles have none of."""
+"""A profile with values that no bundled profile has."""
 
 
 @pytest.mark.full
 def test_every_character_of_a_text_is_kept() -> None:
-    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]  # all but halves of pairs
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]  # all except halves of pairs
     texts = ["".join(c for c in characters if c.isprintable() == printable) for printable in (True, False)]
     for given_text in (*texts, *(f"a{c} {c}" for c in "\n\r\t\x85\u2028\u2029\ufeff\x00\x7f")):
         assert strict_yaml.parse(strict_yaml.dump({"text": given_text}), "") == {"text": given_text}
@@ -280,7 +280,7 @@ def test_levels() -> None:
         fast.at_level("high")
     text = LEVELS.replace("level: fast", "level: a_shape")
     named = parse_profile(text.replace("  high:", "  own-2:\n    default: {method: sale}\n  high:"), "")
-    assert named.level_names == ("exact", "high", "a_shape", "own-2")  # bounds first, then the profile's own order
+    assert named.level_names == ("exact", "high", "a_shape", "own-2")  # bounds first, then in the order of the profile
     assert named.at_level("own-2").default == make_method("sale", {})
     for variant in (profile, fast, high, exact, named):
         again = parse_profile(variant.to_yaml(), "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask for, and the mark that goes along with it."""
+"""Levels that a request may choose, and the mark that travels with the request."""
 
 import json
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ SALTED = Mark("exact", None, Salt("salt", 256))
 
 
 def marked(choices: Choices, extra_args: Mapping[str, Any] | None) -> Mark:
-    """The mark of a request with these ``extra_args``."""
+    """Return the mark of a request with these ``extra_args``."""
     return choices.mark(choices.level_of(extra_args))
 
 
@@ -54,7 +54,7 @@ def config(tmp_path: Path) -> SparsePrefillConfig:
     ],
 )  # fmt: skip
 def test_values_and_the_levels_that_they_name(value: object, level: str) -> None:
-    """The level that the server has anyway is no other than its own: both read the same cache."""
+    """The name of the server's default level gives the same cache as the default itself."""
     salt = {"exact": Salt("exact", 256), "fast": Salt("fast", 256)}.get(level)
     assert marked(CHOICES, {"sparse_prefill": value, "other": 3}) == Mark(level, None, salt)
 
@@ -79,7 +79,7 @@ def test_a_key_that_looks_like_ours_is_no_key_to_ignore(key: str) -> None:
 
 
 class TestShares:
-    """A number between 0 and 1 is p for the heads that choose by mass."""
+    """A number between 0 and 1 sets p for the heads that choose by mass."""
 
     def test_each_has_blocks_of_its_own(self) -> None:
         marks = [marked(BY_MASS, {"sparse_prefill": share}) for share in (0.5, 0.97, 0.975)]
@@ -170,7 +170,7 @@ class TestPolicy:
     [None, {}, {"other": 1}, {MARK: ["fast", None, None, 0]}, {"other": 1, MARK: "forged", "sparse_prefill": 0}],
 )
 def test_a_mark_goes_along_with_other_arguments(extra_args: Mapping[str, Any] | None) -> None:
-    """And takes the place of what was asked for, and of one that somebody sent."""
+    """The mark replaces the request's level and any mark that a client sent."""
     others = {key: value for key, value in (extra_args or {}).items() if key == "other"}
     salted = Mark(salt=Salt("own", 256))
     for mark in SALTED, salted, Mark("p", 0.97, Salt("p=0.97", 0)), Mark("fast"), Mark("größer"), Mark():
@@ -181,7 +181,7 @@ def test_a_mark_goes_along_with_other_arguments(extra_args: Mapping[str, Any] | 
 
 
 def test_a_mark_cannot_come_from_json() -> None:
-    """Clients send JSON, and a front process that is not ours passes on what they send."""
+    """Clients send JSON, and front processes without this plugin forward its content unchanged."""
     for mark in SALTED, Mark("fast"), Mark():
         (level, *others) = mark.write(None)[MARK]
         with pytest.raises(TypeError, match="bytes is not JSON serializable"):

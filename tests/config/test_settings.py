@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator may write, and what they are told when it is wrong."""
+"""Settings that an operator may write, and the errors for wrong settings."""
 
 from typing import Any
 

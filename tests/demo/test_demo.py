@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's parts that need no server: its parameters, its model, and its refusals."""
+"""Parts of the demo that need no server: its parameters, its model, and its refusals."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server that does not start leaves to read: its log's end, and the engine's own error from further up."""
+"""Errors of a server that does not start: the end of its log, and the engine's error from further up."""
 
 import json
 import socket
@@ -48,7 +48,7 @@ def test_the_root_cause_is_the_engines_first_exception(line: str) -> None:
 
 
 def start(log: str, tmp_path: Path) -> ServerError:
-    """A process in the place of vLLM's, which writes ``log`` and ends."""
+    """Stands in for vLLM's process: writes ``log`` and ends."""
     (tmp_path / "says").write_text(log)
     server = Server(tmp_path)
     server.command = [sys.executable, "-c", f"print(open({str(tmp_path / 'says')!r}).read(), end=''); exit(3)", "serve"]
@@ -59,7 +59,7 @@ def start(log: str, tmp_path: Path) -> ServerError:
 
 def test_the_message_ends_with_the_engines_own_error(tmp_path: Path) -> None:
     said = str(start(LOG + ENDS, tmp_path))
-    assert said.count(RAISED) == 1  # the log's end does not hold it
+    assert said.count(RAISED) == 1  # the end of the log does not contain the error
     assert said.endswith(f"{ENDS}The engine's own error: {RAISED}")
 
 
@@ -68,7 +68,7 @@ def test_a_reserved_port_is_nobody_elses_but_the_servers() -> None:
     ports = {port.getsockname()[1] for port in held}
     assert len(ports) == len(held)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(held[0].getsockname())  # it does not say that it would share
+        other.bind(held[0].getsockname())  # without sharing the port
     for port in held[:3]:
         address = port.getsockname()
         with socket.create_server(address) as server, socket.create_connection(address) as client:  # as vLLM listens
@@ -102,7 +102,7 @@ def test_a_cache_that_is_asked_for_is_not_overruled(
 
 
 def test_a_server_that_is_killed_does_not_delay_its_stop(tmp_path: Path) -> None:
-    """A program that ignores SIGTERM, as a server does while it starts."""
+    """The program ignores SIGTERM, like a server that is starting."""
     server = Server(tmp_path)
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
@@ -115,4 +115,4 @@ def test_a_server_that_is_killed_does_not_delay_its_stop(tmp_path: Path) -> None
     began = time.monotonic()
     server.stop()
     assert time.monotonic() - began < 10
-    server.kill()  # a stopped server has nothing to kill
+    server.kill()  # a stopped server has no processes left

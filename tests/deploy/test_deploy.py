@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deploy/ holds, by the tools that read such files: and that it names only what there is."""
+"""The files of deploy/ pass the tools that read them, and refer only to existing names."""
 
 import json
 import re
@@ -110,7 +110,7 @@ def test_dashboard() -> None:
 
 
 def _has(query: str, label: str) -> bool:
-    """Whether an expression that sums nothing keeps a label of its metric."""
+    """Return whether an expression that sums nothing keeps a label of its metric."""
     metrics = promql.METRIC.findall(query)
     return " by (" not in query and all(label in (*SAMPLES[metric].all_labels, "instance") for metric in metrics)
 
@@ -171,14 +171,14 @@ def test_nothing_in_a_container_may_be_written_but_what_is_mounted() -> None:
 
 
 class PairFile(NamedTuple):
-    """What a recipe for a disaggregated pair starts, by role: prefill, decode, proxy."""
+    """The servers that a recipe for a disaggregated pair starts, by role: prefill, decode, proxy."""
 
     entrypoints: dict[str, list[str]]
-    """Programs that replace the image's."""
+    """Programs that replace the image's entry point."""
     args: dict[str, list[str]]
     env: dict[str, dict[str, object]]
     ports: dict[str, str]
-    """Where a role listens, by the name under which others reach it: HOST:PORT."""
+    """Address of each role, by the name that other roles use: HOST:PORT."""
 
 
 def pair_of_compose() -> PairFile:
@@ -227,23 +227,23 @@ def option(args: list[str], name: str) -> str:
 def test_a_disaggregated_pair_fits_together(read: Callable[[], PairFile]) -> None:
     pair = read()
     assert pair.args.keys() == {"prefill", "decode", "proxy"}
-    # The prefill server is this image's own program, and the decode server is stock vLLM.
+    # The prefill server runs the image's default program, and the decode server runs stock vLLM.
     assert pair.entrypoints.keys() == {"decode", "proxy"}
     load_config(json.loads(option(pair.args["prefill"], "--additional-config")))
     assert pair.entrypoints["decode"] == ["vllm", "serve"]
     assert pair.env["decode"]["VLLM_PLUGINS"] == "none"
     assert "--additional-config" not in pair.args["decode"]
-    # One block size and one served name; the handshake would refuse the backend's other name.
+    # The block size and served name must match; the handshake would refuse another backend name.
     for name in ("--block-size", "--served-model-name"):
         assert option(pair.args["prefill"], name) == option(pair.args["decode"], name), name
     for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
         transfer = json.loads(option(pair.args[role], "--kv-transfer-config"))
         assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", kv_role)
         assert transfer["kv_connector_extra_config"] == {"enforce_handshake_compat": False}
-        # vLLM's default, localhost, is another machine for the other server.
+        # vLLM's default, localhost, would be a different machine for the other server.
         own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
         assert pair.env[role]["VLLM_NIXL_SIDE_CHANNEL_HOST"] in (role, own_address)
-    # The proxy is in the image, and reaches both by their services.
+    # The proxy is in the image, and connects to both servers by their services.
     interpreter, program = pair.entrypoints["proxy"]
     copied = re.findall(r"deploy/(\S+\.\w+)", (DEPLOY / "Dockerfile").read_text())
     assert (interpreter, Path(program).parent) == ("python3", Path("/opt/sparse-prefill"))

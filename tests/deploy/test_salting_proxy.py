@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy before a stock decode server, as a process of its own, against servers that say what they were sent."""
+"""The proxy in front of a stock decode server, as a separate process, against servers that return the requests they
+receive."""
 
 import http.client
 import json
@@ -21,12 +22,12 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Decode(BaseHTTPRequestHandler):
-    """A decode server: answers with what it was sent; streams where it is asked for a stream."""
+    """A decode server that returns the request, streamed if requested."""
 
     protocol_version = "HTTP/1.1"
     release = threading.Event()
     waits, aborted = threading.Event(), threading.Event()
-    """Whether a slow request waits, and whether the proxy closed its connection."""
+    """Whether a slow request is waiting, and whether the proxy closed its connection."""
 
     def do_GET(self) -> None:
         self._answer(200, json.dumps({"path": self.path}).encode())
@@ -162,7 +163,7 @@ def test_other_requests_and_answers_pass_as_they_are(url: str) -> None:
 
 
 def test_a_stream_is_passed_on_part_by_part(url: str) -> None:
-    """The first event comes before the second is made."""
+    """The first event arrives before the server sends the second."""
     Decode.release.clear()
     data = json.dumps({"stream": True}).encode()
     with DIRECT.open(urllib.request.Request(f"{url}/v1/completions", data), timeout=30) as answer:
@@ -180,7 +181,7 @@ def test_a_decode_server_that_does_not_answer() -> None:
 
 
 def go_while_it_waits(url: str, waits: threading.Event) -> None:
-    """Send a slow request, and close the connection once the server works on it."""
+    """Send a slow request, and close the connection when the server has started on it."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "slow"}).encode())
     assert waits.wait(30)
@@ -197,7 +198,8 @@ CHAT = "/v1/chat/completions"
 
 
 class Prefill(BaseHTTPRequestHandler):
-    """A prefill server: says where a prompt's keys and values are; the prompt may ask for another answer."""
+    """A prefill server that returns the location of a prompt's keys and values, or another answer that the prompt
+    selects."""
 
     protocol_version = "HTTP/1.1"
     bodies: ClassVar[list[tuple[str, dict[str, Any]]]] = []
@@ -252,7 +254,7 @@ def pair_url(decode: ThreadingHTTPServer, prefill: ThreadingHTTPServer) -> Itera
 
 
 def sent_to_prefill(url: str, body: dict[str, Any], path: str = "/v1/completions") -> tuple[dict[str, Any], Any]:
-    """What the prefill server got for this request, and what the decode server got."""
+    """Return the requests that the prefill server and the decode server received."""
     Prefill.bodies.clear()
     status, sent = post(url, body, path)
     assert status == 200
@@ -262,7 +264,7 @@ def sent_to_prefill(url: str, body: dict[str, Any], path: str = "/v1/completions
 
 
 class TestPair:
-    """With a prefill server too."""
+    """The proxy with a prefill server."""
 
     def test_the_prefill_server_computes_the_prompt_and_the_decode_server_fetches_it(self, pair_url: str) -> None:
         body = {"prompt": "a", "max_tokens": 9, "stop": ["x"], "min_tokens": 2, **asking("fast")}
@@ -284,7 +286,7 @@ class TestPair:
         assert decoded["sampling_params"] == body["sampling_params"]
 
     def test_streams(self, pair_url: str) -> None:
-        """Of the prefill server's answer nothing is streamed, and the decode server's comes part by part."""
+        """The prefill server's answer is not streamed; the decode server's answer arrives part by part."""
         Prefill.bodies.clear()
         Decode.release.clear()
         data = json.dumps({"stream": True, "stream_options": {"include_usage": True}}).encode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small random model in a folder, a Llama unless told, made with transformers; nothing is downloaded."""
+"""A small random model in a folder, by default a Llama, made with transformers; nothing is downloaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,8 @@ import torch
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Callable[..., Path]:
-    """Makes a model folder without a tokenizer; keyword arguments replace fields of its configuration."""
+    """Return a function that makes a model folder without a tokenizer; keyword arguments replace fields of its
+    configuration."""
     transformers = pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
 
     def make(name: str = "tiny", seed: int = 0, family: str = "Llama", **fields: object) -> Path:

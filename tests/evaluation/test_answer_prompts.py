@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that hold questions and their answers, the texts that they are made of, and their scores."""
+"""Prompts with questions and their answers, their source texts, and their scores."""
 
 import math
 import random
@@ -45,7 +45,7 @@ def test_answers_are_where_they_are_said_to_be(encode: Words) -> None:
 
 
 class Tokenizer(Endpoint):
-    """An endpoint that only tokenises; ``added`` goes before a text if special tokens are asked for."""
+    """An endpoint that only tokenizes; ``added`` precedes a text if special tokens are requested."""
 
     def __init__(self, added: list[int], root: str | None = None) -> None:
         super().__init__("x", "http://x", "m", root)
@@ -104,7 +104,7 @@ def test_the_standard_error_knows_that_a_prompts_answers_fall_together() -> None
     binomial = math.sqrt(0.75 * 0.25 / 24)
     assert standard_error([Share(18, 24)]) == pytest.approx(binomial)
     assert standard_error([Share(9, 12), Share(9, 12)]) == pytest.approx(binomial)
-    # Means of two prompts, 0.5 and 1: their deviation, 0.354, over the root of two.
+    # Means of two prompts, 0.5 and 1: their deviation is 0.354, divided by the root of two.
     assert standard_error([Share(6, 12), Share(12, 12)]) == pytest.approx(0.25)
     assert math.isnan(standard_error([]))
 

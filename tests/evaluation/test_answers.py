@@ -21,10 +21,10 @@ from vllm_sparse_backend.demo.model import BUNDLED
 
 
 class Stub(Api):
-    """A server whose model has ``rank(distance)`` for the last token of each answer, and likes all other tokens best.
+    """A server whose model ranks the last token of each answer at ``rank(distance)`` and all other tokens first.
 
-    ``fault`` of a request's number: "away", which it counts nothing of, "refuse", "missing" or "cut".
-    ``reason``: why its rows are dense.
+    ``fault`` returns the fault of a request by its number: "away", which leaves the counters unchanged, "refuse",
+    "missing" or "cut". ``reason`` is the reason for dense rows.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Stub(Api):
         self.reason = Fallback.TOO_SHORT
         self.encode = Words()
         self.perplexities = [2.0]
-        """Of the prompts in their order, over again."""
+        """Perplexities of the prompts in order, repeated."""
         self.root: Path | None = None
         self.prompts: list[list[int]] = []
         self.levels: list[object] = []
@@ -64,7 +64,7 @@ class Stub(Api):
         return logprobs
 
     def metrics(self) -> str:
-        """Of each prompt so far 100 causal pairs; a server that counts but keeps -1 ran nothing sparse."""
+        """Return counters with 100 causal pairs per prompt so far. If ``kept_of_100`` is -1, no row ran sparse."""
         if self.kept_of_100 is None:
             return ""
         dense = f'sparse_prefill_rows_total{{path="dense",reason="{self.reason}"}} {len(self.prompts)}\n'
@@ -73,7 +73,7 @@ class Stub(Api):
         return f"# TYPE sparse_prefill_rows counter\n{dense}{pairs}"
 
     def complete(self, body: dict) -> tuple[int, dict]:
-        """No two at a time, though many may wait."""
+        """Count concurrent requests, and answer them one at a time."""
         with self.lock:
             self.busy += 1
             self.most_busy = max(self.most_busy, self.busy)
@@ -106,7 +106,7 @@ LENGTHS = ("--lengths", "2000,6000", "--count", 2, "--facts", 12)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder, whose tokenizer names a first token that it does not add."""
+    """A folder of a model whose tokenizer names a first token but does not add it."""
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
     return tmp_path
 
@@ -151,7 +151,7 @@ def test_the_change_of_perplexity_is_told_with_its_standard_error_over_prompts(f
     for row in of_stock:
         assert row["perplexity_change"] is None
         assert row["perplexity_change_error"] is None
-    # Differences of nats, log 1.05 and log 1.1: their mean, and half of their distance.
+    # Differences of nats are log 1.05 and log 1.1: their mean, and half of the distance between them.
     ratio = math.sqrt(1.05 * 1.1)
     for row in of_ours:
         assert row["perplexity_change"] == pytest.approx(100 * (ratio - 1))
@@ -171,7 +171,7 @@ def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path
         result = run(*command)
         assert result.exit_code == 1
         assert said in result.output
-        assert "12 of 12" in result.output  # of the prompt that was answered
+        assert "12 of 12" in result.output  # only the prompt that was answered
         assert "24 of 24" in result.output
         figures = [name for name, *_ in of_answers(json.loads(out.read_text())["cases"])]
         assert all(", 6,000 tokens, " in name for name in figures)
@@ -195,22 +195,23 @@ def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path) -> None:
 
 
 def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
-    """The same prompts for all, one level after the other: else a server's counters would mix their densities."""
+    """Levels run one after the other with the same prompts, because a server's counters would otherwise mix their
+    densities."""
     stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1, kept_of_100=25), folder / "all.json"
-    ours.encode = stock.encode  # tokens have the same ids
+    ours.encode = stock.encode  # equal token ids
     with running(stock) as first, running(ours) as second:
         options = ("--url", first, "--label", "stock", "--url", second, "--label", "ours", *LENGTHS, "--json", out)
         levels = ("--level", "high", "--level", "0")
         result = run(*options, *levels)
         assert result.exit_code == 0, result.output
         number = len(stock.prompts)
-        assert stock.levels == [None] * number  # it has none
+        assert stock.levels == [None] * number  # a stock server has no levels
         assert ours.levels == ["high"] * number + [0] * number
         assert ours.prompts == 2 * stock.prompts
         cases = json.loads(out.read_text())["cases"]
         assert {case["label"] for case in cases} == {"stock", "ours high", "ours 0"}
         assert {c["density"] for c in cases if c["part"] == "density"} == {0.25}
-        assert run(*options, *levels, "--level", "fast").exit_code == 0  # only that is not there yet
+        assert run(*options, *levels, "--level", "fast").exit_code == 0  # only this level is missing
         assert ours.levels == ["high"] * number + [0] * number + ["fast"] * number
 
 

@@ -16,12 +16,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def captured(llama, prompt, tmp_path):
-    # Queries and keys of random weights are short: made longer, attention is far from uniform.
+    # Queries and keys of random weights are short; longer vectors make attention far from uniform.
     return capture(llama(initializer_range=0.3, head_dim=64), prompt, tmp_path / "capture", DEVICE)
 
 
 def test_single_queries_recall_what_a_mask_leaves_them(captured):
-    """A tile that keeps its own blocks alone: its first queries lose the most."""
+    """The first queries of a tile that keeps only its own blocks have the lowest recall."""
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 0, "local_tokens": 1}, dense_layers=(1,))
     (kept,) = measure_plans(
         captured, [PlanRequest(Plan.build(config, captured.shape), with_queries=True)], 333, DEVICE
@@ -32,7 +32,7 @@ def test_single_queries_recall_what_a_mask_leaves_them(captured):
     near = causal & (positions[:, None] // 128 == positions // 128)
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * captured.scales[0]
     recalls = (scores.masked_fill(~causal, -torch.inf).softmax(-1) * near).sum(-1).sort(1).values
-    # Of 333 queries the fourth is the last of a hundredth, the first that of a thousandth.
+    # Of 333 queries, a hundredth ends at the fourth, and a thousandth at the first.
     expected = torch.stack([recalls[:, 3], recalls[:, 0], recalls[:, 0]], 1)
     torch.testing.assert_close(torch.tensor(kept.lowest_recalls[0]), expected.cpu(), rtol=0, atol=1e-5)
     assert kept.lowest_recalls[1] == [[1.0] * 3] * 4
@@ -42,7 +42,7 @@ def test_single_queries_recall_what_a_mask_leaves_them(captured):
 
 
 def test_chunks_are_measured_as_rows_of_their_own(captured):
-    """Chunk by chunk, as the oracle sees one step with a row for each of them."""
+    """Chunks are compared with the oracle on a step that has a row for each of them."""
     params = {"vertical_tokens": 20, "slash_tokens": 30}
     plan = Plan.build(SparsePrefillConfig(method="vertical_slash", params=params), captured.shape)
     (kept,) = measure_plans(captured, [PlanRequest(plan)], 130, DEVICE).kept

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="capturing needs trans
 
 
 def attention_outputs(folder, token_ids: list[int]) -> list[torch.Tensor]:
-    """What each layer's output projection is given: [num_tokens, num_heads * head_dim]."""
+    """Return the input of each layer's output projection: [num_tokens, num_heads * head_dim]."""
     network = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     outputs: list[torch.Tensor] = []
     for layer in network.model.layers:
@@ -49,7 +49,7 @@ def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
     assert (tmp_path / "layer-000.safetensors").stat().st_mtime_ns == written
     (weights,) = folder.glob("*.safetensors")
     *kept, last = weights.read_bytes()
-    weights.write_bytes(bytes([*kept, last ^ 1]))  # as a model that was trained on
+    weights.write_bytes(bytes([*kept, last ^ 1]))  # as in a model that was trained on
     assert find_capture(folder, prompt, tmp_path) is None
     other = capture(folder, prompt[:100], tmp_path)
     assert (other.num_tokens, other.prompt_sha256) == (100, module.prompt_sha256(prompt[:100]))
@@ -67,7 +67,8 @@ def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
 
 
 def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
-    """Even if only some layers are such: what follows them would be captured of other hidden states."""
+    """A model is refused even if only some layers are of this kind, because later layers would get other hidden
+    states."""
     model = llama("sinks", family="GptOss", num_local_experts=2, pad_token_id=0)
     said = f"{model.name}: given layers with learnt sinks, expected plain attention"
     with pytest.raises(ConfigurationError, match=said):
@@ -93,7 +94,7 @@ def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
 
 
 def test_a_model_that_is_not_whole_is_an_error(llama, prompt, tmp_path):
-    """Without weights, with some of them, and with a tokenizer that is none or not there."""
+    """Weights are missing entirely or in part, or the tokenizer is missing or broken."""
     model = llama()
     (weights,) = model.glob("*.safetensors")
     for damage in (lambda: weights.write_bytes(weights.read_bytes()[:100]), weights.unlink):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How times are taken, on a clock that is driven by hand, and what FlashAttention is given."""
+"""Timing on a simulated clock, and the arguments of FlashAttention."""
 
 import sys
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from vllm_sparse_backend.evaluation.report import BenchError
 
 
 class Clock:
-    """Milliseconds that pass when something runs; the device's own include what it was told to wait."""
+    """A clock in milliseconds that advances when something runs. The device's time includes requested waits."""
 
     def __init__(self) -> None:
         self.ms = 0.0
@@ -62,15 +62,16 @@ def card():
 
 
 def test_device_time_is_that_of_the_spans_alone(card, clock):
-    """Summed by name over a pass, less the wait before it, what runs until the clock is steady, and new passes."""
+    """Times are summed by name over a pass. The wait before a pass, runs that stabilise the clock, and new passes do
+    not count."""
     passes = []
     dense = [("dense", clock.takes(40)), ("dense", clock.takes(30))]
     ours = [("select", clock.takes(1)), ("attend", clock.takes(9))]
     taken = card.spans_ms([dense, ours], lambda: passes.append(clock.takes(50)()), budget_s=0.0)
     times = {"dense": 70, "select": 1, "attend": 9}
     assert taken == {name: [pytest.approx(ms)] * MIN_PASSES for name, ms in times.items()}
-    assert clock.slept == (MIN_PASSES + 2) * 2  # two warm up; each contestant has its turn
-    # 70 ms reach the 60 that make a clock steady once, 10 ms six times; the first pass does not know that yet.
+    assert clock.slept == (MIN_PASSES + 2) * 2  # two warm-up passes; each contestant has a turn
+    # 70 ms reach the 60 ms of a stable clock at once, 10 ms after six runs; the first pass does not know this yet.
     assert len(passes) == 2 + (MIN_PASSES + 1) * (2 + 7)
 
 

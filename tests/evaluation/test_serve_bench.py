@@ -39,7 +39,7 @@ def log():
 
 @pytest.fixture
 def pair(log):
-    """Addresses of two stubs; ours is four times as fast."""
+    """Addresses of two stubs. Ours is four times as fast as stock."""
     with ExitStack() as stack:
 
         def start(**ours):
@@ -72,7 +72,7 @@ def test_running_servers_are_compared(pair, log, tmp_path):
         "vllm serve, a_shape: density of its sparse rows",
     } <= set(figures)
     assert all(case["density"] == 0.25 for case in cases.values())
-    # Asked in turn, ABBA, each the same prompts; no prompt twice; a cached prefix goes before its question.
+    # Servers get the same prompts in ABBA order, each prompt once; a cached prefix comes before its question.
     of_900 = [(name, tuple(prompt)) for name, prompt in log if len(prompt) == 900]
     assert [name for name, _ in of_900] == ["stock", "ours", "ours", "stock"] * 2 + ["stock", "ours"]
     assert all(count == 2 for count in Counter(prompt for _, prompt in of_900).values())
@@ -92,16 +92,16 @@ def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
         assert [case["density"] for case in cases[:3]] == [density] * 3
         assert all(case["ttft_speed_up"] > 1.3 for case in cases[:3])
         assert cases[-1]["density"] == pytest.approx(density)
-    # One prompt to all of them in turn, there and back; stock once, however many levels.
+    # Each prompt goes to all of them in turn, back and forth; stock gets it once for any number of levels.
     of_900 = [name for name, prompt in log if len(prompt) == 900]
     assert of_900 == ["stock", "half", "tenth", "tenth", "half", "stock", "stock", "half", "tenth"]
-    # A level's questions come after its own prefix: another level's is none of its own.
+    # A level's questions follow its own prefix, because it cannot use another level's.
     at = [i for i, (_, prompt) in enumerate(log) if len(prompt) == 320]
     assert all(log[i - 1] == (log[i][0], log[i][1][:300]) for i in at)
 
 
 def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, tmp_path, monkeypatch):
-    """Stand-ins for servers that count how many of them run at a time."""
+    """The servers are stand-ins that count how many of them run at a time."""
     up = []
 
     class OneServer:
@@ -153,7 +153,7 @@ def test_what_cannot_be_asked_is_said(options, said):
 
 
 def test_one_server_is_too_few_and_two_of_its_levels_are_enough(pair, tmp_path):
-    """The first level is the baseline, and tables call it by its name."""
+    """The first level is the baseline, and tables use its name."""
     _, ours = pair()
     for levels in ((), ("--level", "half")):
         result = run("--url", ours, *levels, "--lengths", "40")
@@ -177,7 +177,7 @@ def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
     assert result.exit_code == 1, result.output
     written = json.loads((tmp_path / "all.json").read_text())
     good, bad = (case for case in written["cases"] if case["part"] == "latency")
-    assert (good["failures"], bad["failures"]) == (0, 4)  # the one that warms up too
+    assert (good["failures"], bad["failures"]) == (0, 4)  # including the warm-up request
     assert good["ttft_speed_up"] > 1
     assert bad["ours_first_s"] is None
     assert "ttft_speed_up" not in bad
@@ -195,11 +195,11 @@ def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pa
     result = run("--url", stock, "--url", ours, "--level", "half", "--level", "third", "--lengths", "40")
     assert result.exit_code == 1
     assert "level 'third': answered 400: " in result.stderr
-    assert len(log) == 1  # which asked for the other level
+    assert len(log) == 1  # this request chose the other level
 
 
 def test_levels_find_nothing_that_another_level_left_in_the_cache(monkeypatch):
-    """Their first blocks are one another's, and each is asked the same prompts."""
+    """Each level gets the same prompts, with a first block that no other level used."""
     monkeypatch.setattr(Endpoint, "ask", lambda self, *_: None)
     for level in ("high", 0):
         extra = Endpoint("ours", "http://127.0.0.1:9", "m").at_level(level).extra
@@ -207,7 +207,8 @@ def test_levels_find_nothing_that_another_level_left_in_the_cache(monkeypatch):
 
 
 def test_first_and_later_tokens_are_the_servers(pair):
-    """Also where several come at a time: what a token takes is from the first to the last, by their number."""
+    """Also if several tokens arrive at a time: TPOT is the time from the first to the last token, divided by their
+    number."""
     for burst in (1, 4):
         _, ours = pair(token_s=0.02, burst=burst)
         answer = Endpoint.connect("ours", ours).ask([5] * 50, 9)
@@ -218,7 +219,8 @@ def test_first_and_later_tokens_are_the_servers(pair):
 
 
 def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
-    """As vLLM 0.33 sends them after a long prompt: what lies between them is the client's, not the server's."""
+    """vLLM 0.33 sends tokens in a burst after a long prompt. The time between them is the client's, not the
+    server's."""
     answer = TimedAnswer(0.5, 0.5 + 8e-6, 64, 8e-6)
     assert answer.token_s is None
     assert serve_bench.ServerResults([answer]).token_ms is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle against whole matrices in float64, and where recall and density are known beforehand."""
+"""The oracle against whole matrices in float64, and on cases with known recall and density."""
 
 import itertools
 
@@ -21,7 +21,8 @@ def quality(batch: Batch, index: SparseIndex) -> Quality:
 
 
 def shares(batch: Batch, index: SparseIndex) -> torch.Tensor:
-    """[num_heads, num_tokens] by definition: softmax of all causal scores of a row, and the index as one mask."""
+    """Return the recalled share by definition [num_heads, num_tokens]: the softmax of all causal scores of a row, and
+    the index as a mask."""
     rows, group, parts = batch.rows, batch.num_heads // batch.cache.num_kv_heads, []
     for row, (token, query_len) in enumerate(zip(rows.tokens, rows.query_lens, strict=True)):
         keys = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])[0].double()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured data: what it says of itself, held against exact attention."""
+"""The stated properties of structured data, against exact attention."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.helpers.structured import paged_batch, structured
 
 
 def probabilities(data, head):
-    """[query_len, seq_len] float64 of one head."""
+    """Return a head's probabilities: [query_len, seq_len] float64."""
     kv_head = head // (data.q.shape[1] // data.k.shape[1])
     scores = data.q[:, head].double() @ data.k[:, kv_head].double().T * data.scale
     causal = torch.ones_like(scores, dtype=torch.bool).tril_(data.context_len)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our savings in Triton's interpreter: the language is prepared once a launch, and afterwards is what it was."""
+"""Savings in Triton's interpreter: the language is prepared once per launch and restored afterwards."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_the_language_is_prepared_once_a_launch_and_put_back(monkeypatch: pytest
     numbers, totals = torch.tensor([1, 2, 3, 2**30], dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     _total_kernel[(8,)](numbers, totals, 8)
     assert totals.tolist() == [24] * 8  # 2**32 wraps around, as on a GPU
-    assert 1 <= len(prepared) <= 3  # for what the kernel, `_doubled` and `tl.sum` each name of the language
+    assert 1 <= len(prepared) <= 3  # for the language's names in the kernel, `_doubled` and `tl.sum`
     assert before.items() <= language().items()
     with pytest.raises(InterpreterError):
         _total_kernel[(8,)](numbers, totals, 5)

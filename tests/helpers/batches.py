@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random batches over a shuffled paged cache, and random indices over them: for tests and the lab.
 
-Caches are as vLLM lays them out, with shuffled pages whose unused places are poisoned with NaN.
+Caches have vLLM's layout, with shuffled pages. Unused places are poisoned with NaN.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ def shuffled_cache(
     generator: torch.Generator,
     layout: str = "NHD",
 ) -> tuple[PagedCache, torch.Tensor]:
-    """A cache with room for rows of these lengths, all NaN, and their block table.
+    """Return a cache with room for rows of these lengths, filled with NaN, and their block table.
 
-    Pages are dealt out in random order, with spare ones between. Keys and values are halves of one tensor, as in vLLM,
-    of physical ``layout``: NHD, HND, or an order of layers, blocks, heads, tokens and elements as vLLM names them, of
-    which they are the second of three layers.
+    Pages are assigned in random order, with spare pages between them. As in vLLM, keys and values are halves of a
+    tensor with the physical ``layout``: NHD, HND, or an order of layers, blocks, heads, tokens and elements in vLLM's
+    notation. In the latter case they are the second of three layers.
     """
     pages_needed = [ceil_div(seq_len, page_size) for seq_len in seq_lens]
     num_pages = sum(pages_needed) + 3
@@ -40,7 +40,7 @@ def shuffled_cache(
     storage = storage.permute([name.index(axis) for axis in "LBNHC"])[sizes["L"] // 2]
     keys, values = storage.split(head_dim, -1)
     order = torch.randperm(num_pages, generator=generator, device=device).int()
-    # One entry past each row's last page would be outside the cache: reading it is an error that shows.
+    # An entry past a row's last page points outside the cache, so reading it causes a visible error.
     block_table = torch.full((len(seq_lens), max(pages_needed) + 1), num_pages + 7, dtype=torch.int32, device=device)
     for row, pages in enumerate(order[: sum(pages_needed)].split(pages_needed)):
         block_table[row, : len(pages)] = pages
@@ -48,19 +48,19 @@ def shuffled_cache(
 
 
 def write_row(cache: PagedCache, block_table_row: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Put a row's keys and values [seq_len, num_kv_heads, head_dim] at its positions."""
+    """Write a row's keys and values [seq_len, num_kv_heads, head_dim] to the cache."""
     positions = torch.arange(len(k), device=k.device)
     slots = (block_table_row[positions // cache.page_size].long(), positions % cache.page_size)
     cache.keys[slots], cache.values[slots] = k, v
 
 
 class Placement(TypedDict, total=False):
-    """How a random batch lies in memory."""
+    """Memory layout of a random batch."""
 
     layout: str
-    """Of the cache, as ``shuffled_cache`` takes it; NHD unless given."""
+    """Layout of the cache, as in ``shuffled_cache``; NHD by default."""
     gap_tokens: int
-    """Tokens of q between rows, which are NaN; none unless given."""
+    """Tokens of q between rows, filled with NaN; 0 by default."""
 
 
 def random_batch(
@@ -74,7 +74,7 @@ def random_batch(
     seed: int = 0,
     **placement: Unpack[Placement],
 ) -> Batch:
-    """Rows of (context_len, query_len) with standard normal q, k, v. The cache is ``shuffled_cache``'s."""
+    """Return rows of (context_len, query_len) with standard normal q, k, v in a ``shuffled_cache``."""
     layout, gap_tokens = placement.get("layout", "NHD"), placement.get("gap_tokens", 0)
     generator = torch.Generator(device).manual_seed(seed)
     seq_lens = [c + n for c, n in lengths]
@@ -98,7 +98,7 @@ def random_batch(
 
 
 def on_device(batch: Batch, device: str) -> Batch:
-    """The same batch there: numbers that are drawn on the host are the same for every device."""
+    """Return the same batch on another device. Numbers drawn on the host are the same for every device."""
     rows, cache = batch.rows, batch.cache
     keys, values = side_by_side(cache.keys.to(device), cache.values.to(device), cache)
     moved = replace(rows, block_table=rows.block_table.to(device))
@@ -106,14 +106,14 @@ def on_device(batch: Batch, device: str) -> Batch:
 
 
 def widened(batch: Batch, dtype: torch.dtype = torch.float16) -> Batch:
-    """A batch in fp8 with the same elements, of the same scales, in another dtype."""
+    """Return an fp8 batch with the same elements and scales in another dtype."""
     cache = batch.cache
     keys, values = side_by_side(cache.keys.to(dtype), cache.values.to(dtype), cache)
     return replace(batch, q=batch.q.to(dtype), cache=replace(cache, keys=keys, values=values))
 
 
 def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) -> Batch:
-    """The same queries, keys and values over other pages."""
+    """Return the same queries, keys and values on other pages."""
     rows, cache = batch.rows, batch.cache
     lengths = list(zip(rows.context_lens, rows.query_lens, strict=True))
     other = random_batch(
@@ -129,9 +129,10 @@ def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) ->
 def random_index(
     batch: Batch, block_tokens: int, density: float, stripes: int = 0, seed: int = 0, share_group: bool = False
 ) -> SparseIndex:
-    """An index of random blocks, each kept with probability ``density``, and up to ``stripes`` random positions a tile.
+    """Return an index that keeps each block with probability ``density``, and up to ``stripes`` random positions per
+    tile.
 
-    With ``share_group`` the query heads of a kv head keep the same blocks.
+    With ``share_group``, the query heads of a kv head keep the same blocks.
     """
     rows, num_heads = batch.rows, batch.num_heads
     generator = torch.Generator(rows.device).manual_seed(seed)
@@ -155,7 +156,7 @@ def random_index(
 
 
 def in_fp8(batch: Batch, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0) -> Batch:
-    """The batch rounded to fp8, an element of which counts these scales. NaN stay where they are."""
+    """Return the batch rounded to fp8, whose elements are multiplied by these scales. NaN is preserved."""
 
     def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
         most = torch.finfo(FP8).max
@@ -170,7 +171,7 @@ def in_fp8(batch: Batch, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: fl
 
 
 def side_by_side(keys: torch.Tensor, values: torch.Tensor, like: PagedCache) -> tuple[torch.Tensor, ...]:
-    """Copies as halves of one tensor, as in vLLM, NHD or HND as another cache is."""
+    """Return copies as halves of a single tensor, as in vLLM, in the layout (NHD or HND) of another cache."""
     halves = torch.stack((keys, values), 3).flatten(3)
     if like.keys.stride(2) > like.keys.stride(1):
         halves = halves.transpose(1, 2).contiguous().transpose(1, 2)
@@ -178,7 +179,7 @@ def side_by_side(keys: torch.Tensor, values: torch.Tensor, like: PagedCache) -> 
 
 
 def assert_close(expected: Expected, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Within the budget where a row has tokens, and untouched NaN elsewhere."""
+    """Check that results are within the budget for tokens of rows, and NaN everywhere else."""
     for name, result, exact, budget in (
         ("out", out, expected.out, expected.out_budget),
         ("lse", lse, expected.lse, expected.lse_budget),

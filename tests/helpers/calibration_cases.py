@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of structured heads, without a model: of a layer each kind of head has its part."""
+"""Captures of structured heads without a model. Each layer has a part of each kind of head."""
 
 import random
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ CONFIG = {
 
 
 class StructuredCapturer:
-    """A ``Capturer`` whose layers are made of the prompt's tokens; ``captured`` are the folders it wrote."""
+    """A ``Capturer`` whose layers are made from the prompt's tokens; ``captured`` lists the folders that it wrote."""
 
     def __init__(self, left_out: Sequence[int] = ()) -> None:
         self.left_out, self.captured = left_out, []
@@ -51,8 +51,8 @@ class StructuredCapturer:
 
 
 class TopicCapturer(StructuredCapturer):
-    """All heads but each layer's last look at one of the first four blocks of 128 keys, each tile of queries at another
-    one: a pattern that no lines have. The last head looks at every second key."""
+    """In each tile of queries, all heads except each layer's last head attend to one of the first four blocks of 128
+    keys, in turn. Lines cannot express this pattern. The last head attends to every second key."""
 
     def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
         generator = torch.Generator().manual_seed(seed)
@@ -73,7 +73,7 @@ def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
 
 
 def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> Job:
-    """Of 128-token chunks, the first 100 positions dense; one prompt unless told, and one held out."""
+    """Return a job with chunks of 128 tokens, 100 dense positions, a prompt by default and another held-out prompt."""
     fields = {
         "model": model_folder(folder.parent / "model", CONFIG), "prompts": random_prompts(num_prompts, num_tokens, 1),
         "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine ``portable`` compiled for GPUs that are not there: shared memory of each kernel, by case, as JSON.
+"""The engine ``portable`` compiled for GPUs that are not present: shared memory of each kernel, by case, as JSON.
 
     python -m tests.helpers.compiled_attention 89-128-64-plain 80-128-128-options
 
-A case is compute capability, head dim, tokens of a block, and what heads ask for: ``plain``; ``options``, the skip of
-products and 8-bit scores; or ``pages``, which are smaller than a block, and stripes. Not in Triton's interpreter, so it
-runs in a process of its own. Nothing is launched.
+A case is a compute capability, head dim, block size in tokens, and the options of the heads: ``plain``; ``options`` for
+skipped products and 8-bit scores; or ``pages`` for pages smaller than a block, and stripes. Kernels cannot be compiled
+in Triton's interpreter, so this runs in a separate process. Nothing is launched.
 """
 
 import json

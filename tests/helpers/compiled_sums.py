@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton makes of the passes over the last queries, for Hopper and without one: JSON, by kernel.
+"""The compiled passes over the last queries, for Hopper, without a GPU: JSON, by kernel.
 
     python -m tests.helpers.compiled_sums
 
-Not in Triton's interpreter, so it runs in a process of its own.
+Kernels cannot be compiled in Triton's interpreter, so this runs in a separate process.
 """
 
 import json
@@ -31,7 +31,7 @@ def main() -> None:
     for name in KERNELS:
         (compiled,) = recorders[name].compiled
         code = Code.of(compiled)
-        # How many copies may still be under way while a loop goes on; behind loops there are none.
+        # Copies that may still be in flight while a loop goes on; there are none after a loop.
         waits = [int(count) for count in re.findall(r"async_wait [^\n]*num = (\d+)", compiled.asm["ttgir"])]
         figures[name] = {"registers": code.registers, "shared_bytes": code.shared_bytes, "copies_ahead": max(waits)}
     print(json.dumps(figures))

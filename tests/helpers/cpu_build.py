@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by tests that make vLLM's own layers and run them: they are skipped where its CPU build is not."""
+"""Import this in tests that make and run vLLM's layers: they are skipped without vLLM's CPU build."""
 
 import pytest
 

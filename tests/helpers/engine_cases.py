@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention engines as tests run them: outputs poisoned before, and the dtypes that a device can compute with."""
+"""Attention engines as tests run them: with poisoned outputs, and in the dtypes that a device supports."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from vllm_sparse_kernels.engine_trial import Batch, expected_attention
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import FP8
 
-# Triton's interpreter multiplies bf16 tiles wrongly, without an error; on a GPU vLLM's caches are bf16 or fp16.
+# Triton's interpreter multiplies bf16 tiles incorrectly, without an error; on a GPU, vLLM's caches are bf16 or fp16.
 DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
 
 FULL = pytest.mark.full
 
 READS_PAST_THE_END = {"flash"}
-"""Engines that multiply values past a row's end, on its last page, by zero: what lies there must be finite."""
+"""Engines that multiply values past a row's end, on its last page, by zero, so these values must be finite."""
 
 
 def flash_attention() -> FlashAttention | None:
-    """vLLM's function where there is a GPU for it, elsewhere its stand-in."""
+    """Return vLLM's function if it has a GPU, otherwise the stand-in."""
     if not torch.cuda.is_available():
         return STAND_IN
     try:
@@ -51,11 +51,11 @@ def skip_if_refused(engine: Engine, batch: Batch, index: SparseIndex, options: A
 def run(
     engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of an engine, poisoned before. Skips the test where the engine refuses."""
+    """Return out and lse of an engine; both are poisoned first. Skip the test if the engine refuses."""
     skip_if_refused(engine, batch, index, options)
     if engine.name in READS_PAST_THE_END:
         for side in (batch.cache.keys, batch.cache.values):
-            if side.dtype == FP8:  # of which torch replaces no NaN; 1e3 would be one
+            if side.dtype == FP8:  # torch does not replace NaN here; 1e3 would be replaced
                 side.copy_(side.float().nan_to_num(nan=256.0))
             else:
                 side.nan_to_num_(nan=1e3)
@@ -78,7 +78,7 @@ def same(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> b
 
 
 def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
-    """One row of a batch alone, and what the index keeps of it."""
+    """Return a single row of a batch, and the index of that row."""
     alone, row_tiles = row_alone(batch, row), batch.rows.tiles_of(row)
     tiles = slice(row_tiles.start, row_tiles.stop)
     names = ("block_counts", "stripe_counts", "stripe_offsets")
@@ -89,7 +89,7 @@ def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIn
 def independent(
     engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int], options: AttendOptions | None = None
 ) -> None:
-    """Check that the chosen rows alone give what they give in the batch, to the bit."""
+    """Check that the chosen rows give bitwise the same results alone as in the batch."""
     together, lse = run(engine, batch, index, options)
     for row in chosen:
         out, single_lse = run(engine, *part_of(batch, index, row), options)

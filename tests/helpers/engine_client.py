@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the client through which a server asks its engines."""
+"""A stand-in for the client through which a server calls its engines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ from vllm_sparse_backend.config.metrics import WORKER_METHOD
 
 
 class Client:
-    """Of a server: its engines' answers, by number, each a list of workers' answers or a function of ``start``."""
+    """A server's client. Each engine's answer, by number, is a list of workers' answers or a function of ``start``."""
 
     def __init__(self, engines: dict[int, Any], method: str = WORKER_METHOD) -> None:
         self.engines, self.method = engines, method
@@ -20,7 +20,7 @@ class Client:
         )
 
     async def collective_rpc(self, method: str, timeout: float | None, args: tuple[bool]) -> Any:
-        """As vLLM's: of the first engine alone."""
+        """Call only the first engine, as vLLM does."""
         return await self._answer(next(iter(self.engines)), method, args)
 
     async def _call(self, utility: str, method: str, timeout: None, args: Any, kwargs: None, engine: bytes) -> Any:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that are not Python's: found beside the interpreter or on the path, or the test is skipped and says so."""
+"""Programs not written in Python, next to the interpreter or on the path. A test is skipped with a reason if its
+program is missing."""
 
 import os
 import shutil
@@ -15,7 +16,7 @@ WHERE |= dict.fromkeys(("hadolint", "docker-compose", "kubernetes-validate"), "t
 
 
 def find(name: str) -> str:
-    """The program's path."""
+    """Return the program's path."""
     path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if path is None:
         pytest.skip(f"{name} is not installed; it comes with {WHERE[name]}")
@@ -23,7 +24,7 @@ def find(name: str) -> str:
 
 
 def check(name: str, *args: object, env: dict[str, str] | None = None) -> None:
-    """Run a program that has to find nothing wrong."""
+    """Run a program that must report no errors."""
     command = [find(name), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"

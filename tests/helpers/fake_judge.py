@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge of heads whose figures are given as functions of the method."""
+"""A judge of heads whose figures are functions of the method."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ Curve = Callable[[Method], HeadResult]
 
 
 class FakeJudge:
-    """``curves[i]`` says what comes of a method of head i; ``passes`` are the methods of each pass so far."""
+    """``curves[i]`` returns the figures of a method for head i; ``passes`` lists the methods of each pass so far."""
 
     layer = 0
 
@@ -27,18 +27,18 @@ class FakeJudge:
         return [curve(method) for curve, method in zip(self.curves, methods, strict=True)]
 
     def judged(self, head: int) -> dict[Method, HeadResult]:
-        """All that this head was judged under, and what came of it."""
+        """Return the figures of all methods under which this head was judged."""
         return {methods[head]: self.curves[head](methods[head]) for methods in self.passes}
 
 
 def figures(error: float, density: float, p99: float | None = None) -> HeadResult:
-    """Where not given, p99 is as the mean. The default loses 0.1."""
+    """Return figures. By default p99 equals the mean, and the default method loses 0.1."""
     p99 = error if p99 is None else p99
     return HeadResult(error=error, p99=p99, p999=p99, of_default=error / 0.1, absolute=4 * error, density=density)
 
 
 def of(setting: Callable[[Method], float], error: Callable[[float], float], density: Callable[[float], float]) -> Curve:
-    """Error and density by one number of a method; dense loses nothing."""
+    """Return a curve of error and density from a number of the method; dense loses nothing."""
 
     def curve(method: Method) -> HeadResult:
         if isinstance(method, Dense):
@@ -50,10 +50,10 @@ def of(setting: Callable[[Method], float], error: Callable[[float], float], dens
 
 
 def any_method(head: int, method: Method) -> bool:
-    """``IsAllowed`` of the first round."""
+    """Allow any method, as ``IsAllowed`` does in the first round."""
     return True
 
 
 def most_passes(num_settings: int) -> int:
-    """Of a bisection."""
+    """Return the maximum passes of a bisection."""
     return math.ceil(math.log2(num_settings + 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders and files that tests give: a model's config.json, a profile."""
+"""Folders and files for tests: a model's config.json, a profile."""
 
 import json
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ LLAMA_8B: dict[str, Any] = {
 
 
 def model_folder(folder: Path, config: Mapping[str, Any]) -> Path:
-    """A folder that is made where there is none, with this config.json and no weights."""
+    """Return a model folder with this config.json and no weights; make it if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def profile_file(folder: Path, **fields: Any) -> str:
-    """The path of a new profile there, for any model unless the fields say more."""
+    """Return the path of a new profile in the folder, for any model unless the fields say otherwise."""
     profile = Profile.model_validate({"format": 1, "model": "any"} | fields)
     path = folder / f"{len(list(folder.iterdir()))}.yaml"
     path.write_text(profile.to_yaml())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Foreign files as their tools write them, for a model of 3 layers and 4 heads."""
+"""Files in the formats of other tools, for a model of 3 layers and 4 heads."""
 
 import json
 from pathlib import Path

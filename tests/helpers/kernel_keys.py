@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels Triton would compile for what is launched, without a GPU and without running any of them.
+"""The kernels that Triton would compile for a launch, without a GPU and without running them.
 
-Triton compiles a kernel anew for each key that its binder makes of the arguments: types, divisibility by 16 of numbers
-and addresses, the value 1, compile-time values and options. The binder of a CUDA target works on a CPU.
+Triton compiles a kernel again for each key that its binder computes from the arguments: types, divisibility of numbers
+and addresses by 16, the value 1, compile-time values and options. The binder of a CUDA target works on a CPU.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ _binders: dict[Any, Any] = {}
 
 
 def compiled_form(kernel: InterpretedFunction) -> JITFunction:
-    """What ``triton.jit`` makes of a kernel where it is not interpreted."""
+    """Return the kernel as ``triton.jit`` makes it without the interpreter."""
     return JITFunction(kernel.fn, **kernel.kwargs)
 
 
 def key_of(kernel: InterpretedFunction, args: Any, kwargs: dict[str, Any]) -> Key:
-    """The kernel's name, and its arguments as Triton tells them apart."""
+    """Return the kernel's name and the properties of its arguments that Triton distinguishes."""
     if kernel.fn not in _binders:
         compiled = compiled_form(kernel)
         _binders[kernel.fn] = (
@@ -42,7 +42,7 @@ def key_of(kernel: InterpretedFunction, args: Any, kwargs: dict[str, Any]) -> Ke
 
 @contextmanager
 def recorded_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Key]]:
-    """Kernels that are launched within are not run: their keys are collected."""
+    """Collect the keys of kernels instead of launching them."""
     keys: set[Key] = set()
 
     def run(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

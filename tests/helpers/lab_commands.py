@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `bench crossover` and the timing programs of the lab as a shell would."""
+"""Run `bench crossover` and the timing programs of the lab as from a shell."""
 
 import typer
 from typer.testing import CliRunner
@@ -12,7 +12,7 @@ LAB = {"attend": attend.Attend, "methods": methods.MeasureMethods}
 
 
 def run(command: str, *args: object):
-    """`bench crossover`, or a program of the lab."""
+    """Run `bench crossover` or a program of the lab."""
     arguments, to_run = list(map(str, args)), app
     if command in LAB:
         to_run = typer.Typer()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches whose attention has columns and diagonals, and what methods that follow such lines keep of them."""
+"""Batches whose attention has columns and diagonals, and the keys that methods keep on them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def lined_batch(
     lengths: Sequence[tuple[int, int]], num_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
     dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any,
 ) -> Batch:  # fmt: skip
-    """A random batch whose attention has columns, every 97th key, and diagonals, some 40 tokens back."""
+    """Return a random batch whose attention has columns (every 97th key) and diagonals (about 40 tokens back)."""
     batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, seed, **more)
     generator = torch.Generator().manual_seed(seed)
     direction = torch.nn.functional.normalize(torch.randn(head_dim - 8, generator=generator), dim=0).to(DEVICE)
@@ -40,18 +40,18 @@ def lined_batch(
 
 
 def waves(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Features whose products depend on the distance of positions alone: [n, 8]."""
+    """Return features whose products depend only on the distance between positions: [n, 8]."""
     angles = positions[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
 def kept_keys(index: SparseIndex, heads: Sequence[int]) -> list[torch.Tensor]:
-    """Per head and tile, which keys the tile keeps."""
+    """Return the keys that each tile keeps, by head and tile."""
     return [tile_keys(index, head, i_tile) for head in heads for i_tile in range(index.rows.num_tiles)]
 
 
 def assert_between(got: list[torch.Tensor], least: list[torch.Tensor], most: list[torch.Tensor]) -> None:
-    """Each bool vector of ``got`` holds all of ``least`` and nothing outside ``most``."""
+    """Check that each bool vector of ``got`` contains all of ``least`` and nothing outside ``most``."""
     for i, (a, b, c) in enumerate(zip(least, got, most, strict=True)):
         assert not bool((a & ~b).any()), f"list {i}: keys missing"
         assert not bool((b & ~c).any()), f"list {i}: keys too many"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an index keeps, key by key: slow and plain, for tests and the lab."""
+"""The keys of an index as masks: slow and simple, for tests and the lab."""
 
 import torch
 
@@ -7,7 +7,7 @@ from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 
 
 def tile_keys(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
-    """Bool [last_position + 1]: keys that the tile keeps, before the causal mask."""
+    """Return the keys that the tile keeps, before the causal mask: bool [last_position + 1]."""
     tile = index.rows.tile_list[i_tile]
     blocks = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=index.rows.device)
     blocks[index.blocks_of(head, i_tile)] = True
@@ -17,7 +17,7 @@ def tile_keys(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
 
 
 def mask_of(index: SparseIndex, row: int) -> torch.Tensor:
-    """Bool [num_heads, query_len, seq_len] of one row: True where the pair is kept, causal mask included."""
+    """Return the kept pairs of a row, after the causal mask: bool [num_heads, query_len, seq_len]."""
     rows = index.rows
     query_len, context_len = rows.query_lens[row], rows.context_lens[row]
     mask = torch.zeros(index.num_heads, query_len, context_len + query_len, dtype=torch.bool, device=rows.device)
@@ -30,6 +30,6 @@ def mask_of(index: SparseIndex, row: int) -> torch.Tensor:
 
 
 def density_of(index: SparseIndex) -> float:
-    """Kept (query, key) pairs over causal pairs, all rows and heads together."""
+    """Return kept divided by causal (query, key) pairs, over all rows and heads."""
     kept = sum(int(mask_of(index, row).sum()) for row in range(index.rows.num_rows))
     return kept / (index.num_heads * causal_pairs(index.rows))

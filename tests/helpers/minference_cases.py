@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of MInference's three patterns, and the bounds that their selections lie within.
+"""Cases of MInference's three patterns, and bounds on their selections.
 
-Where a score lies so close to the smallest kept one that rounding decides, a kernel may keep either: the selection must
-hold everything that is surely kept and nothing that is surely not. The margins are worst-case bounds of float32
+If a score is so close to the smallest kept score that rounding decides, a kernel may keep either. The selection must
+contain everything that is surely kept, and nothing that is surely dropped. The margins are worst-case bounds of float32
 arithmetic, u = 2⁻²⁴ per operation, computed from the data in float64.
 """
 
@@ -35,7 +35,7 @@ class Case:
     layout: str = "NHD"
 
     def batch(self) -> Batch:
-        # Of few keys some draws leave too many undecided: those of the host are known not to.
+        # With few keys, some random draws leave too many undecided; draws of the host are known to be fine.
         drawn = random_batch(
             self.lengths, self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, self.dtype,
             layout=self.layout, gap_tokens=3,
@@ -61,30 +61,34 @@ if DEVICE == "cuda":
     ]
 LONG = Case(((0, 2049),), 1, 1, page_size=64, dtype=F16)
 LONGER = Case(((4200, 65),), 1, 1, page_size=128)
-"""More key blocks than one product has, and more splits than are joined at once."""
+"""More key blocks than a single product covers, and more splits than are joined at once."""
 
 
 def sure_and_possible(scores: torch.Tensor, k: int, margin: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flags of what every top k within ``margin`` of float64 keeps, and of what one may keep, along the last axis."""
+    """Return the entries that every top k within ``margin`` of float64 keeps, and those that some top k may keep.
+
+    Both are flags along the last axis.
+    """
     if k >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool), torch.ones_like(scores, dtype=torch.bool)
     if k == 0:
         return torch.zeros_like(scores, dtype=torch.bool), torch.zeros_like(scores, dtype=torch.bool)
     ordered = (scores - margin).sort(-1, descending=True).values, (scores + margin).sort(-1, descending=True).values
-    # Kept for sure: above the largest that the first one left out may be. Possible: reaching the k-th at its smallest.
+    # Surely kept: above the upper bound of the largest dropped score. Possibly: at least the k-th lower bound.
     return scores - margin > ordered[1][..., k : k + 1], scores + margin >= ordered[0][..., k - 1 : k]
 
 
 def vertical_slash_bounds(method: VerticalSlash, batch: Batch, row: int, head: int):
-    """(surely, possibly kept) verticals, the same of slashes.
+    """Return (surely, possibly kept) verticals, and the same for slashes.
 
-    An element of Â is exp(s - lse). The rounding of s is at most (d + 4) u Σ|q k| · scale, of lse no more than that
-    and seq_len u for its sum; the sum over the queries adds 64 u: the relative error is twice the first and the rest.
+    An element of Â is exp(s - lse). The rounding error of s is at most (d + 4) u Σ|q k| · scale; that of lse is no
+    larger, plus seq_len u for its sum. The sum over the queries adds 64 u. The relative error is twice the first plus
+    the other terms.
     """
     q, keys = row_parts(batch, row, head)
     q = q[-method.last_queries :]
     size = float((q.abs() @ keys.abs().T).max()) * batch.scale
-    # Sums alike in ten bits of the mantissa count as equal.
+    # Sums that agree in ten bits of the mantissa count as equal.
     relative = UNIT * (2 * (q.shape[1] + 4) * size + len(keys) + 64 + 8) + 2.0**-11
     bounds = []
     for sums, k, forced in zip(
@@ -94,16 +98,18 @@ def vertical_slash_bounds(method: VerticalSlash, batch: Batch, row: int, head: i
         strict=True,
     ):
         margin = sums * relative
-        # In order, far above the others, and in float64, as float32 could not tell them apart there.
+        # In order and far above all others, in float64, because float32 could not distinguish these values.
         sums[:forced] = 1e9 - torch.arange(len(sums[:forced]), dtype=sums.dtype, device=sums.device)
         bounds.append(sure_and_possible(sums, k, margin))
     return bounds
 
 
 def check_between(lower: SparseIndex, index: SparseIndex, upper: SparseIndex) -> None:
-    """Blocks, and keys in all, hold those of ``lower`` and lie within those of ``upper``; few keys are left open.
+    """Check that blocks and keys contain those of ``lower`` and lie within those of ``upper``; few keys may be
+    undecided.
 
-    Keys are counted, not lists: one undecided line of a long row is in every list, and still hardly any of its keys.
+    Keys are counted, not lists: a single undecided line of a long row is in every list, but covers very few of its
+    keys.
     """
     num_open = num_possible = 0
     for head in range(index.num_heads):
@@ -135,7 +141,8 @@ def vertical_slash_between(method: VerticalSlash, batch: Batch, *indices: Sparse
 
 
 def block_sparse_between(method: BlockSparse, batch: Batch, *indices: SparseIndex) -> None:
-    """A mean of 64 has error 64 u of the mean magnitude, a product of d terms d u: 2 · 65 + d + 2 roundings in all."""
+    """Check block-sparse indices. A mean of 64 has error 64 u of the mean magnitude, and a product of d terms has error
+    d u: 2 · 65 + d + 2 roundings in total."""
     rows = batch.rows
     lower, upper = (SparseIndex.allocate(rows, batch.num_heads, indices[0].block_tokens) for _ in range(2))
     for row in range(rows.num_rows):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixed batch of one layer, and the references of its sparse rows."""
+"""A mixed batch of a layer, and the references of its sparse rows."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from vllm_sparse_kernels.block_width import index_block_tokens
 from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
 from vllm_sparse_kernels.methods import METHODS, name_of
 
-# Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
+# Decodes, short prompts and sparse rows in no order; contexts of any length.
 MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
 
 MIN_TOKENS = 120
@@ -24,12 +24,13 @@ CLOSE = {"rtol": 0, "atol": 2e-6}
 
 
 def dense_tokens(step: Step, row: int) -> int:
-    """How many of a row's tokens lie within the first MIN_TOKENS positions."""
+    """Return the number of a row's tokens within the first MIN_TOKENS positions."""
     return max(MIN_TOKENS - step.lengths[row][0], 0)
 
 
 def sparse_part(step: Step, row: int) -> Rows:
-    """A row alone, past the first MIN_TOKENS positions. One for all layers: what one keeps for the next lies there."""
+    """Return a row alone, past the first MIN_TOKENS positions. Use the same object for all layers, because a layer
+    stores data for the next in it."""
     context_len, query_len = step.lengths[row]
     cut = dense_tokens(step, row)
     return Rows((0,), (query_len - cut,), (context_len + cut,), torch.zeros(1, 1, dtype=torch.int32))
@@ -38,7 +39,7 @@ def sparse_part(step: Step, row: int) -> Rows:
 def reference(
     step: Step, row: int, groups: Sequence[HeadGroup], scale: float, rows: Rows | None = None
 ) -> tuple[torch.Tensor, SparseIndex]:
-    """The sparse part of a row through the references of its methods and of attend."""
+    """Run the sparse part of a row through the references of its methods and of attend."""
     query, cache = step.alone(row)
     query, rows = query[dense_tokens(step, row) :], rows or sparse_part(step, row)
     layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling for a GPU that is not there: what a kernel comes to, read from the machine code.
+"""Compile for a GPU that is not present, and read a kernel's properties from its machine code.
 
-Triton needs a driver to know its target. Here a stand-in says that it is Hopper; nothing can be launched on it, and
-``Recorder`` compiles instead of launching. Disassembly is by the tools that Triton brings along.
+Triton needs a driver to know its target. A stand-in reports Hopper here; nothing can be launched on it, and
+``Recorder`` compiles instead of launching. The tools that Triton includes disassemble the code.
 """
 
 import re
@@ -27,17 +27,18 @@ from vllm_sparse_kernels.methods.top_p import hopper as top_p_hopper
 HOPPER_TARGET = GPUTarget("cuda", 90, 32)
 
 SHARED_KIB = {entry.target: entry.shared_bytes >> 10 for entry in CARDS}
-"""Shared memory that a program may have, by compute capability."""
+"""Shared memory of a program, by compute capability."""
 
 
 class StandIn:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
 
     def get_current_device(self) -> int:
-        """Return a number of its own for each target: a kernel keeps what it compiled by device, not by target."""
+        """Return a different number for each target, because a kernel caches its compiled code by device, not by
+        target."""
         return int(self.target.arch)
 
     def get_current_stream(self, device: int = 0) -> int:
@@ -52,7 +53,7 @@ class StandIn:
 
 @contextmanager
 def compiling_for(target: GPUTarget = HOPPER_TARGET) -> Iterator[None]:
-    """Triton compiles for ``target`` within, whatever this machine has."""
+    """Make Triton compile for ``target`` on any machine."""
     before = driver._active
     driver.set_active(StandIn(target))
     try:
@@ -63,12 +64,12 @@ def compiling_for(target: GPUTarget = HOPPER_TARGET) -> Iterator[None]:
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Kernels of Triton and Gluon do nothing within: what the host asks a workspace for depends on none of them.
+    """Turn kernels of Triton and Gluon into no-ops: the host's requests to a workspace do not depend on them.
 
-    Tensors may be on any device and of any type, those for bulk copies too.
+    Tensors may be on any device and of any type, including those for bulk copies.
     """
 
-    from triton.runtime.interpreter import InterpretedFunction  # needs numpy, which compiling does not
+    from triton.runtime.interpreter import InterpretedFunction  # needs numpy; compiling does not
 
     def nothing(*arguments: Any, **options: Any) -> None:
         pass
@@ -83,14 +84,14 @@ def without_launches() -> Iterator[None]:
 
 @contextmanager
 def card(capability: int, bulk: bool = True) -> Iterator[None]:
-    """Kernels are compiled, sized and chosen within as on a card of this compute capability.
+    """Compile, size and choose kernels as on a card of this compute capability.
 
-    What asks the device for its capability or its shared memory is answered for the card; tensors stay on the CPU.
-    Gluon kernels for Hopper are left out: they are compiled by tests of their own.
+    Calls that query the device's capability or shared memory get the card's values; tensors stay on the CPU. Gluon
+    kernels for Hopper are left out, because other tests compile them.
 
     Args:
-        capability: one of ``SHARED_KIB``, 90 for Hopper.
-        bulk: whether caches can be read by bulk copies, where the card has them.
+        capability: a key of ``SHARED_KIB``, 90 for Hopper.
+        bulk: whether caches can be read by bulk copies, if the card has them.
     """
     from vllm_sparse_kernels import block_width
     from vllm_sparse_kernels.attention.portable import engine as portable
@@ -112,7 +113,7 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         (anchors, "shared_bytes", limit_bytes),
         (sale_scores, "shared_bytes", limit_bytes),
         (top_p_masses, "_must_widen", False),
-        (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card has room for
+        (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card allows
         (top_p, "stored_dtype", fp8 if capability >= 89 else torch.float16),
         (sale, "integer_dtype", fp8 if capability >= 90 else torch.int8),
     ]
@@ -128,12 +129,12 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
 
 
 def _has_bulk(capability: int, cache: Any) -> bool:
-    """As ``portable.supports_bulk`` answers on such a card."""
+    """Return the result of ``portable.supports_bulk`` on such a card."""
     return capability >= 90 and cache.head_dim & (cache.head_dim - 1) == 0
 
 
 class Recorder:
-    """Stands in for a kernel: its launches compile, with the arguments as they are, and run nothing."""
+    """Stands in for a kernel: launches compile it with their arguments, and run nothing."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -144,11 +145,12 @@ class Recorder:
 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-"""Assembler and disassemblers that Triton brings along."""
+"""Assembler and disassemblers that Triton includes."""
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return the registers of a thread at a kernel's start, and its stack in bytes, where spilled registers lie."""
+    """Return the registers of a thread at a kernel's start, and the size of its stack in bytes, which holds spilled
+    registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -161,10 +163,10 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 class Code(NamedTuple):
-    """Machine code of a kernel, one instruction a line, and what it takes up."""
+    """A kernel's machine code, an instruction per line, and its resources."""
 
     sass: list[str]
-    registers: int  # at its start, of a thread
+    registers: int  # per thread, at the start
     shared_bytes: int
 
     @staticmethod
@@ -178,10 +180,10 @@ class Code(NamedTuple):
         return Code(lines, registers, compiled.metadata.shared)
 
     def places(self, mnemonic: str) -> list[int]:
-        """Lines of an instruction; ``mnemonic`` is a regular expression for its name."""
+        """Return the lines of an instruction; ``mnemonic`` is a regular expression for its name."""
         return [i for i, line in enumerate(self.sass) if re.search(rf"(?<![\w.])(?:{mnemonic})(?![\w])", line)]
 
     def count(self, mnemonic: str, begin: int = 0, end: int | None = None) -> int:
-        """How often an instruction stands in lines [begin, end)."""
+        """Return the number of times that an instruction occurs in lines [begin, end)."""
         stop = len(self.sass) if end is None else end
         return sum(begin <= place < stop for place in self.places(mnemonic))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches and margins for which attend's options show: skipped products and scores in 8 bits."""
+"""Batches and margins on which attend's options have a visible effect: skipped products and 8-bit scores."""
 
 import dataclasses
 import math
@@ -16,18 +16,19 @@ from vllm_sparse_kernels.index import SparseIndex
 
 INT8_STEP, RUN = 64, 128
 
+PROGRAM_QUERIES = 32
+"""The fewest queries that a program has in the tests. They share one 8-bit scale."""
+
 CLEAR = 1e-3
-"""How far λ stays from every step's margin: kernels' scores are closer than this to float64."""
+"""Distance between λ and every step's margin: larger than the kernels' error in scores."""
 
 
-def lossless_batch(
-    lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD", program_queries=128
-) -> Batch:
-    """A batch that 8 bits hold exactly: then 8-bit scores are exact ones, and attend's own budget holds for them.
+def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD") -> Batch:
+    """Return a batch that 8 bits represent exactly: 8-bit scores are then exact, and attend's usual budget applies.
 
-    Keys less their mean, and queries, are whole multiples −127 … 127 of a power of two (another one for every second
-    block of keys, in turn by kv head), each block of keys and each program's queries with a 127 in it. Runs of 128 keys
-    lean towards the queries and away from them in turn, so that some steps matter less than others.
+    Keys less their mean, and queries, are integers from −127 to 127 times a power of two. Every second block of keys
+    uses another power, alternating by kv head. Each block of keys contains 127, and so do the queries of each program.
+    Runs of 128 keys alternately point towards the queries and away from them, so some steps matter less than others.
     """
     batch = random_batch(
         lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout=layout, gap_tokens=3
@@ -55,13 +56,13 @@ def lossless_batch(
         pages = rows.block_table[row, positions // page_size].long()
         batch.cache.keys[pages, positions % page_size] = ((keys * unit[..., None] + bias) / 32).to(dtype)
         queries = whole(query_len, num_heads) + lean.repeat_interleave(num_heads // num_kv_heads, 0)
-        queries[::program_queries, :, 0] = 127
+        queries[::PROGRAM_QUERIES, :, 0] = 127
         batch.q[token : token + query_len] = (queries / 128).to(dtype)
     return dataclasses.replace(batch, scale=1.3 * batch.scale)
 
 
 def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
-    """Of each step of each tile, in float64."""
+    """Return the margin of each step of each tile, in float64."""
     margins = []
     for i_tile, tile in enumerate(batch.rows.tile_list):
         k, _ = batch.cache.gather(batch.rows.block_table[tile.row], batch.rows.seq_lens[tile.row])
@@ -74,7 +75,8 @@ def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
 
 
 def clear_margin(margins: torch.Tensor) -> float:
-    """λ in the widest gap between margins that has 0.6 to 0.9 of those below 0 under it: enough to show."""
+    """Return λ in the widest gap between margins with 0.6 to 0.9 of the negative margins below it, so its effect is
+    visible."""
     ordered = torch.cat((margins[margins < -CLEAR].sort().values, margins.new_zeros(1)))
     near = ordered[min(int(0.6 * len(ordered)), len(ordered) - 2) : int(0.9 * len(ordered)) + 2]
     widest = int(near.diff().argmax())
@@ -99,7 +101,7 @@ def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None
 
 
 def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool = False) -> None:
-    """Within the budget of attention without options, whose log-sum-exp is the same."""
+    """Check the output against the budget of attention without options; the log-sum-exp must be the same."""
     exact = expected_attention(batch, index)
     out, lse = by_reference(batch, index, options)
     torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
@@ -110,7 +112,7 @@ def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool =
 
 
 def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:
-    """Of four heads in turn the first has both options, the others one each, or none."""
+    """Return options for four heads in turn: both options, each option alone, and none."""
     heads = range(batch.num_heads)
     margins = [clear_margin(margins_of(batch, index, h)) if skips and h % 4 in (0, 1) else None for h in heads]
     options = AttendOptions.from_heads(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention's function for paged caches in plain torch, for machines without one: strict about what it is told."""
+"""FlashAttention's function for paged caches in plain torch, for machines without it. It checks its arguments
+strictly."""
 
 import math
 from typing import TypedDict, Unpack
@@ -14,7 +15,7 @@ STEP_TOKENS = 128
 
 
 class VarlenArguments(TypedDict):
-    """Keywords of vLLM's ``flash_attn_varlen_func``, as the engine passes them."""
+    """Keywords of vLLM's ``flash_attn_varlen_func`` that the engine passes."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -31,10 +32,11 @@ class VarlenArguments(TypedDict):
 
 
 def paged_varlen(**arguments: Unpack[VarlenArguments]) -> tuple[torch.Tensor, torch.Tensor]:
-    """As vLLM's ``flash_attn_varlen_func`` with these arguments: (out, log-sum-exp [num_heads, num_tokens]).
+    """Return (out, log-sum-exp [num_heads, num_tokens]), as vLLM's ``flash_attn_varlen_func`` does with these
+    arguments.
 
-    Like FlashAttention-3 it multiplies values past a sequence's last key, on the same page, by zero. A sequence without
-    keys gives zeros and −∞. Raises AssertionError on what FlashAttention would read or write amiss.
+    Like FlashAttention-3, it multiplies values past a sequence's last key, on the same page, by zero. A sequence
+    without keys gives zeros and −∞. It raises AssertionError if FlashAttention would read or write out of bounds.
     """
     assert arguments.keys() == VarlenArguments.__required_keys__, "missing or unknown arguments"
     q, k, v, out = (arguments[name] for name in ("q", "k", "v", "out"))
@@ -75,7 +77,7 @@ def paged_varlen(**arguments: Unpack[VarlenArguments]) -> tuple[torch.Tensor, to
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Whole steps of keys, so that sums are made in one order whatever the page size."""
+    """Pad the keys to whole steps, so sums have the same order for every page size."""
     return F.pad(x, (0, 0, 0, 0, 0, -len(x) % STEP_TOKENS))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PromQL of docs/metrics.md and of the dashboard, as Prometheus is asked it."""
+"""The PromQL of docs/metrics.md and of the dashboard, as sent to Prometheus."""
 
 import json
 import re
@@ -17,7 +17,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def dashboard_queries() -> dict[str, str]:
-    """By panel and letter, with Grafana's variables filled in."""
+    """Return queries by panel and letter, with Grafana's variables replaced."""
     queries = {f"{p['title']} {t['refId']}": t["expr"] for p in panels() for t in p["targets"]}
     for variable, value in VARIABLES.items():
         queries = {name: query.replace(variable, value) for name, query in queries.items()}
@@ -25,7 +25,7 @@ def dashboard_queries() -> dict[str, str]:
 
 
 def documented_queries() -> dict[str, str]:
-    """Of the table of questions in docs/metrics.md. A bar within a table's cell is escaped."""
+    """Return the queries of the table of questions in docs/metrics.md. A bar within a table's cell is escaped."""
     rows = (ROOT / "docs/metrics.md").read_text().partition("## Queries")[2].partition("\n## ")[0].splitlines()
     cells = [re.split(r"(?<!\\)\|", row) for row in rows if row.startswith("| ") and "`" in row]
     return {question.strip(): query.strip().strip("`").replace("\\|", "|") for _, question, query, _ in cells}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of deploy/salting_proxy.py in front of the servers of a test."""
+"""Processes of deploy/salting_proxy.py in front of a test's servers."""
 
 import socket
 import subprocess
@@ -20,7 +20,7 @@ def free_port() -> int:
 
 @contextmanager
 def started_proxy(decode_url: str, prefill_url: str | None = None) -> Iterator[str]:
-    """The URL of a proxy before a decode server, paired with a prefill server if one is given."""
+    """Yield the URL of a proxy in front of a decode server, paired with a prefill server if given."""
     port = free_port()
     pair = [] if prefill_url is None else ["--prefill", prefill_url]
     process = subprocess.Popen([sys.executable, PROXY, "--decode", decode_url, *pair, "--port", str(port)])

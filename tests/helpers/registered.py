@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What registration and a configuration alter in vLLM, in a process of its own: prints names, one JSON list a stage.
+"""The changes that registration and a configuration make to vLLM, in a separate process: prints names as a JSON list
+per stage.
 
     python -m tests.helpers.registered FOLDER
 
-FOLDER: where a model's config.json goes. Stages: after ``register``; with a configuration of another backend, and an
-executor and a worker made with it; with one of ours that another process has checked, and an executor made with it; and
-a worker made with it.
+FOLDER: the folder for a model's config.json. Stages: after ``register``; with a configuration of another backend, and
+an executor and a worker made with it; with our configuration, checked in another process, and an executor made with it;
+and a worker made with it.
 """
 
 import importlib
@@ -31,11 +32,11 @@ MODULES = (
     "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_worker",
     "vllm.v1.worker.worker_base",
 )  # fmt: skip
-"""Imported before, with all that these import."""
+"""Imported first, with all of their imports."""
 
 
 def functions() -> Iterator[tuple[str, Any]]:
-    """All functions of vLLM's modules and classes that are loaded, by name."""
+    """Return all functions of vLLM's loaded modules and classes, by name."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != "vllm" or module is None:
             continue
@@ -66,7 +67,7 @@ def main(folder: Path) -> None:
         def check_health(self) -> None: ...
 
     def begin(kind: type, config: Any) -> None:
-        """As far as the constructor comes without a device."""
+        """Run the constructor as far as it can run without a device."""
         arguments = (config,) if kind is NoExecutor else (config, 0, 0, "tcp://127.0.0.1:1")
         with suppress(AttributeError, RuntimeError, AssertionError):
             kind(*arguments)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reasons for which single rows run dense."""
+"""Reasons for which single rows run dense."""
 
 from vllm_sparse_backend.config.fallback import Fallback
 
-# Labels of counted rows. (Rows of layers that the guard holds dense count as sparse: other layers run them so.)
+# Labels of counted rows. (Rows of layers that the guard made dense count as sparse: other layers run them sparse.)
 ROW_FALLBACKS = {
     Fallback.NON_CAUSAL, Fallback.PREFIX_LM, Fallback.CASCADE, Fallback.TOO_SHORT, Fallback.SHORT_QUERY,
     Fallback.NEVER_FASTER, Fallback.NO_ROOM, Fallback.REQUESTED, Fallback.GUARD, Fallback.UNNAMED,

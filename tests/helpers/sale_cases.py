@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of SALE run, and the paper's steps in float64 beside it: what is surely kept, what float32 may keep."""
+"""Test cases of SALE and the paper's steps in float64: blocks that are surely kept, and blocks that float32 may
+keep."""
 
 import math
 
@@ -21,13 +22,13 @@ from vllm_sparse_kernels.selection.slabs import slabs_of
 from vllm_sparse_kernels.workspace import Workspace
 
 ROUNDING = 1e-4
-"""How far from a half, in steps, a value may lie that float32 rounds the other way."""
+"""Distance from a half, in steps, within which float32 may round the other way."""
 ERROR = 1e-4
-"""Of a score and of the threshold in float32, in units of the softmax's exponent."""
+"""Error of a score and of the threshold in float32, in units of the softmax's exponent."""
 
 
 def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
-    """Queries and keys about a mean of their own: what smoothing takes away."""
+    """Return a batch whose queries and keys have a nonzero mean, which smoothing removes."""
     batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=3, **kwargs)
     generator = torch.Generator(DEVICE).manual_seed(1)
     for x in (batch.q, batch.cache.keys):
@@ -36,7 +37,8 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
 
 
 def regions(method: Sale, position: int, length: int) -> list[tuple[slice, int, int]]:
-    """Per 64-query block of a tile at ``position``: its queries, its local region's begin, its causal 32-key blocks."""
+    """Return (queries, start of the local region, causal 32-key blocks) for each 64-query block of a tile at
+    ``position``."""
     blocks = []
     for first in range(0, length, 64):
         queries = slice(first, min(first + 64, length))
@@ -50,7 +52,8 @@ def regions(method: Sale, position: int, length: int) -> list[tuple[slice, int, 
 
 
 def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[n, d] in 1/7 of the largest magnitude of equal ``groups``; these steps; how many values are near a half."""
+    """Round [n, d] to 1/7 of the largest magnitude of equal ``groups``. Return it, the steps, and the number of values
+    near a half."""
     largest = torch.zeros(int(groups.max()) + 1, dtype=x.dtype, device=x.device)
     largest = largest.scatter_reduce(0, groups, x.abs().amax(1), "amax")
     steps = (largest / 7)[groups]
@@ -60,7 +63,7 @@ def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
-    """Channels that are multiplied: all, or the half that holds most of the energy, by a sort in plain Python."""
+    """Return the multiplied channels: all, or the half with most of the energy, by a sort in plain Python."""
     head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
     if method.channels == "all" or head_dim <= 32:
         return list(range(head_dim))
@@ -72,15 +75,16 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
 
 
 def compared_as(fits: bool = True) -> torch.dtype:
-    """What the kernel compares scores in that fit half precision or do not."""
+    """Return the dtype in which the kernel compares scores that fit half precision or do not."""
     by_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
     return torch.float16 if fits and by_half else torch.float32
 
 
 def definition(batch: Batch, method: Sale, row: int, head: int):
-    """The paper's steps in float64. Per tile: (surely, maybe) kept, bool [64-query blocks, causal 32-key blocks].
+    """Compute the paper's steps in float64. Return (surely, maybe) kept for each tile: bool [64-query blocks, causal
+    32-key blocks].
 
-    The two differ where float32 could decide otherwise: by its error, and by integers that round the other way.
+    The two differ if float32 could decide otherwise: by its error, or by integers that round the other way.
     """
     rows, scale = batch.rows, batch.scale
     q, k = row_parts(batch, row, head)
@@ -118,7 +122,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
 
 
 def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
-    """Every block that the paper's steps surely keep is kept, and none that they surely do not."""
+    """Check that every block that the paper's steps surely keep is kept, and no block that they surely drop."""
     kept = total = undecided = 0
     fine = index.block_tokens // 32
     for row in range(batch.rows.num_rows):
@@ -141,13 +145,13 @@ def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
 
 
 def selected_heads(method: Sale, batch: Batch) -> Selected:
-    """All of them."""
+    """Return the selection for all heads."""
     heads = int32(range(batch.num_heads))
     return Selected(heads, torch.full((len(heads),), math.log(method.tau), device=DEVICE), len(heads))
 
 
 def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
-    """All rows, whose keys fit one slab."""
+    """Round all rows, whose keys fit a single slab."""
     q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
     selected, inputs = selected_heads(method, batch), LayerInputs(q, cache, rows, batch.scale)
     regions = Regions(method.sink_tokens, method.local_tokens)

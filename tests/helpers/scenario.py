@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that one server after another answers, so that their tokens and log-probabilities can be compared.
+"""Requests for one server after another, whose tokens and log-probabilities can be compared.
 
-Prompts are token ids drawn with a fixed seed. Lengths align with nothing: neither chunks (512), nor pages, nor tiles.
+Prompts are token ids drawn with a fixed seed. Their lengths do not align with chunks (512), pages or tiles.
 """
 
 import random
@@ -25,9 +25,9 @@ PAGE_TOKENS = 128
 class Servers(NamedTuple):
     stock: Server
     ours: Server
-    """With every level of ``levels``, whose own is ``high``."""
+    """The server with every level of ``levels``; its default level is ``high``."""
     untouched: MetricsReport
-    """Our server's counters before any test asked it."""
+    """Our server's counters before any test sent requests."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Answer:
 
 
 def counted(server: Server, before: MetricsReport | None = None) -> MetricsReport:
-    """What /metrics says of rows and layers, less what it said ``before``."""
+    """Return the counters of rows and layers on /metrics, minus those in ``before``."""
     report = parse_metrics(server.get(FRESH_METRICS_PATH))
     if before is None:
         return report
@@ -54,7 +54,7 @@ CHUNKS = prompt(1501, seed=1)
 CACHED = {
     f"prefix: {name}": n // PAGE_TOKENS * PAGE_TOKENS for name, n in (("same prompt", 1501), ("other tail", 1000))
 }
-"""So many tokens of these are found in the cache, by whoever may read what those before them wrote."""
+"""Tokens of these prompts that are found in the cache by requests that may read the blocks of earlier ones."""
 
 
 def tail_changed(token_ids: list[int]) -> list[int]:
@@ -75,16 +75,16 @@ def ask(server: Server, token_ids: list[int], max_tokens: int = 8, level: object
 
 
 def ask_together(server: Server, requests: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:
-    """Answers to (prompt, max_tokens, and the level if one is asked for) by name, all sent at once."""
+    """Send all requests at once: (prompt, max_tokens, optional level) by name. Return the answers by name."""
     with ThreadPoolExecutor(len(requests)) as pool:
         return dict(zip(requests, pool.map(lambda request: ask(server, *request), requests.values()), strict=True))
 
 
 def run(server: Server, level: object = None, beside: object = None) -> dict[str, Answer]:
-    """Answers by name, in an order that makes the prefix cache hit where the name says so.
+    """Return answers by name, in an order in which the prefix cache has hits where the names say so.
 
-    level: what requests ask for; beside: what others ask for, sent along with those that are sent together, which
-    begin as they do.
+    ``level`` is the level of the requests. ``beside`` is the level of further requests with the same beginnings, sent
+    together with the concurrent ones.
     """
     shared = prompt(1000, seed=2)
     alone = {
@@ -93,7 +93,7 @@ def run(server: Server, level: object = None, beside: object = None) -> dict[str
         "prefix: first tail": shared + prompt(401, seed=3)[1:],
         "prefix: other tail": shared + prompt(634, seed=4)[1:],
     }
-    # The first decodes for so long that the chunks of the others share its steps.
+    # The first request decodes long enough to share steps with the chunks of the others.
     mixed = {
         "mixed: decode": (prompt(70, seed=5), 64),
         "mixed: prefill 901": (prompt(901, seed=6), 8),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the server that all tests ask: a profile of one level for each thing that there is to see."""
+"""Settings of the server that all tests share: a profile with a level for each behaviour under test."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,19 @@ from typing import Any
 from tests.helpers.folders import profile_file
 
 MIN_TOKENS = 256
-"""Fewer than a chunk's, so that every chunk is sparse, the first but for its first part."""
+"""Less than a chunk, so every chunk is sparse, except for the start of the first."""
 
 ALL: dict[str, dict[str, Any]] = {
     "high": {"default": {"method": "vertical_slash", "vertical_tokens": 64, "slash_tokens": 104}},
     "fast": {"default": {"method": "a_shape", "sink_tokens": 64, "local_tokens": 128}, "dense_layers": [1]},
     "everything": {"default": {"method": "dense"}},
 }
-"""``high`` is the server's own."""
+"""Levels of the shared server. ``high`` is its default level."""
 
 
 def write(folder: Path, *names: str) -> dict[str, Any]:
-    """Settings of a server with these levels, the first its own; with the switch, and a guard that never trips."""
+    """Return settings of a server with these levels, the first as its default; with the switch, and a guard that never
+    trips."""
     default_level, *others = names
     levels = {name: ALL[name] for name in others}
     path = profile_file(

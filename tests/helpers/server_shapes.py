@@ -51,7 +51,7 @@ def llama(**more: Any) -> Any:
 
 
 def gemma() -> Any:
-    """Windows of 256 in three layers of four."""
+    """Return a model with windows of 256 in three of four layers."""
     from transformers import Gemma3TextConfig
 
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
@@ -59,7 +59,7 @@ def gemma() -> Any:
 
 
 def llama4() -> Any:
-    """Chunks of 256 in three layers of four, no experts."""
+    """Return a model with chunks of 256 in three of four layers, without experts."""
     from transformers import Llama4TextConfig
 
     local = {"no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": 256}
@@ -74,10 +74,10 @@ def qwen3_moe() -> Any:
 
 
 def qwen3_next() -> Any:
-    """Attention in every fourth layer, a gated recurrence in the others.
+    """Return a model with attention in every fourth layer, and a gated recurrence in the others.
 
-    With heads of 80, bfloat16 keys lie as the plugin reads them on CPUs with AMX too; 32 of them are rotated, as vLLM's
-    operation for CPUs takes multiples of 8.
+    With heads of 80, bfloat16 keys have the layout that the plugin reads, even on CPUs with AMX. 32 of the channels are
+    rotated, because vLLM's operation for CPUs takes multiples of 8.
     """
     from transformers import Qwen3NextConfig
 
@@ -89,7 +89,8 @@ def qwen3_next() -> Any:
 
 
 def nemotron_h() -> Any:
-    """Attention in the third layer of four, Mamba 2 in the first and the last, neither in the second."""
+    """Return a model with attention in the third of four layers, Mamba 2 in the first and last, and neither in the
+    second."""
     from transformers import NemotronHConfig
 
     recurrence = {"mamba_num_heads": 4, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 64, "chunk_size": 64}
@@ -99,7 +100,7 @@ def nemotron_h() -> Any:
 
 
 def gpt_oss() -> Any:
-    """Learnt sinks in every layer, windows of 256 in every other one."""
+    """Return a model with learnt sinks in every layer, and windows of 256 in every other layer."""
     from transformers import GptOssConfig
 
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -113,14 +114,14 @@ SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "chunks": (llama4, {}),
     "experts": (qwen3_moe, {}),
     "sinks": (gpt_oss, {}),
-    # Its recurrence takes no other dtype on a CPU, and on a GPU FlashInfer's kernels where none else are named.
+    # On a CPU, its recurrence supports only this dtype; on a GPU, it would use FlashInfer's kernels by default.
     "hybrid": (qwen3_next, {"dtype": "bfloat16"} | ({"gdn_prefill_backend": "triton"} if has_cuda() else {})),
     # vLLM's CPU build fails in Mamba 2 on prompts of several chunks (0.32: stock's backend too).
     **({"hybrid-mamba": (nemotron_h, {"dtype": "bfloat16"})} if has_cuda() else {}),
     "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
     "n-grams": (llama, {"speculative_config": NGRAMS}),
 }
-"""By name: the model's configuration, and arguments of vLLM's ``LLM``.
+"""The model's configuration and arguments of vLLM's ``LLM``, by name.
 
 Drafts by n-grams come last: they load numba, and vLLM's CPU build cannot start another engine in a process with it.
 """
@@ -128,7 +129,7 @@ STOCK, OURS = "stock", "ours"
 
 
 def make(name: str, folder: Path) -> Path:
-    """A model with random weights."""
+    """Make a model with random weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -136,13 +137,13 @@ def make(name: str, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_config(SHAPES[name][0](), dtype=torch.float32)
     for parameter, weights in model.named_parameters():
         if parameter.endswith(".sinks"):
-            weights.data += 5.0  # about what all keys of a prompt weigh together
+            weights.data += 5.0  # about the weight of all keys of a prompt together
     model.save_pretrained(folder / name)
     return folder / name
 
 
 def adapter(folder: Path) -> Path:
-    """A LoRA adapter of rank 8 for the query and value projections, with weights that change what is answered."""
+    """Make a LoRA adapter of rank 8 for the query and value projections, with weights that change the answers."""
     import torch
     from safetensors.torch import save_file
 
@@ -163,7 +164,7 @@ def adapter(folder: Path) -> Path:
 
 
 def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
-    """Random tokens, each prompt's second half a copy of its first, so that n-grams find something."""
+    """Return prompts of random tokens. The second half of each is a copy of the first, so n-grams occur again."""
     generator = random.Random(seed)
     halves = [[generator.randrange(3, VOCABULARY) for _ in range(length // 2)] for length in lengths]
     return [half + half for half in halves]
@@ -171,7 +172,7 @@ def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[int]]:
-    """Runs of sparse layers by their number."""
+    """Count runs of sparse layers by their number."""
     from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 
     runs: Counter[int] = Counter()
@@ -186,7 +187,8 @@ def counted() -> Iterator[Counter[int]]:
 
 
 def share(llm: Any, ask: Callable[[], object]) -> float | None:
-    """Of the pairs of what is asked for, those that ran sparse, as /metrics adds them up; None if there are none."""
+    """Return the share of a request's pairs that ran sparse, from the totals of /metrics; None if there are no
+    pairs."""
     from vllm_sparse_backend.serving.frontend.engine_counts import engine_totals
 
     def counted() -> list[float]:
@@ -200,7 +202,7 @@ def share(llm: Any, ask: Callable[[], object]) -> float | None:
 
 
 def logprobs(llm: Any, requests: Sequence[Any], **more: Any) -> list[list[float]]:
-    """Of each prompt's tokens, all sent together."""
+    """Return the log-probabilities of each prompt's tokens, all prompts sent together."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0, **more)
@@ -209,7 +211,7 @@ def logprobs(llm: Any, requests: Sequence[Any], **more: Any) -> list[list[float]
 
 
 def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, Any]:
-    """Tokens, the share of one more prompt's pairs that ran sparse, and log-probabilities."""
+    """Return tokens, the share of a further prompt's pairs that ran sparse, and log-probabilities."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
@@ -222,10 +224,10 @@ def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, 
         lora_request = None if lora is None else LoRARequest("adapter", 1, str(lora))
         outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=lora_request)
         alone = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in prompts([ALONE_TOKENS], seed=1)]
-        # Stock's workers have no counts to ask for.
+        # Workers of stock vLLM have no counts.
         sparse_share = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False)) if run == OURS else None
         exact = {"extra_args": {"sparse_prefill": 0}} if run == OURS else {}
-        # A server with LoRA gives none of a prompt's (vLLM 0.32, on a CPU).
+        # A server with LoRA returns no log-probabilities of a prompt (vLLM 0.32, on a CPU).
         together = logprobs(llm, requests, **exact) if lora is None else []
         one_by_one = [logprobs(llm, [token_ids])[0] for token_ids in requests] if together and run == STOCK else []
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
@@ -239,7 +241,7 @@ def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, 
 
 
 def line_of(run: str, name: str, folder: Path) -> dict[str, Any]:
-    """One shape's line."""
+    """Return the line of a shape."""
     model, more = make(name, folder), SHAPES[name][1]
     lora = adapter(folder / "adapter") if "enable_lora" in more else None
     ours = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": SETTINGS}}

@@ -55,14 +55,14 @@ SEQUENCE = (
     "local", "slash", "heavy", "sink", "mixed", "heavy", "slash", "local",
     "sink", "heavy", "slash", "mixed", "heavy", "sink", "local", "spread",
 )  # fmt: skip
-"""Kinds of a layer's heads in turn: the heads that share a key head differ."""
+"""Kinds of a layer's heads in turn: heads that share a key head differ."""
 
 TOPICS = 32
 RUN_TOKENS = 4
 HEAVY_SHARE = 1 / 32
-"""Of all keys carry some topic."""
+"""The share of keys that carry a topic."""
 TOPIC_TOKENS = (2048, 4096)
-"""A head looks for one topic for between so many tokens."""
+"""Bounds of the number of tokens for which a head looks for the same topic."""
 LONE_QUERIES = 64
 NUM_SINKS = 4
 SINK_NORM, HEAVY_NORM, KEY_NOISE, MEAN_NORM = 12.0, 12.0, 0.7, 10.0
@@ -72,18 +72,18 @@ SLOWEST_TURN_TOKENS = 1 << 17
 
 @dataclass(frozen=True)
 class Structured:
-    """One row of one layer: ``query_len`` new tokens after ``context_len`` cached ones."""
+    """A row of a layer: ``query_len`` new tokens after ``context_len`` cached tokens."""
 
     q: torch.Tensor  # [query_len, num_heads, head_dim]
     k: torch.Tensor  # [context_len + query_len, num_kv_heads, head_dim]
     v: torch.Tensor  # [context_len + query_len, num_kv_heads, head_dim]
     context_len: int
     kinds: tuple[str, ...]
-    """Of each query head."""
+    """The kind of each query head."""
 
     @property
     def scale(self) -> float:
-        """What multiplies q·k."""
+        """Return the factor of q·k."""
         return float(self.q.shape[2] ** -0.5)
 
 
@@ -97,7 +97,8 @@ def structured(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> Structured:
-    """The same for the same arguments on the same kind of device. Raises ValueError on a head_dim below 32 or odd."""
+    """Return the same data for the same arguments and kind of device. Raises ValueError on a head_dim below 32 or
+    odd."""
     if head_dim < 32 or head_dim % 4 or num_heads % num_kv_heads:
         raise ValueError(
             f"structured: given head_dim {head_dim}, {num_heads} heads on {num_kv_heads} kv heads, expected a head_dim "
@@ -119,7 +120,7 @@ def structured(
 
 
 class _Maker:
-    """Half of a head's channels turn with the position, one is for sinks, the others hold content."""
+    """Half of a head's channels turn with the position, one is for sinks, and the others hold content."""
 
     def __init__(self, head_dim: int, generator: torch.Generator, device: torch.device) -> None:
         self.generator, self.device, self.head_dim = generator, device, head_dim
@@ -138,17 +139,17 @@ class _Maker:
         return torch.randint(low, high, (count,), generator=self.generator, device=self.device)
 
     def topics(self) -> torch.Tensor:
-        """Unit vectors [TOPICS, content channels]."""
+        """Return unit vectors [TOPICS, content channels]."""
         size = self.content.stop - self.content.start
         return torch.nn.functional.normalize(self.normal(TOPICS, size), dim=1)
 
     def turned(self, positions: torch.Tensor) -> torch.Tensor:
-        """Features [n, num_turning] whose products depend on the distance alone: Σ cos(frequency · distance)."""
+        """Return features [n, num_turning] whose products depend only on the distance: Σ cos(frequency · distance)."""
         angles = (positions.double()[:, None] * self.frequencies.double()).float()
         return torch.cat((angles.cos(), angles.sin()), 1)
 
     def keys(self, seq_len: int, topics: torch.Tensor) -> torch.Tensor:
-        """[seq_len, head_dim] of one kv head."""
+        """Return the keys of a kv head: [seq_len, head_dim]."""
         k = KEY_NOISE * self.normal(seq_len, self.head_dim)
         k[:, : self.num_turning] *= 0.2
         k[:, : self.num_turning] += self.turned(torch.arange(seq_len, device=self.device))
@@ -161,7 +162,7 @@ class _Maker:
         return k + MEAN_NORM * mean / mean.norm()
 
     def values(self, seq_len: int) -> torch.Tensor:
-        """[seq_len, head_dim] of one kv head."""
+        """Return the values of a kv head: [seq_len, head_dim]."""
         lasting = self.normal(-(-seq_len // VALUE_TOKENS), self.head_dim)
         v = 0.6 * lasting.repeat_interleave(VALUE_TOKENS, 0)[:seq_len] + 0.6 * self.normal(seq_len, self.head_dim)
         v += 0.5 * self.normal(self.head_dim)
@@ -169,7 +170,8 @@ class _Maker:
         return v
 
     def queries(self, context_len: int, query_len: int, kind: Kind, topics: torch.Tensor) -> torch.Tensor:
-        """[query_len, head_dim] of one query head: each part as strong as the key's share of it is to score."""
+        """Return the queries of a query head: [query_len, head_dim]. Each part is as strong as its contribution to the
+        score."""
         positions = context_len + torch.arange(query_len, device=self.device)
         unit = self.head_dim**0.5
         q = self.normal(query_len, self.head_dim) * kind.noise / (KEY_NOISE * 0.5**0.5)
@@ -183,7 +185,7 @@ class _Maker:
         return q * torch.exp(0.1 * self.normal(query_len, 1))
 
     def _looked_for(self, positions: torch.Tensor) -> torch.Tensor:
-        """The topic of each query."""
+        """Return the topic that each query looks for."""
         first_tokens = self.integers(*TOPIC_TOKENS, int(positions[-1]) // TOPIC_TOKENS[0] + 1).cumsum(0)
         of_span = self.integers(0, TOPICS, len(first_tokens) + 1)
         topics = of_span[torch.searchsorted(first_tokens, positions, right=True)]
@@ -192,7 +194,7 @@ class _Maker:
 
 
 def paged_batch(data: Structured, page_size: int, layout: str = "NHD", seed: int = 0) -> Batch:
-    """The row with its keys and values in a shuffled paged cache, as vLLM lays it out (``shuffled_cache``)."""
+    """Return the row with its keys and values in a shuffled paged cache in vLLM's layout (``shuffled_cache``)."""
     seq_len, num_kv_heads, head_dim = data.k.shape
     generator = torch.Generator(data.k.device).manual_seed(seed)
     cache, block_table = shuffled_cache(
@@ -204,7 +206,8 @@ def paged_batch(data: Structured, page_size: int, layout: str = "NHD", seed: int
 
 
 def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[AttentionPrompt]:
-    """Layers of one prompt: their seeds differ, their pages lie alike, as one block table serves all layers."""
+    """Return layers of a prompt: their seeds differ, and their pages are the same, because all layers share a block
+    table."""
     prompts = []
     for seed in range(count):
         data = structured(num_tokens, 0, heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, device, seed)
@@ -213,6 +216,6 @@ def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.
 
 
 def structured_clusters(heads: Heads, num_layers: int) -> tuple[tuple[int, ...], ...]:
-    """Which heads of structured prompts are alike, for SharePrefill: those of a kind."""
+    """Return the clusters of similar heads for SharePrefill: heads of the same kind."""
     kinds = sorted(set(SEQUENCE))
     return (tuple(kinds.index(SEQUENCE[head % len(SEQUENCE)]) for head in range(heads.num_heads)),) * num_layers

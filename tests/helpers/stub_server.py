@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI-compatible servers whose speed, answers and mistakes are chosen: threads in this process, no model."""
+"""OpenAI-compatible servers with preset speed, answers and faults: threads in this process, without a model."""
 
 import json
 import re
@@ -22,18 +22,18 @@ sparse_prefill_kept_pairs_total{{layer="0"}} {kept}
 sparse_prefill_causal_pairs_total{{layer="0"}} {causal}
 """
 LEVELS = {"half": 0.5, "tenth": 0.1}
-"""What share of its pairs a request of these levels keeps; one that names none keeps a quarter."""
+"""Share of pairs that a request at these levels keeps; a request without a level keeps a quarter."""
 
 Send = Callable[[bytes], object]
 
 
 class Api:
-    """What a server answers; derived classes say more."""
+    """A server's answers; derived classes override them."""
 
     root: Path | None = None
     max_model_len = 16_384
     status = 200
-    """Of the answer to who asks for models."""
+    """HTTP status of the answer to requests for models."""
 
     def metrics(self) -> str:
         return ""
@@ -53,15 +53,15 @@ class Api:
 
 
 def token(logprobs: list[float] | None = None) -> bytes:
-    """An event that brings tokens with these log-probabilities."""
+    """Return an event of tokens with these log-probabilities."""
     choice = {"text": "x", "logprobs": {"token_logprobs": logprobs or [-1.5]}}
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 
 class Stub(Api):
-    """``first_s`` of a prompt's length is how long its first token takes; ``fault`` may name one of a request.
+    """``first_s`` maps a prompt's length to the time of its first token; ``fault`` may name a request's fault.
 
-    ``burst``: so many tokens come at a time after the first.
+    ``burst`` is the number of tokens that arrive at a time after the first.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Stub(Api):
         level = body.get("vllm_xargs", {}).get("sparse_prefill")
         self.log.append((level or self.name, prompt))
         fault = self.fault(len(prompt))
-        with self.lock:  # one request after the other, as prefill is
+        with self.lock:  # one request at a time, like prefill
             time.sleep(self.first_s(len(prompt)))
             self.causal += 100 * len(prompt)
             self.kept += round(100 * len(prompt) * LEVELS.get(level, 0.25))
@@ -104,7 +104,7 @@ class Stub(Api):
 
 @contextmanager
 def running(api: Api) -> Iterator[str]:
-    """The address of the server."""
+    """Yield the address of the server."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -139,7 +139,7 @@ def running(api: Api) -> Iterator[str]:
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
-                with suppress(ConnectionError):  # a client may break off
+                with suppress(ConnectionError):  # a client may disconnect
                     api.stream(body, self.wfile.write)
                     self.wfile.write(b"data: [DONE]\n\n")
             else:
@@ -163,7 +163,8 @@ QUESTION = re.compile(r"# Question: what is the magic number of ([a-z ]+)\? Answ
 
 
 class Words:
-    """A tokenizer that is exact both ways; ``digits`` of a number make one token, with a space before it or without."""
+    """A tokenizer that is exact in both directions. ``digits`` digits of a number make a token, with or without a space
+    before it."""
 
     def __init__(self, digits: int = 1, spaced: bool = False) -> None:
         space = " ?" if spaced else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on a server while the switch is thrown."""
+"""Load on a server while the switch is used."""
 
 import re
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ def counters(page: str) -> dict[str, float]:
 
 
 class Load(NamedTuple):
-    """What requests of eight clients came to."""
+    """Results of eight clients' requests."""
 
     differing: list[int]
-    """Of the exact ones that were not broken off: those that stock answers otherwise."""
+    """Exact requests that completed with an answer other than stock's."""
     fallen: set[str]
-    """Counters that some reading had lower than an earlier one."""
+    """Counters with a reading lower than an earlier one."""
     exact: int
     readings: int
 
 
 def under_the_switch(server: Server, stock: Server, endpoint: Endpoint, prompts: Sequence[list[int]]) -> Load:
-    """Half of the prompts exact, a tenth broken off; the switch thrown four times; counters read."""
+    """Send prompts, half of them exact, and abort a tenth; use the switch four times, and read counters."""
     exact = [i for i in range(len(prompts)) if i % 2 == 0 and i % 10 != 4]
     over, readings = Event(), []
 
@@ -46,7 +46,7 @@ def under_the_switch(server: Server, stock: Server, endpoint: Endpoint, prompts:
         while not over.wait(0.2):
             readings.append(counters(server.get("/metrics")))
 
-    with ThreadPoolExecutor(9) as pool:  # eight clients, and who reads
+    with ThreadPoolExecutor(9) as pool:  # eight clients, and the reader
         reading = pool.submit(read)
         answers = []
         for i, to in zip(range(0, len(prompts), ceil_div(len(prompts), 4)), (*switch.To, *switch.To)):

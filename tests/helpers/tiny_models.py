@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small Llama-shaped model folder, made locally: nothing is downloaded, and the same seed gives the same weights.
 
-The weights are random but not degenerate: every projection keeps its input's variance, and queries are scaled up so
-that attention is far from uniform. So what a prefill computes shows in the tokens that follow it.
+The weights are random but not degenerate: every projection keeps its input's variance, and queries are scaled up to
+make attention far from uniform. Errors in a prefill therefore change the tokens that follow it.
 """
 
 import json
@@ -50,11 +50,11 @@ CONFIG: dict[str, Any] = {
 
 
 def make_model(folder: Path, *, seed: int = 0) -> Path:
-    """Write the model to ``folder`` and return it; a folder that is already there is left as it is."""
+    """Write the model to ``folder`` and return it. Leave an existing folder unchanged."""
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed at the end: a run that was broken off leaves no half model behind.
+    # Written to a temporary folder and renamed at the end, so an interrupted run leaves no partial model.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as aside:
         made = Path(aside) / folder.name
         made.mkdir()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter without the work whose results it throws away: more than half of the time of our kernel tests.
+"""Triton's interpreter without work whose results it discards: more than half of the time of our kernel tests.
 
-* To interpret a kernel is to replace the functions of ``triton.language`` for as long as the kernel runs. Triton does
-  so at its launch and again, with nothing left to replace, at each call of a function within it.
-* Every sum, difference and product of integers is computed in 64 bits too, to be asserted equal: but nothing is
-  asserted unless ``options.debug`` is set, and the interpreter has no way to set it.
+* To interpret a kernel, Triton replaces the functions of ``triton.language`` while the kernel runs. It does so at the
+  launch and again, with nothing left to replace, at each call of a function within it.
+* It also computes every sum, difference and product of integers in 64 bits, to assert that they are equal. But it
+  asserts nothing unless ``options.debug`` is set, and the interpreter has no way to set it.
 
-What kernels compute, and every check of it that is made, stays Triton's.
+Kernels' results, and all checks that Triton makes, are unchanged.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,13 @@ from triton.runtime import interpreter
 
 @cache
 def _language_in(function: Callable[..., Any]) -> tuple[int, ...]:
-    """Which of the language's modules the function's globals name: those are prepared for it."""
+    """Return the modules of the language that the function's globals name; these are prepared for it."""
     return tuple({id(value) for value in function.__globals__.values() if value is tl or value is tl.core})
 
 
 class _Prepared:
-    """In place of the interpreter's ``_patch_lang``: what a launch has prepared is not prepared again until it ends."""
+    """Replaces the interpreter's ``_patch_lang``: modules that a launch has prepared are not prepared again until it
+    ends."""
 
     def __init__(self, prepare: Callable[[Callable[..., Any]], Any]) -> None:
         self.prepare = prepare
@@ -38,7 +39,7 @@ class _Prepared:
         return self
 
     def restore(self) -> None:
-        """At a launch's end, by the interpreter itself."""
+        """Restore the modules; the interpreter calls this at a launch's end."""
         while self.scopes:
             self.scopes.popitem()[1].restore()
 

@@ -22,7 +22,8 @@ from vllm_sparse_kernels.paged import PagedCache
 PAGE_TOKENS = 32
 CPU = torch.device("cpu")
 POISON = 1e3
-"""What no row owns: vLLM's CPU attention reads past a row's end and multiplies by zero, so NaN would show there too."""
+"""Value of places that no row owns. vLLM's CPU attention reads past a row's end and multiplies by zero, so NaN would
+show there too."""
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
@@ -48,7 +49,7 @@ def make_config(model: ModelConfig, settings: Any = None, backend: str | None = 
 
 
 def make_layer(config: VllmConfig, name: str, **options: Any) -> Attention:
-    """A layer as models make it; ``options`` go to vLLM's Attention."""
+    """Return a layer as models make it; ``options`` go to vLLM's Attention."""
     model = config.model_config
     size = {
         "num_heads": model.get_num_attention_heads(config.parallel_config),
@@ -76,14 +77,14 @@ def make_layers(config: VllmConfig, numbers: Sequence[int], **options: Any) -> l
 def make_builder(
     config: VllmConfig, layers: Sequence[Attention], cls: type[SparsePrefillMetadataBuilder] | None = None
 ) -> SparsePrefillMetadataBuilder:
-    """The builder of one group of layers, as vLLM's runner makes it."""
+    """Return the builder of a group of layers, as vLLM's runner makes it."""
     spec = layers[0].get_kv_cache_spec(config)
     cls = cls or layers[0].get_attn_backend().get_builder_cls()
     return cls(spec, [layer.layer_name for layer in layers], config, CPU)
 
 
 def recorder_of(builder: SparsePrefillMetadataBuilder) -> Recorder:
-    """The counts of the worker that a builder belongs to."""
+    """Return the counts of a builder's worker."""
     worker = adopted_worker(builder.vllm_config)
     assert worker is not None
     return worker.recorder
@@ -95,7 +96,7 @@ def make_common(
     slot_mapping: torch.Tensor | None = None,
     **changes: Any,
 ) -> CommonAttentionMetadata:
-    """What vLLM's runner tells builders of rows of (context_len, query_len)."""
+    """Return the metadata that vLLM's runner passes to builders for rows of (context_len, query_len)."""
     starts = torch.tensor([0, *torch.tensor([q for _, q in lengths]).cumsum(0).tolist()], dtype=torch.int32)
     seq_lens = torch.tensor([c + q for c, q in lengths], dtype=torch.int32)
     num_tokens, num_pages = int(starts[-1]), -(-int(seq_lens.max()) // PAGE_TOKENS) + 1
@@ -129,16 +130,16 @@ class Step:
     values: list[torch.Tensor]
 
     def forward(self, layer: Attention, metadata: Any, **changes: Any) -> torch.Tensor:
-        """The layer's implementation, on an output full of NaN."""
+        """Run the layer's implementation on an output full of NaN."""
         out = torch.full_like(self.query, float("nan"))
-        nothing = {"key": None, "value": None}  # in the cache already
+        nothing = {"key": None, "value": None}  # already in the cache
         layer.impl.forward(
             layer, self.query, **(nothing | changes), kv_cache=self.kv_cache, attn_metadata=metadata, output=out
         )
         return out
 
     def by_dense_backend(self, layer: Attention, builder: SparsePrefillMetadataBuilder) -> torch.Tensor:
-        """What vLLM alone makes of the whole batch."""
+        """Return vLLM's own result for the whole batch."""
         metadata = compat.DenseBuilder.build(builder, 0, self.common)
         assert not isinstance(metadata, SparsePrefillMetadata)
         out = torch.full_like(self.query, float("nan"))
@@ -150,12 +151,12 @@ class Step:
         return slice(start, start + self.lengths[row][1])
 
     def alone(self, row: int) -> tuple[torch.Tensor, PagedCache]:
-        """Query and cache of a row that is the only one, on a single page of plain layout."""
+        """Return query and cache of a single row, on a single page of plain layout."""
         return self.query[self.tokens(row)], PagedCache(self.keys[row][None], self.values[row][None])
 
 
 def make_step(layer: Attention, lengths: Sequence[tuple[int, int]], seed: int = 0, **changes: Any) -> Step:
-    """Rows of (context_len, query_len) with normal q, k, v over shuffled pages."""
+    """Return rows of (context_len, query_len) with normal q, k, v on shuffled pages."""
     generator = torch.Generator().manual_seed(seed)
     dtype, impl = layer.kv_cache_torch_dtype, layer.impl
     counts = [-(-(c + q) // PAGE_TOKENS) for c, q in lengths]

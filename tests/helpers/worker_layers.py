@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a worker as the metadata builder leaves them, without vLLM's configuration."""
+"""Layers of a worker after the metadata builder has run, without vLLM's configuration."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +26,8 @@ LONGEST, LARGEST_CHUNK = 24_000, 1500
 def make_impls(
     method: str, params: dict[str, Any], device: torch.device, engine: str = "auto"
 ) -> list[SparsePrefillImpl]:
-    """Layers as the builder leaves them, without vLLM's configuration; their arena has room for the longest row."""
+    """Return layers after the builder has run, without vLLM's configuration. Their arena has room for the longest
+    row."""
     heads = SHAPE.num_kv_heads, SHAPE.head_dim
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
     needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]

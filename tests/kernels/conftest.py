@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel tests: on the GPU where there is one, else on the CPU in Triton's interpreter (see the conftest above)."""
+"""Kernel tests: on the GPU if there is one, otherwise on the CPU in Triton's interpreter (see tests/conftest.py)."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that public bug reports describe in other projects' attention kernels, tried on every engine and method."""
+"""Faults that public bug reports describe in attention kernels of other projects, tested on every engine and method."""
 
 import math
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ def test_queries_to_which_the_first_block_read_is_masked(
 ) -> None:
     """vllm#48364: a first block without a visible key made the running maximum −∞, and the output NaN.
 
-    Only the blocks on the diagonal are kept, so whichever end an engine begins at, some query sees nothing of its first
-    block: the first queries of a tile see none of the last blocks, and with stripes none of the later positions.
+    Only the blocks on the diagonal are kept. Whichever end an engine begins at, some query sees none of its first
+    block: a tile's first queries see none of the last blocks, and, with stripes, none of the later positions.
     """
     lengths = [(0, 128), (97, 130)]
     batch = random_batch(lengths, 2, 1, 64, 128, DTYPES[0], device)
@@ -87,7 +87,8 @@ def test_whatever_lies_past_a_sequences_end_attention_stays_the_same(engine: Eng
 def test_whatever_lies_past_a_sequences_end_methods_keep_the_same(
     name: str, params: dict[str, Any], by_reference: bool, values: tuple[float, ...]
 ) -> None:
-    """The same for selection, whose means and sums of blocks take in the last, partly filled page, as NaN at first."""
+    """Selection is unchanged too. Its means and sums of blocks include the last, partly filled page, which is NaN at
+    first."""
     batch = lined_batch([(201, 70), (0, 5)], 2, 1, 64, 64, torch.float16)
     method = merged(name, params, 2)
     lists = [

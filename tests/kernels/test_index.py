@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SparseIndex, its layouts and Rows: what they say, and that check() refuses every broken invariant."""
+"""SparseIndex, its layouts and Rows: their properties, and that check() refuses every broken invariant."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from vllm_sparse_kernels.rows import Rows, Tile, ceil_div
 
 
 def make_rows(lengths: list[tuple[int, int]], gap_tokens: int = 0) -> Rows:
-    """Rows of (context_len, query_len) that need no cache."""
+    """Return rows of (context_len, query_len) that need no cache."""
     tokens, token = [], 0
     for _, query_len in lengths:
         tokens.append(token)
@@ -23,7 +23,8 @@ def make_rows(lengths: list[tuple[int, int]], gap_tokens: int = 0) -> Rows:
 
 @pytest.fixture
 def index() -> SparseIndex:
-    """One row of 100 cached and 200 new tokens: tiles at 100 and 228; every block of head 0, few of head 1."""
+    """Return an index for a row of 100 cached and 200 new tokens: tiles at 100 and 228; every block of head 0, few of
+    head 1."""
     rows = make_rows([(100, 200)])
     index = SparseIndex.allocate(rows, 2, 64, {h: StripeLayout.per_tile(rows, 10) for h in range(2)})
     for i_tile, tile in enumerate(rows.tile_list):
@@ -99,7 +100,7 @@ class TestLayouts:
 
     @pytest.mark.parametrize("block_tokens", [64, 128])
     def test_every_causal_block_and_every_stripe_fits(self, block_tokens):
-        """Lists filled to the brim neither run into each other nor past the buffers: overflow is impossible."""
+        """Full lists neither overlap nor exceed the buffers, so overflow is impossible."""
         rows = make_rows([(100, 300), (0, 1), (7, 200)])
         stripes = {0: StripeLayout.per_tile(rows, 40), 2: StripeLayout.per_tile(rows, 5)}
         index = SparseIndex.allocate(rows, 3, block_tokens, stripes)
@@ -117,7 +118,7 @@ class TestLayouts:
 
 class TestContents:
     def test_lists_by_hand(self, index):
-        """The diagonal is added to blocks; stripes are sorted, and left out where blocks hold them."""
+        """The diagonal is added to blocks; stripes are sorted, and dropped if a block contains them."""
         assert index.blocks_of(1, 0).tolist() == [1, 2, 3]  # positions 100 to 227
         assert index.blocks_of(1, 1).tolist() == [3, 4]  # positions 228 to 299
         assert index.stripes_of(1, 1).tolist() == [3, 5, 70]
@@ -134,7 +135,7 @@ class TestContents:
     @pytest.mark.parametrize("block_tokens", [64, 128])
     @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
     def test_kept_pairs_are_those_of_the_mask(self, density, block_tokens):
-        """Counted from the lists alone, at offsets and lengths that align with nothing."""
+        """Pairs are counted from the lists alone, at offsets and lengths that align with nothing."""
         batch = random_batch([(0, 1), (63, 130), (1000, 49), (65, 64), (0, 300)], 4, 2, 8, 16, gap_tokens=1)
         for stripes in (0, 33):
             index = random_index(batch, block_tokens, density, stripes=stripes, seed=stripes)
@@ -153,12 +154,12 @@ def put(values: torch.Tensor, start: torch.Tensor, others: tuple[int, ...]) -> N
 
 
 def put_blocks(head: int, i_tile: int, place: int, *ids: int):
-    """Other ids from a place of a list on."""
+    """Replace the ids from a place of a list on."""
     return lambda index: put(index.block_ids[head], index.block_offsets[i_tile] + place, ids)
 
 
 def put_stripes(place: int, *positions: int):
-    """The same of head 1's stripes for its second tile."""
+    """Replace the stripes of head 1 for its second tile in the same way."""
     return lambda index: put(index.stripe_positions, index.stripe_offsets[1, 1] + place, positions)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One way from plan to output: layers of one step share the memory of their indices, and nothing of that shows."""
+"""From plan to output: layers of a step share the memory of their indices, without effect on their results."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -43,14 +43,14 @@ def inputs_of(batch: Batch) -> LayerInputs:
 
 
 def layer_of(*methods: Method) -> Layer:
-    """Head i has the i-th method, and so on in turn. On a CPU, whatever machine this is."""
+    """Return a layer whose heads have these methods in turn, on a CPU on any machine."""
     dealt = [methods[head % len(methods)] for head in range(NUM_HEADS)]
     groups = tuple(HeadGroup(tuple(h for h, m in enumerate(dealt) if m == method), method) for method in methods)
     return dataclasses.replace(Layer.of(groups, 64, CPU), block_tokens=64)
 
 
 def fits(index: SparseIndex, buffer: torch.Tensor) -> bool:
-    """Whether what an index is filled with lies in the buffer."""
+    """Return whether the data of an index lies in the buffer."""
     tensors = [index.block_counts, index.block_ids, index.stripe_positions]
     if index.has_stripes:  # else nothing fills their counts: they are the layout's zeros
         tensors.append(index.stripe_counts)
@@ -59,7 +59,7 @@ def fits(index: SparseIndex, buffer: torch.Tensor) -> bool:
 
 
 def test_layers_take_the_same_room_one_after_the_other() -> None:
-    """And layers of one plan one layout, which is all that a step keeps."""
+    """Layers of the same plan share a layout, the only data that a step keeps."""
     rows = batch().rows
     layers = [layer_of(DENSE, LINES), layer_of(DENSE, MORE_LINES), layer_of(MASS), layer_of(DENSE)]
     capacities = [sum(stripes_of(g.method, rows).capacity * len(g.heads) for g in layer.groups) for layer in layers]
@@ -80,7 +80,7 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("lengths", [pytest.param(((130, 70), (0, 131)), marks=pytest.mark.full), ((70, 40),)], ids=str)
 def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -> None:
-    """Through unlike layers in turn, in one arena: each head as its reference has it in an index of its own."""
+    """Different layers run in turn in the same arena. Each head equals its reference with a separate index."""
     layers = [layer_of(DENSE, LINES, ANCHORS), layer_of(MASS), layer_of(BLOCKS, WIDER, ANCHORS), layer_of(SHAPE, LINES)]
     first = batch(lengths)
     arena = Workspace(CPU, torch.empty(64 << 20, dtype=torch.uint8))
@@ -88,7 +88,7 @@ def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -
         inputs = dataclasses.replace(first, q=first.q.roll(i, 1) * (1 + i % 3))
         arena.used_bytes = 0
         assert arena.buffer is not None
-        arena.buffer.fill_(0x7F)  # what the layer before left
+        arena.buffer.fill_(0x7F)  # data of the previous layer
         out, alone = inputs.empty_out(), inputs.empty_out()
         run(layer, inputs_of(inputs), out, arena).check()
         for group in layer.groups:
@@ -121,7 +121,8 @@ def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check
 def test_selection_does_not_depend_on_the_engine(
     device: str, lengths: list[tuple[int, int]], head_dim: int, method: Method
 ) -> None:
-    """Blocks of one width are the same blocks. ``portable``, asked for by name, has wider ones: all that hold one."""
+    """Blocks of the same width are equal. ``portable``, if configured, has wider blocks: all that contain such a
+    block."""
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("blocks are narrow on GPUs of compute capability 9.0 (H100, H200)")
     sample = without_nan(random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, head_dim, 128, DTYPES[-1], device))

@@ -50,7 +50,7 @@ class Layer:
         return len(self.latent) - len(self.q)
 
     def with_heavy(self, tokens: slice, factor: float) -> "Layer":
-        """The same with keys at some tokens that all queries prefer."""
+        """Return the layer with keys at some tokens that all queries prefer."""
         latent = self.latent.clone()
         latent[tokens, LATENT:] += factor * self.q[..., NOPE:].mean((0, 1))
         return Layer(self.q + 0.5 * self.q.mean((0, 1)), latent, self.up_keys, self.up_values)
@@ -63,7 +63,7 @@ class Layer:
         return torch.cat((keys, rope[:, None].expand(-1, HEADS, -1)), 2), values
 
     def parts(self, chunk_tokens: int) -> Iterator[slice]:
-        """The tokens of each call of the backend, in vLLM's order."""
+        """Return the tokens of each call of the backend, in vLLM's order."""
         yield slice(self.context, len(self.latent))
         for start in range(0, self.context, chunk_tokens):
             yield slice(start, min(start + chunk_tokens, self.context))
@@ -83,7 +83,7 @@ class Part(NamedTuple):
     lse: torch.Tensor
 
     def merged(self, other: "Part") -> "Part":
-        """As vLLM's merge_attn_states, where both may be empty."""
+        """Merge parts as vLLM's merge_attn_states does; both may be empty."""
         lse = torch.logaddexp(self.lse, other.lse)
         weights = [(part.lse - lse).exp().nan_to_num(0.0)[..., None] for part in (self, other)]
         return Part(weights[0] * self.out + weights[1] * other.out, lse)
@@ -98,11 +98,11 @@ def attend(layer: Layer, tokens: slice, kept: torch.Tensor) -> Part:
 
 
 Rule = Callable[[slice], torch.Tensor]
-"""From the tokens of a part to its kept keys. It is called once for each part, in order."""
+"""A function from the tokens of a part to its kept keys, called once for each part, in order."""
 
 
 def over_chunks(layer: Layer, rule: Rule, chunk_tokens: int) -> torch.Tensor:
-    """What comes out of the layer: the merged parts, [HEADS, new, VALUE]."""
+    """Return the output of the layer: the merged parts, [HEADS, new, VALUE]."""
     merged: Part | None = None
     for tokens in layer.parts(chunk_tokens):
         part = attend(layer, tokens, rule(tokens))
@@ -130,7 +130,7 @@ class TestAShape:
         whole = slice(0, len(layer.latent))
         dense = attend(layer, whole, torch.tensor(True)).out
         torch.testing.assert_close(over_chunks(layer, lambda _: torch.tensor(True), chunk_tokens), dense)
-        # In the latent space, as decode computes it: keys' projection moved to the queries.
+        # In the latent space, as in decode: the keys' projection is applied to the queries.
         q_nope, q_rope = layer.q.split((NOPE, ROPE), dim=2)
         absorbed = torch.einsum("qhn,lhn->qhl", q_nope, layer.up_keys.view(LATENT, HEADS, NOPE))
         scores = torch.einsum("qhl,kl->hqk", torch.cat((absorbed, q_rope), 2), layer.latent) * (NOPE + ROPE) ** -0.5
@@ -208,7 +208,7 @@ class TopP:
 WAYS = ("by chunk", "running", "whole")
 ALIGNED = [
     Layer.random(104, 48), Layer.random(64, 16, seed=1), Layer.random(0, 48, seed=2), Layer.random(160, 32, seed=3),
-    Layer.random(160, 32, seed=4).with_heavy(slice(0, 4), 2.0),  # a sink, as trained models have
+    Layer.random(160, 32, seed=4).with_heavy(slice(0, 4), 2.0),  # a sink, as in trained models
     Layer.random(160, 32, seed=5).with_heavy(slice(144, 160), 2.0),  # most of it in the last chunk
     Layer.random(160, 32, seed=6).with_heavy(slice(0, 160), 2.0),  # little of it among the new tokens
 ]  # fmt: skip
@@ -223,7 +223,7 @@ class TestTopP:
     @pytest.mark.parametrize("chunk_tokens", CHUNKS)
     @pytest.mark.parametrize("way", ["running", "whole"])
     def test_no_tile_drops_more_than_its_share_of_the_whole_row(self, way: str, chunk_tokens: int) -> None:
-        """Whichever part holds the mass, and however late it comes."""
+        """This holds for every distribution of the mass over the parts, even if most of it comes late."""
         for layer in ALIGNED:
             for kept_mass in 0.5, 0.9:
                 out, rule = run(layer, kept_mass, way, chunk_tokens)
@@ -251,7 +251,7 @@ class TestTopP:
             assert counts[0] >= counts[1]
 
     def test_running_is_near_whole_where_the_mass_comes_early(self) -> None:
-        """Sinks and the diagonal come first. By chunk, blocks are kept that weigh next to nothing."""
+        """Sinks and the diagonal come first. ``by chunk`` keeps blocks with almost no weight."""
         counts = {way: run(ALIGNED[4], 0.9, way, 24)[1].num_kept for way in WAYS}
         assert counts["whole"] <= counts["running"] < counts["by chunk"]
         assert counts["running"] - counts["whole"] < 0.5 * (counts["by chunk"] - counts["whole"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workspace: what it hands out does not overlap, frames give back, and a full buffer says so."""
+"""The workspace: its allocations do not overlap, frames release memory, and a full buffer raises an error."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_a_frame_gives_back_and_the_peak_stays() -> None:
 
 
 def test_who_asks_again_gets_the_same_tensor_and_may_write_it() -> None:
-    """A view costs the host more than a look-up; inference mode must not stay with what is handed out in it."""
+    """A view costs the host more than a look-up, and inference mode must not stay with tensors created in it."""
     workspace = Workspace(CPU, torch.empty(1 << 16, dtype=torch.uint8))
     with workspace.frame(), torch.inference_mode():
         first = workspace.empty(2, 8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What documents name exists: commands with their options, programs of the lab, targets of make, files, links."""
+"""Names in documents exist: commands with their options, programs of the lab, targets of make, files, links."""
 
 import importlib
 import importlib.util
@@ -34,12 +34,12 @@ DOCUMENTS = [
     *(ROOT / name / "README.md" for name in ("tests", "profiles", "docs/results")),
 ]
 AS_IT_WAS_THEN = ("CHANGELOG.md", "docs/results/README.md")
-"""What tells of earlier versions, or of figures by the commands that made them."""
+"""Documents about earlier versions, or about figures from their commands."""
 NAMES = [name for name in (str(path.relative_to(ROOT)) for path in DOCUMENTS) if name not in AS_IT_WAS_THEN]
 
 
 def code_matches(name: str, pattern: str) -> list[tuple[str, ...]]:
-    """What is set as code, on a line or in a block, a command over several lines being one."""
+    """Return text set as code, on a line or in a block; a command on several lines counts as a single match."""
     text = (ROOT / name).read_text().replace("\\\n", " ")
     code = re.findall(r"`+([^`\n]+)`+", text)
     code += re.findall(r"^(?: {4}|\$ |(?=sparse-prefill|python|make))(.*)$", text, re.MULTILINE)
@@ -47,7 +47,7 @@ def code_matches(name: str, pattern: str) -> list[tuple[str, ...]]:
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], set[str]]]:
-    """By path, the options of each command and of each group of commands."""
+    """Return the options of each command and of each group of commands, by path."""
     yield path, {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
     for name, subcommand in getattr(command, "commands", {}).items():
         yield from commands(subcommand, (*path, name))
@@ -66,7 +66,7 @@ def test_commands_and_their_options(name: str) -> None:
         while path not in COMMANDS:
             path = path[:-1]
         assert path in LEAVES or path == tuple(words.split()), (name, words)
-        unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", arguments)  # what is quoted may be another program's
+        unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", arguments)  # quoted text may belong to another program
         assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", unquoted)) <= COMMANDS[path], (name, words, arguments)
 
 
@@ -142,7 +142,7 @@ def test_an_unknown_option_of_a_figures_command_is_seen(text: str) -> None:
     ],
 )
 def test_files(name: str, folder: str) -> None:
-    """Paths, from the folder that the document speaks of or from the repository."""
+    """Paths are relative to the document's folder or to the repository."""
     files = [Path(str(match)) for match in code_matches(name, r"^((?:\w+/)+\w+\.\w+)$")]
     assert files
     roots = (ROOT / folder, ROOT)
@@ -150,7 +150,7 @@ def test_files(name: str, folder: str) -> None:
 
 
 def test_where_a_tiles_blocks_are_chosen() -> None:
-    """CONTRIBUTING.md names the one file of the default's folder that writes lists of blocks; README leads there."""
+    """CONTRIBUTING.md names the file of the default method that writes lists of blocks, and README links to it."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (named,) = re.findall(r"a tile's blocks are chosen\W.*`(\S+)` \|$", text, re.MULTILINE)
     method = METHODS[PRESETS["default"][0]].parameters
@@ -172,7 +172,7 @@ def modules_in_the_map(text: str) -> list[str]:
 
 
 def test_the_map_names_every_module_once() -> None:
-    """By folder, in which ``__init__.py`` is described by the heading."""
+    """Modules are listed by folder; the heading describes ``__init__.py``."""
     packages = ("vllm_sparse_backend", "kernels/vllm_sparse_kernels")
     paths = [path for package in packages for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]
     text = (ROOT / "CONTRIBUTING.md").read_text()
@@ -197,7 +197,7 @@ def paths_in_the_picture(text: str) -> list[str]:
 
 
 def test_the_picture_of_the_architecture_names_what_exists() -> None:
-    """By process: each folder under ``serving/`` is in a group, and each box is a module or folder of its group."""
+    """Each folder under ``serving/`` is in a group for its process, and each box is a module or folder of its group."""
     paths = paths_in_the_picture((ROOT / "docs/how_it_works.md").read_text())
     missing = [path for path in paths if not ((ROOT / path).is_dir() if path[-1] == "/" else (ROOT / path).is_file())]
     assert missing == []
@@ -208,13 +208,13 @@ def test_the_picture_of_the_architecture_names_what_exists() -> None:
 
 
 def test_a_picture_of_other_modules_is_seen() -> None:
-    """So that the test above can fail."""
+    """This shows that the test above can fail."""
     text = '```mermaid\n    subgraph a["x: old/"]\n        b["gone.py<br/>c"]\n    end\n    d["e/f.py<br/>g"]\n```'
     assert paths_in_the_picture(text) == ["old/", "old/gone.py", "e/f.py"]
 
 
 FOR_REQUESTS = {FIELD, REPORT, MARK}
-"""Names of the same prefix that are no metrics: keys of requests."""
+"""Names with the same prefix that are not metrics: keys of requests."""
 METHODS_OF_WORKERS = {WORKER_METHOD, REPORT_METHOD, SWITCH_METHOD}
 OF_TARGETS = {"job", "instance", "le"}
 """Labels that Prometheus adds, and those of histograms' buckets."""
@@ -227,17 +227,18 @@ SAMPLES = {metric.sample: metric for metric in METRICS.values()}
 
 
 def unescaped(path: Path) -> str:
-    """A file's text with quotes as a query has them."""
+    """Return a file's text with quotes as in queries."""
     return path.read_text().replace('\\"', '"')
 
 
 def unknown_metrics(text: str) -> set[str]:
-    """Names that look like our metrics, and are none."""
+    """Return names that look like our metrics but do not exist."""
     return set(MENTION.findall(text)) - {*SAMPLES, *FOR_REQUESTS, *METHODS_OF_WORKERS, PREFIX}
 
 
 def unknown_labels(text: str) -> set[tuple[str, str]]:
-    """(metric, label) of selectors that no sample of ours has, and ("", label) of groupings that no metric has."""
+    """Return (metric, label) of selectors that no sample of ours has, and ("", label) of groupings that no metric
+    has."""
     unknown = set()
     for name, selector in SELECTOR.findall(text):
         known = {*SAMPLES[name].all_labels, *OF_TARGETS} if name in SAMPLES else set()
@@ -251,7 +252,7 @@ def unknown_labels(text: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("path", METRIC_TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_metrics_and_their_labels(path: Path) -> None:
-    """In prose and in queries, of documents, alerts and the dashboard."""
+    """In prose and in queries: of documents, alerts and the dashboard."""
     text = unescaped(path)
     assert unknown_metrics(text) == set()
     if path in MONITORING:
@@ -262,7 +263,7 @@ def test_metrics_and_their_labels(path: Path) -> None:
 
 
 def test_metrics_that_are_none_are_seen() -> None:
-    """So that the test above can fail."""
+    """This shows that the test above can fail."""
     assert unknown_metrics("see `sparse_prefill_seconds_total`, `sparse_prefill_report`") == {
         "sparse_prefill_seconds_total"
     }
@@ -286,9 +287,9 @@ def test_the_dashboards_panels() -> None:
 
 
 def test_levels_that_metrics_name_are_explained() -> None:
-    """Values of the label ``level`` that no profile names."""
+    """Values of the label ``level`` that no profile defines."""
     text = (ROOT / "docs/metrics.md").read_text()
-    paragraph = text.partition("`level` is what requests")[2].partition("\n\n")[0]
+    paragraph = text.partition("`level` is the level of the requests")[2].partition("\n\n")[0]
     assert [level for level in (DEFAULT, EXACT, SHARE) if f"`{level}`" not in paragraph] == []
 
 
@@ -296,7 +297,7 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def anchors(path: Path) -> set[str]:
-    """Of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an installation holds: the wheel, and this checkout's editable install."""
+"""Content of an installation: the wheel, and this checkout's editable install."""
 
 import tarfile
 import tomllib
@@ -48,7 +48,7 @@ def test_wheel_holds_the_needle_model(wheel: zipfile.ZipFile) -> None:
 
 
 def test_sdist_holds_the_needle_model(tmp_path: Path) -> None:
-    """A wheel that is built from it would lack the model otherwise."""
+    """Without it, a wheel built from the sdist would lack the model."""
     sdist = pytest.importorskip("hatchling.builders.sdist", reason="hatchling builds it, and is not installed")
     (path,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
     with tarfile.open(path) as archive:
@@ -57,7 +57,7 @@ def test_sdist_holds_the_needle_model(tmp_path: Path) -> None:
 
 
 def test_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
-    """Above all no package `kernels`: it would shadow Hugging Face's, and transformers would break."""
+    """Above all no package `kernels`, which would shadow Hugging Face's package and break transformers."""
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert top == {"vllm_sparse_backend", "vllm_sparse_kernels", "vllm_sparse_backend-0.1.0.dist-info"}
 
@@ -90,13 +90,13 @@ def test_workflows_run_what_a_change_has_to_pass() -> None:
     release = flows["release"]["jobs"]
     assert release["test"]["uses"] == "./.github/workflows/ci.yml"
     assert (release["build"]["needs"], release["publish"]["needs"]) == ("test", "build")
-    assert "workflow_call" in flows["ci"][True]  # YAML 1.1 reads the key `on` as a truth value
+    assert "workflow_call" in flows["ci"][True]  # YAML 1.1 reads the key `on` as a boolean
     for flow in flows.values():
         assert flow["permissions"] == {"contents": "read"}
 
 
 def test_each_file_names_its_licence() -> None:
-    """Where one is missing: sed -i '1i # SPDX-License-Identifier: Apache-2.0' FILE"""
+    """To add a missing line: sed -i '1i # SPDX-License-Identifier: Apache-2.0' FILE"""
     folders = ("benchmarks", "deploy", "kernels", "tests", "vllm_sparse_backend")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(files) > 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of ``benchmarks/prose_rules.yaml`` report what they should and no more, and all files keep them."""
+"""The rules of ``benchmarks/prose_rules.yaml`` report exactly what they should, and all files follow them."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repository keeps the rules that ``benchmarks.readability`` checks, and each check sees what it should."""
+"""The repository follows the rules of ``benchmarks.readability``, and each check reports what it should."""
 
 import ast
 from collections.abc import Callable, Iterator

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small model, stock vLLM and this backend on it, started side by side and once: each start costs half a minute."""
+"""A small model, with stock vLLM and this backend on it, started in parallel and only once: each start takes half a
+minute."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,13 @@ from tests.helpers.tiny_models import make_model
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
 
 WORKER_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-"""Variable for whether an engine on a CPU starts a process for its worker, as by default, or is its own worker."""
+"""Variable that decides whether an engine on a CPU starts a worker process, as by default, or is its own worker."""
 
 ENV: dict[str, str] = (
     {} if has_cuda() else {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", WORKER_PROCESS: "0"}
 )
 """Environment of servers. On a CPU, vLLM binds the workers of all servers to the same core, where they would wait for
-each other; and a process for the worker takes a third of the time of a start, for imports."""
+each other, and a worker process takes a third of the start time for imports."""
 
 CACHE_ARGS = ("--kv-cache-memory-bytes", str(512 << 20))
 """Room for 131,072 tokens of the small model."""
@@ -28,7 +29,7 @@ CACHE_ARGS = ("--kv-cache-memory-bytes", str(512 << 20))
 
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
-    """Set ``ENV``, which servers that a module starts inherit, until its tests have ended."""
+    """Set ``ENV`` until a module's tests have ended; servers that it starts inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENV.items():
             patch.setenv(name, value)
@@ -42,7 +43,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Ours has a process for its worker, so that calls between engine and worker are tested too."""
+    """Our server has a worker process, so calls between engine and worker are tested too."""
     settings = server_levels.write(tmp_path_factory.mktemp("ours"), *server_levels.ALL)
     args = (*scenario.SERVER_ARGS, *CACHE_ARGS)
     stock = Server(small_model, args, env=ENV | {"VLLM_PLUGINS": "none"})

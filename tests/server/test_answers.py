@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers inside a prompt of 8,192 tokens: every method, a level of a real server, against stock, by the bundled model.
+"""Answers in a prompt of 8,192 tokens: every method, as a level of a real server, against stock, with the bundled
+model.
 
-The model was trained to find facts again, and does with dense attention. So an answer that is wrong here was lost by
-what a method left out, or by what this backend made of it.
+The model was trained to find facts, and finds them with dense attention. A wrong answer was therefore lost by the
+method or by a fault of this backend.
 """
 
 from typing import Any
@@ -26,17 +27,19 @@ pytest.importorskip("vllm")
 
 TOKENS, PROMPTS, FACTS = 8192, 2, 80
 POINTS = 2
-"""Answers in a hundred that a method may lose."""
+"""Percentage of answers that a method may lose."""
 STARTS = {"min_tokens": 1024, "min_query_tokens": 1}
 PARAMS: dict[str, dict[str, Any]] = {name: {} for name in METHODS if name != "dense"} | {
     "flex_vertical_slash": {"gamma": 0.99},
     "share_prefill": {"gamma": 0.99, "cluster": 0},
     "vertical_slash": {"vertical_tokens": 1000, "slash_tokens": 1024},
 }
-"""What this model needs at this length; of other models it says nothing. {} is a method as it ships.
+"""Parameters that this model needs at this length; they do not apply to other models. {} stands for a method's
+defaults.
 
-γ of 0.95 answers 153 of 160, of 0.98 158, of 0.99 all; vertical-slash as it ships keeps all of so short a prompt.
-Those that ``CANNOT_FIND`` facts leave the layer that finds them dense: what they do to the other layers is judged.
+γ of 0.95 answers 153 of 160, 0.98 answers 158, and 0.99 all. The defaults of vertical-slash keep all of such a short
+prompt. Methods in ``CANNOT_FIND`` leave the layer that finds facts dense; the test covers their effect on the other
+layers.
 """
 STARVED = {"default": {"method": "a_shape", "sink_tokens": 128, "local_tokens": 512}}
 
@@ -48,7 +51,7 @@ def level_of(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By level, and "stock": answers right of those asked, and the density. Each method is a level of one server."""
+    """Right answers, questions and density by level, and for "stock". Each method is a level of the same server."""
     levels = {name: level_of(name) for name in PARAMS}
     profile = tmp_path_factory.mktemp("answers") / "all.yaml"
     starved = {"format": 1, "model": "any", "level": "starved", **STARTS, **STARVED}
@@ -78,5 +81,5 @@ def test_a_method_answers_as_dense_attention_does(rows: dict[str, dict[str, Any]
 
 
 def test_a_starved_method_falls_below(rows: dict[str, dict[str, Any]]) -> None:
-    """So the test above can fail."""
+    """This shows that the test above can fail."""
     assert 100 * rows["starved"]["share"] < 100 * rows["stock"]["share"] - 10 * POINTS

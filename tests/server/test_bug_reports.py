@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What public bug reports of vLLM and of other sparse backends say went wrong elsewhere, against a stock server.
+"""Faults that public bug reports of vLLM and of other sparse backends describe, tested against a stock server.
 
-``exact`` requests run on the dense backend of our server, those at level ``everything`` on the sparse path with all
-blocks kept: both have to say what stock says.
+``exact`` requests run on our server's dense backend, requests at level ``everything`` on the sparse path with all
+blocks kept. Both must equal stock.
 """
 
 import http.client
@@ -26,13 +26,13 @@ from vllm_sparse_backend.evaluation.vllm_server import Server
 pytestmark = pytest.mark.server
 
 TOLERANCE = 2e-5
-"""Of log-probabilities: stock vLLM against itself, batched differently, gives up to 2.4e-6."""
+"""Tolerance of log-probabilities: stock vLLM differs from itself by up to 2.4e-6 if batched differently."""
 LEVELS = (pytest.param("exact", marks=pytest.mark.full), "everything")
-"""``test_serve.py`` has exact requests in the quick suite."""
+"""``test_serve.py`` tests exact requests in the quick suite."""
 
 
 def complete(server: Server, prompt: list[int], level: str | None = None, **more: Any) -> list[dict[str, Any]]:
-    """The choices of a completion, of one token unless told otherwise."""
+    """Return the choices of a completion, by default of a single token."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
     if level is not None:
         body["vllm_xargs"] = {"sparse_prefill": level}
@@ -41,7 +41,7 @@ def complete(server: Server, prompt: list[int], level: str | None = None, **more
 
 
 def prompt_logprobs(server: Server, prompt: list[int], level: str | None = None) -> list[float]:
-    """For each token of the prompt but the first."""
+    """Return the log-probability of each token of the prompt except the first."""
     (choice,) = complete(server, prompt, level, prompt_logprobs=0)
     positions = choice["prompt_logprobs"]
     assert len(positions) == len(prompt)
@@ -54,13 +54,13 @@ def assert_close(values: list[float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_prompt_logprobs_in_chunks_whatever_was_asked_before(servers: Servers, level: str) -> None:
-    """vllm#42019 and #14239: prompts of three chunks, of which other requests and other levels have cached a part."""
+    """vllm#42019 and #14239: prompts of three chunks, partly cached by other requests and other levels."""
     prompt = scenario.prompt(1300, seed=1001)
     expected = prompt_logprobs(servers.stock, prompt)
     complete(servers.ours, prompt[:900])
     complete(servers.ours, prompt[:900], level)
     assert_close(prompt_logprobs(servers.ours, prompt, level), expected)
-    # And what comes after may read what these wrote.
+    # Later requests may read the blocks that these wrote.
     (choice,) = complete(servers.ours, prompt, level, logprobs=0)
     (stock,) = complete(servers.stock, prompt, logprobs=0)
     assert_close(choice["logprobs"]["token_logprobs"], stock["logprobs"]["token_logprobs"])
@@ -72,7 +72,7 @@ def test_echo_with_logprobs_over_a_cached_prefix(servers: Servers, level: str) -
     prompt = scenario.prompt(700, seed=1002)
     options = {"echo": True, "logprobs": 1, "max_tokens": 3}
     (stock,) = complete(servers.stock, prompt, **options)
-    for _ in range(2):  # the second time all of it is cached
+    for _ in range(2):  # all of it is cached the second time
         complete(servers.ours, prompt, level)
         (choice,) = complete(servers.ours, prompt, level, **options)
         assert choice["text"] == stock["text"]
@@ -84,7 +84,7 @@ def test_echo_with_logprobs_over_a_cached_prefix(servers: Servers, level: str) -
 @pytest.mark.full
 @pytest.mark.parametrize("level", LEVELS)
 def test_thirty_lengths_in_one_batch(servers: Servers, level: str) -> None:
-    """x-attention#12 and SpargeAttn#59: a batch of more than one row, none as long as another."""
+    """x-attention#12 and SpargeAttn#59: a batch with several rows, all of different lengths."""
     prompts = {str(length): (scenario.prompt(length, seed=2000 + length), 2) for length in range(7, 600, 20)}
     assert len(prompts) == 30
     expected = scenario.ask_together(servers.stock, prompts)
@@ -100,7 +100,7 @@ def assert_answers(answers: Mapping[str, Answer], expected: Mapping[str, Answer]
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_beams(servers: Servers, level: str) -> None:
-    """Several sequences that go on from one prompt past ``min_tokens``."""
+    """Several sequences that continue the same prompt past ``min_tokens``."""
     prompt = scenario.prompt(600, seed=1003)
     options = {"use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
     expected = [choice["text"] for choice in complete(servers.stock, prompt, **options)]
@@ -110,7 +110,7 @@ def test_beams(servers: Servers, level: str) -> None:
 
 @pytest.mark.parametrize("level", [*LEVELS, pytest.param(None, marks=pytest.mark.full)])
 def test_structured_output_on_long_prompts(servers: Servers, level: str | None) -> None:
-    """vllm#15790. At the server's own level an answer may differ from stock's, but not from its form."""
+    """vllm#15790. At the server's default level, an answer may differ from stock's, but must keep its form."""
     prompt = scenario.prompt(1100, seed=1004)
     options = {"structured_outputs": {"regex": "(red|green|blue): [0-9]{3}"}, "max_tokens": 24}
     (stock,), (choice,) = complete(servers.stock, prompt, **options), complete(servers.ours, prompt, level, **options)
@@ -120,7 +120,7 @@ def test_structured_output_on_long_prompts(servers: Servers, level: str | None) 
 
 
 def broken_off(server: Server, prompt: list[int], events: int) -> int:
-    """Stream an answer of three tokens, and hang up after so many events; returns how many came."""
+    """Stream an answer of three tokens, and disconnect after this many events; return the number of events received."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = {"model": server.model, "prompt": prompt, "max_tokens": 3, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -134,7 +134,7 @@ def broken_off(server: Server, prompt: list[int], events: int) -> int:
 
 @pytest.mark.full
 def test_requests_broken_off_in_their_last_step(servers: Servers) -> None:
-    """vllm#29987: the client hangs up while the engine computes the last token."""
+    """vllm#29987: the client disconnects while the engine computes the last token."""
     prompts = [scenario.prompt(300 + 10 * i, seed=3000 + i) for i in range(16)]
     with ThreadPoolExecutor(4) as pool:
         came = list(pool.map(lambda i: broken_off(servers.ours, prompts[i], events=1 + i % 3), range(len(prompts))))
@@ -148,7 +148,8 @@ def test_requests_broken_off_in_their_last_step(servers: Servers) -> None:
 
 @pytest.mark.full
 class TestConfiguredByNestedYaml:
-    """vllm#33193: a file with nested settings, of a server of two API processes whose cache has no room for all."""
+    """vllm#33193: a file with nested settings, for a server of two API processes with a cache too small for all
+    requests."""
 
     @pytest.fixture(scope="class")
     def server(self, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -164,7 +165,7 @@ class TestConfiguredByNestedYaml:
             "api-server-count": 2,
         }
         (path := folder / "config.yaml").write_text(yaml.safe_dump(config))
-        # On a CPU ``Server`` gives the cache its own size, unless an argument does.
+        # On a CPU, ``Server`` sets its own cache size unless an argument does.
         args = ("--config", str(path), "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", str(24 << 20))
         with Server(small_model, args) as server:
             yield server
@@ -183,7 +184,7 @@ class TestConfiguredByNestedYaml:
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_preemption_by_priority(self, server: Server, servers: Servers, level: str) -> None:
-        """vllm#9342: requests that come later, and go first, take the room of those that run."""
+        """vllm#9342: later requests with a higher priority take the memory of running requests."""
 
         def ask(numbered_prompt: tuple[int, list[int]]) -> list[str]:
             number, token_ids = numbered_prompt
@@ -204,7 +205,7 @@ class TestConfiguredByNestedYaml:
             assert answer == [choice["text"] for choice in complete(servers.stock, token_ids, **more)]
 
     def test_counters_of_several_processes_never_fall(self, server: Server) -> None:
-        """vllm#18053: whichever of them answers, while requests run; without waiting for an engine."""
+        """vllm#18053: whichever process answers, while requests run, without waiting for an engine."""
         pages: list[dict[str, float]] = []
         with ThreadPoolExecutor(3) as pool:
             requests = [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of another backend, on which this package is merely installed, under requests that hold our keys.
+"""A server of another backend with this package installed, under requests that contain our keys.
 
-It answers as a server that loads no plugin, whatever stands under these keys and wherever they stand, and does not end.
+It answers like a server without plugins, for any value of these keys in any place, and does not end.
 """
 
 import json
@@ -32,7 +32,7 @@ SEED = 20
 REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "150"))
 SETTINGS = {"method": "dense", "min_tokens": 64, "switch": True}
 KEYS = (FIELD, REPORT, MARK, MARK, DOCUMENTS, DEVICE, REPORT_METHOD, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
-"""The mark twice as often: the engine's core and workers read it where the backend is ours."""
+"""The mark is listed twice, because the engine's core and workers read it if the backend is ours."""
 
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, 5, -1, 1 << 70, 0.5, -0.0, 1e308, "", "exact", "default", "fastest", "\x00", "é" * 300,
@@ -49,7 +49,7 @@ PATHS = ("/v1/completions",) * 6 + ("/v1/chat/completions", "/v1/responses", "/t
 CHANGES = re.compile(
     r'"(created|created_at|completed_at)":\s*[0-9.]+|\b(resp|msg|rs|req|item|chatcmpl|cmpl)[-_][0-9a-f]{8,}'
 )
-"""What is another in each answer."""
+"""Parts that differ in each answer."""
 
 
 class Hostile(NamedTuple):
@@ -64,7 +64,7 @@ class Said(NamedTuple):
 
 
 def place(body: dict[str, Any], where: tuple[str, ...], key: str, value: Any) -> None:
-    """Put the key into a part of the body, which is made where there is none."""
+    """Put the key into a part of the body, which is made if it is missing."""
     part: Any = body
     for name in where:
         part = part[int(name)] if isinstance(part, list) else part.setdefault(name, {})
@@ -72,7 +72,7 @@ def place(body: dict[str, Any], where: tuple[str, ...], key: str, value: Any) ->
 
 
 def hostile(number: int) -> Hostile:
-    """One request, always the same for a number. Its prompt fills a block, which the engine's core hashes."""
+    """Return a request that depends only on its number. Its prompt fills a block, which the engine's core hashes."""
     source = random.Random(f"{SEED} {number}")
     path = source.choice(PATHS)
     tokens = [source.randrange(2, VOCAB_SIZE) for _ in range(source.choice((3, 140, 300)))]
@@ -112,7 +112,7 @@ def ask(server: Server, request: Hostile) -> Said:
 
 
 def stream_content(text: str) -> str:
-    """Return what a stream of events says; how many tokens an event has depends on the machine's load."""
+    """Return the text of a stream of events. The number of tokens in an event depends on the machine's load."""
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
     choices = [choice for event in events for choice in event.get("choices", ())]
     deltas = [choice.get("text", choice.get("delta")) for choice in choices] + [event.get("delta") for event in events]
@@ -124,9 +124,9 @@ def stream_content(text: str) -> str:
 
 class Pair(NamedTuple):
     without: Server
-    """Loads no plugin."""
+    """A server that loads no plugin."""
     bystander: Server
-    """Has the package. Settings of it, which both have, are not read."""
+    """A server with the package. Both servers have its settings, which neither reads."""
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def pair(small_model: Path) -> Iterator[Pair]:
 
 
 def test_it_answers_as_a_server_without_plugins(pair: Pair) -> None:
-    """The same requests in the same order, one after another: what is cached is the same too."""
+    """Both get the same requests in the same order, one at a time, so they cache the same blocks."""
     statuses, differing = [], []
     for number in range(REQUESTS):
         request = hostile(number)
@@ -159,7 +159,7 @@ def test_it_answers_as_a_server_without_plugins(pair: Pair) -> None:
 
 
 def test_a_mark_of_a_client_does_not_end_its_engine(pair: Pair) -> None:
-    """With enough tokens for a whole block, decoded ones among them, which are hashed as they come."""
+    """The tokens fill a whole block, including decoded tokens, which are hashed as they arrive."""
     body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "temperature": 0, "vllm_xargs": {MARK: 5}}
     request = Hostile("/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     expected, said = map(ask, pair, (request, request))
@@ -169,7 +169,7 @@ def test_a_mark_of_a_client_does_not_end_its_engine(pair: Pair) -> None:
 
 
 def test_its_log_says_that_settings_are_not_read(pair: Pair) -> None:
-    """By which it is known, too, that the plugin was loaded there."""
+    """This also shows that the plugin was loaded."""
     log = pair.bystander.log_path.read_text(errors="replace")
     assert log.count("sparse_prefill in --additional-config is ignored: attention runs on ") == 1
     assert "sparse_prefill_" not in pair.bystander.get("/metrics")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill server and a decode server behind deploy/salting_proxy.py, with vLLM's NixlConnector between them, on CPUs.
+"""A prefill server and a decode server behind deploy/salting_proxy.py, connected by vLLM's NixlConnector, on CPUs.
 
-Needs the package `nixl`, whose UCX transfers between processes of one machine without RDMA. The decode server runs this
-backend too: vLLM's stock CPU attention takes keys of a server with another backend for those of a GPU, and rearranges
-them. Its decodes are vLLM's own. `python -m benchmarks.two_gpus` pairs with a stock decode server on GPUs.
+This needs the package `nixl`, whose UCX transfers between processes of a machine without RDMA. The decode server runs
+this backend too: vLLM's stock CPU attention would treat keys from a server with another backend as a GPU's, and
+rearrange them. Its decodes run on vLLM's own attention. `python -m benchmarks.two_gpus` pairs with a stock decode
+server on GPUs.
 """
 
 import json
@@ -30,8 +31,8 @@ pytest.importorskip("nixl", reason="the pair needs: pip install nixl")
 
 LOGPROB_TOLERANCE = 5e-5
 LEVELS = ("high", "fast")
-# One token more than whole pages: a single server that finds these pages in its cache computes the last token as a
-# decode server does, densely.
+# A token more than whole pages: a single server that finds these pages in its cache computes the last token like a
+# decode server, densely.
 LENGTHS = (63, 8 * scenario.PAGE_TOKENS + 1)
 
 
@@ -39,14 +40,14 @@ class Pair(NamedTuple):
     prefill: Server
     decode: Server
     url: str
-    """Of the proxy."""
+    """URL of the proxy."""
 
     def ask(self, token_ids: list[int], level: object) -> Answer:
         return scenario.ask(ProxiedServer(self.decode, self.url), token_ids, level=level)
 
 
 class ProxiedServer(Server):
-    """The decode server, asked through the proxy."""
+    """The decode server, with requests sent through the proxy."""
 
     def __init__(self, server: Server, url: str) -> None:
         self.model, self.log_path, self._proxy_url = server.model, server.log_path, url
@@ -92,7 +93,7 @@ def assert_same(answer: Answer, expected: Answer) -> None:
 
 
 def test_sparse_answers_are_those_of_a_single_server_and_exact_answers_are_stock(pair: Pair, servers: Servers) -> None:
-    """Each prompt at every level in turn, so that no level may read what another one left in the decode server."""
+    """Each prompt at every level in turn, so no level may read another level's blocks in the decode server."""
     before = scenario.counted(pair.decode)
     for length, token_ids in prompts().items():
         answers = {level: pair.ask(token_ids, level) for level in (*LEVELS, "exact")}
@@ -102,9 +103,9 @@ def test_sparse_answers_are_those_of_a_single_server_and_exact_answers_are_stock
             assert_same(answers[level], scenario.ask(servers.ours, token_ids, level=level))
             if length > server_levels.MIN_TOKENS:
                 assert answers[level].logprobs != pytest.approx(answers["exact"].logprobs, abs=1e-3)
-        # Blocks that came through the connector are in the decode server's prefix cache, marked by their level.
+        # Blocks from the connector are in the decode server's prefix cache, marked with their level.
         assert_same(pair.ask(token_ids, "high"), answers["high"])
-    # The decode server computed nothing but decodes: all prompts came through the connector.
+    # The decode server computed only decodes: all prompts came through the connector.
     decoded = scenario.counted(pair.decode, before)
     assert {path for (path, _), count in decoded.rows.items() if count} == {"decode"}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/first_steps.md: its commands run, one after the other in one shell, as a newcomer types them."""
+"""The commands of docs/first_steps.md, run one after the other in the same shell, as a newcomer types them."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def test_installing_is_what_every_change_passes() -> None:
 
 
 def in_one_shell(block: str) -> str:
-    """Servers go to the background, and the next one takes the place of the one before."""
+    """Return a script in which servers run in the background, and the next server replaces the previous."""
     return (
         f"stop\n{block.rstrip()} > server.log 2>&1 &\nSERVER=$!\nready\n" if block.startswith("vllm serve") else block
     )

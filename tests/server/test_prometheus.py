@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real Prometheus, configured as in deploy/ but for the server's address and the pace, scrapes the server."""
+"""The real Prometheus, configured as in deploy/ except for the server's address and the interval, scrapes the
+server."""
 
 import json
 import shutil
@@ -26,7 +27,7 @@ Query = Callable[[str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def server(servers: Servers) -> Server:
-    """After requests of all kinds."""
+    """The server, after requests of all kinds."""
     requests = {str(length): (scenario.prompt(length, seed=length + 50), 4) for length in (90, 1000)}
     scenario.ask_together(servers.ours, requests)
     return servers.ours
@@ -64,7 +65,8 @@ def query(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def _soon(ask: Query, expression: str) -> bool:
-    """Whether it has an answer within a minute: a page that came too late for a scrape leaves a gap of two seconds."""
+    """Return whether it has an answer within a minute. A page that was too late for a scrape leaves a gap of two
+    seconds."""
     deadline = time.monotonic() + 60
     while not (has_answer := _answers(ask, expression)) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -74,7 +76,7 @@ def _soon(ask: Query, expression: str) -> bool:
 def _answers(ask: Query, expression: str) -> bool:
     try:
         return bool(ask(expression))
-    except OSError:  # it does not listen yet
+    except OSError:  # not listening yet
         return False
 
 
@@ -90,7 +92,7 @@ def test_it_holds_what_the_page_says(query: Query, server: Server) -> None:
 
 
 def test_what_the_dashboard_asks_has_an_answer(query: Query, server: Server) -> None:
-    """And vLLM's own metrics are called so."""
+    """This also checks the names of vLLM's own metrics."""
     page = server.get("/metrics")
     for name, expression in promql.dashboard_queries().items():
         assert _soon(query, expression), name

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of all levels on a GPU: which rows of a step are whose, by both of vLLM's runners, what vLLM's own options
-change, and what load does.
+"""Requests of all levels on a GPU: the rows of each request in both of vLLM's runners, vLLM's options, and load.
 
-Counters that only the right rows can give: prompts that are to be exact are of one length, sparse ones of another, and
-each is a single row, so many rows and tiles of each kind there must be, and no others. Under every option a trained
-model finds its facts, sparse and exact. And five hundred requests of eight clients while the switch is thrown: exact
-ones have stock's tokens, memory stays.
+Exact prompts have the same length, sparse prompts have another, and each is a single row. The number of rows and tiles
+of each kind is therefore known, and the counters must match. Under every option, a trained model finds its facts,
+sparse and exact. Finally, eight clients send five hundred requests while the switch is used: exact requests have
+stock's tokens, and memory does not grow.
 """
 
 import json
@@ -40,8 +39,8 @@ NUM_EACH, EXACT_TOKENS, SPARSE_TOKENS, MIN_TOKENS, RUNNER = 4, 2000, 3000, 256, 
 PARAMS = {"sink_tokens": 64, "local_tokens": 128}
 SETTINGS = {"method": "a_shape", "params": PARAMS, "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "32768")
-GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'  # what vLLM would compile of a model is not what is tested
-# With the cache's size given, vLLM does not measure what is free, which other processes change meanwhile.
+GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'  # vLLM's compiled models are not under test
+# With a fixed cache size, vLLM does not measure free memory, which other processes change.
 ROOM = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30))
 DETAILS = (*ROOM, "--enable-prompt-tokens-details", "--compilation-config", GRAPHS)
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -60,12 +59,12 @@ OPTIONS = {
     "synchronous": Option(("--no-async-scheduling",)),
     "the older runner": Option(env=((RUNNER, "0"),)),
     "fp8 cache": Option(("--kv-cache-dtype", "fp8")),
-    # Room for little more than the longest prompt, and steps that begin the next one beside it.
+    # Room for little more than the longest prompt, and steps that start the next prompt at the same time.
     "no room for all": Option(("--kv-cache-memory-bytes", str(22 << 20), "--max-num-batched-tokens", "4096")),
     "heads before tokens": Option(env=((LAYOUT, "LBHNC"),)),
     "blocks outermost": Option(env=((LAYOUT, "BLHNC"),)),
 }
-"""Of vLLM, by name. A token of the bundled model takes 2.5 KiB of the cache."""
+"""vLLM's options, by name. A token of the bundled model takes 2.5 KiB of the cache."""
 OF_FACTS = {"min_tokens": 512, "min_query_tokens": 1, "guard": {"rate": 1.0, "bound": 1e6}}
 
 
@@ -87,7 +86,7 @@ def check(server: Server) -> None:
     tiles = NUM_EACH * -(-(SPARSE_TOKENS - MIN_TOKENS) // TILE_TOKENS)
     assert [counts.tiles for counts in report.layers.values()] == [tiles] * CONFIG["num_hidden_layers"]
     assert report.problem() is None
-    # What a sparse request wrote is not read by an exact one, but for its first positions; it says something else.
+    # An exact request does not read a sparse request's blocks, except for its first positions; its answer differs.
     prompt, *_ = sparse["sparse 0"]
     first, second, default = (scenario.ask(server, prompt, level=level) for level in (0, "exact", None))
     assert (first.cached_tokens, second.cached_tokens >= 2800, default.cached_tokens >= 2800) == (
@@ -100,7 +99,7 @@ def check(server: Server) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_facts_are_found_under_every_option(option: str) -> None:
-    """By eight clients, over cached prefixes, in chunks of 512 (of 4,096 where room is short), sparse and exact."""
+    """Eight clients, cached prefixes, chunks of 512 tokens (4,096 if memory is short), sparse and exact."""
     settings, layout = OPTIONS[option], dict(OPTIONS[option].env).get(LAYOUT)
     if layout:
         pytest.importorskip("vllm.v1.kv_cache_layout", reason="this vLLM asks no backend for its layouts")
@@ -128,7 +127,7 @@ def test_facts_are_found_under_every_option(option: str) -> None:
 
 
 def test_five_hundred_requests(tmp_path: Path) -> None:
-    """Of a trained model, asked for facts, so that its answers are no matter of the last bit."""
+    """A trained model answers questions about facts, so its answers do not depend on the last bit."""
     settings, args = (
         server_levels.write(tmp_path, "high", "fast"),
         (*scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS),
@@ -148,12 +147,14 @@ def test_five_hundred_requests(tmp_path: Path) -> None:
 
 
 VALUE_TOKENS = 7
-"""Of a value's first ones that are asked for."""
+"""Number of a value's first tokens that are compared."""
 
 
 def asked_for_facts(number: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts that end where a value is to follow, and how that begins; a text is asked for three of its facts, and
-    the texts take turns: those at work at a time share no pages."""
+    """Return prompts that end before a value, and the start of the value.
+
+    Each text has three prompts, one for each of three facts. Texts alternate, so concurrent prompts share no pages.
+    """
     from tokenizers import Tokenizer
 
     tokenizer, facts = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), list[tuple[list[int], list[int]]]()

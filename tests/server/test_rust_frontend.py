@@ -49,7 +49,8 @@ def post(server: Server, path: str, body: object) -> requests.Response:
 
 
 def rows(server: Server) -> dict[tuple[str, str], float]:
-    """Rows by path and level, by vLLM's route for development: this front end's /metrics has nothing of ours."""
+    """Return rows by path and level, from vLLM's development route, because this front end's /metrics has none of
+    ours."""
     (answer, *_) = post(server, "/collective_rpc", {"method": WORKER_METHOD, "args": [True]}).json()["results"]
     return {(path, level): n for name, (path, _, level), n in (s for s in answer["samples"] if s[0] == "rows")}
 
@@ -61,7 +62,7 @@ LEVELS = (None, 0, 1, "exact", "on", "high", "fast", "everything")
 def test_a_level_gives_the_tokens_that_it_gives_behind_the_front_process_in_python(
     servers: Servers, rust: Server, level: object
 ) -> None:
-    """Both have computed no prompt that begins so."""
+    """Neither server has computed a prompt with this prefix."""
     prompt = scenario.prompt(1301, seed=700 + LEVELS.index(level))
     before = rows(rust)
     answer = scenario.ask(rust, prompt, level=level)

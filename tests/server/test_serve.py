@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers on a small model in float32: the whole way through vLLM against stock vLLM, and what /metrics says.
+"""Real servers on a small model in float32: the whole path through vLLM against stock vLLM, and the content of
+/metrics.
 
-Everything kept, tokens must equal stock's, however the prompt arrives: in chunks of 512, after a cached prefix, in a
-step with decodes, or together with others. So must exact requests' at a sparse server, whatever others ask for.
+With everything kept, tokens must equal stock's, however the prompt arrives: in chunks of 512, after a cached prefix, in
+a step with decodes, or together with other prompts. Exact requests at a sparse server must do so too, at any levels of
+other requests.
 """
 
 import re
@@ -23,13 +25,13 @@ from vllm_sparse_backend.evaluation.vllm_server import Server
 pytestmark = pytest.mark.server
 
 NUM_LAYERS = CONFIG["num_hidden_layers"]
-# Stock vLLM against itself, the same prompts batched differently, gives up to 2.4e-6.
+# Stock vLLM differs from itself by up to 2.4e-6 if the same prompts are batched differently.
 LOGPROB_TOLERANCE = 2e-5
 Answers = dict[str, scenario.Answer]
 
 
 class Served(NamedTuple):
-    """Answers to the scenario, and what was counted meanwhile."""
+    """Answers to the scenario, and the counts during it."""
 
     answers: Answers
     report: MetricsReport
@@ -46,11 +48,11 @@ class Answered(NamedTuple):
     stock: Served
     everything: Served
     sparse: Served
-    """At the server's own level."""
+    """Requests at the server's default level."""
     exact: Served
-    """And, beside them, others that begin alike, at the server's own level."""
+    """Exact requests, next to requests with the same beginnings at the server's default level."""
     together: Answers
-    """One prompt at every level, all at once."""
+    """A prompt at every level, all at once."""
     again: Answers
 
 
@@ -75,7 +77,7 @@ def assert_same(answers: Answers, expected: Answers) -> None:
 
 
 def test_the_scenario_is_what_its_names_say(servers: Servers, answered: Answered) -> None:
-    """Prefix-cache hits where they are meant; none elsewhere; and stock vLLM has none of our counters."""
+    """The prefix cache has hits exactly where intended, and stock vLLM has none of our counters."""
     cached = {name: answer.cached_tokens for name, answer in answered.stock.answers.items()}
     assert cached == dict.fromkeys(cached, 0) | scenario.CACHED
     assert "sparse_prefill" not in servers.stock.get("/metrics")
@@ -86,15 +88,16 @@ def test_everything_kept_gives_the_tokens_of_stock_vllm(answered: Answered) -> N
     for name, expected in answered.stock.answers.items():
         assert answered.everything.answers[name].cached_tokens == expected.cached_tokens, name
     densities = {layer: counts.density for layer, counts in answered.everything.report.layers.items()}
-    assert densities == dict.fromkeys(range(NUM_LAYERS), 1.0)  # it went the sparse way
+    assert densities == dict.fromkeys(range(NUM_LAYERS), 1.0)  # it ran sparse
 
 
 def test_rows_are_counted_by_the_way_they_went(answered: Answered) -> None:
-    """The same requests at both levels: short rows dense with the reason, decodes as decodes, nothing else dense."""
+    """The same requests at both levels: short rows are dense with the reason, decodes count as decodes, and no other
+    rows are dense."""
     for served in (answered.everything, answered.sparse):
         assert set(served.report.rows) == {("sparse", ""), ("dense", Fallback.TOO_SHORT), ("decode", "")}
-        # An answer of n tokens is a last chunk and n - 1 decodes, each one row of a step; some prompts end with a
-        # chunk of one token.
+        # An answer of n tokens is a last chunk and n - 1 decodes, each a row of a step; some prompts end with a
+        # chunk of a single token.
         decodes = sum(len(answer.token_ids) - 1 for answer in served.answers.values())
         assert decodes <= served.report.rows_of("decode") <= decodes + len(served.answers)
 
@@ -105,7 +108,7 @@ def test_nothing_is_counted_before_the_first_request(servers: Servers) -> None:
 
 
 def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(answered: Answered) -> None:
-    """So that the tests of exact answers can fail: by a cache that is shared, or by a row that runs sparse."""
+    """This shows that the tests of exact answers can fail, because of a shared cache or a row that runs sparse."""
     assert set(answered.sparse.report.layers) == set(range(NUM_LAYERS))
     assert answered.sparse.report.problem() is None
     for name in ("chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 901", "concurrent: 1301"):
@@ -129,17 +132,18 @@ def test_short_prompts_are_dense_at_sparse_servers(answered: Answered) -> None:
 
 
 def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(answered: Answered) -> None:
-    """Over prefixes that sparse requests wrote before, in chunks, many at once and as many sparse ones beside them."""
+    """Sparse requests wrote the same prefixes before, in chunks and in parallel, and as many sparse requests run at the
+    same time."""
     assert_same(answered.exact.answers, answered.stock.answers)
 
 
 def test_exact_requests_read_what_is_exact_and_no_more(answered: Answered) -> None:
-    """The first ``min_tokens`` of what sparse requests wrote, and all of what exact ones did."""
-    assert answered.sparse.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS  # of what another level wrote
+    """The first ``min_tokens`` of blocks from sparse requests, and all blocks from exact requests."""
+    assert answered.sparse.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS  # blocks of another level
     assert answered.exact.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS
     for name, cached in scenario.CACHED.items():
         assert answered.sparse.answers[name].cached_tokens == answered.exact.answers[name].cached_tokens == cached, name
-    # The server's own level reads its own.
+    # The server's default level reads its own blocks.
     assert (
         answered.exact.answers["beside concurrent: 1301"].cached_tokens
         == 650 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
@@ -147,7 +151,7 @@ def test_exact_requests_read_what_is_exact_and_no_more(answered: Answered) -> No
 
 
 def test_levels_by_name(answered: Answered) -> None:
-    """All at once, over one prompt: each reads what its own level wrote, and says what that level says."""
+    """All levels run at once on the same prompt. Each reads its own blocks and gives its own answer."""
     cached_tokens = scenario.CACHED["prefix: same prompt"]
     expected, sparse = answered.stock.answers["chunks"], answered.sparse.answers["prefix: same prompt"]
     for answers, cached_by_fast in (answered.together, server_levels.MIN_TOKENS), (answered.again, cached_tokens):
@@ -162,7 +166,7 @@ def test_levels_by_name(answered: Answered) -> None:
 
 def test_rows_of_exact_requests_are_counted_as_such(answered: Answered) -> None:
     assert answered.exact.report.rows["dense", Fallback.REQUESTED] > 0
-    assert answered.exact.report.rows_of("sparse") > 0  # those beside them
+    assert answered.exact.report.rows_of("sparse") > 0  # the requests next to them
 
 
 @pytest.mark.full
@@ -197,7 +201,7 @@ def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(
 
 
 def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, answered: Answered) -> None:
-    """As openai's client sees it, in the body and in the last chunk of a stream; and the log has it by request."""
+    """openai's client finds the report in the body and in the last chunk of a stream; the log has it by request."""
     import openai
 
     ours, prompt = servers.ours, scenario.prompt(1000, seed=70)
@@ -218,7 +222,7 @@ def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, an
         "sparse_tokens": 1000 - server_levels.MIN_TOKENS,
     }
     last, cached_tokens = chunks[-1].sparse_prefill_report, 1000 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
-    assert [last["dense_tokens"], last["sparse_tokens"]] == [0, 1000 - cached_tokens]  # the rest was cached
+    assert [last["dense_tokens"], last["sparse_tokens"]] == [0, 1000 - cached_tokens]  # the other tokens were cached
     assert not any(hasattr(chunk, "sparse_prefill_report") for chunk in chunks[:-1])
     dense_tokens = 1000 - server_levels.MIN_TOKENS
     expected = {"level": "exact", "dense_tokens": dense_tokens, "sparse_tokens": 0, "share_kept": None}

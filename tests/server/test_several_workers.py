@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine over several workers, and several engines behind one address: answers and counts of one worker.
+"""An engine with several workers, and several engines behind the same address: answers and counts equal those of one
+worker.
 
-On a CPU, with gloo between the processes. Two workers add up heads in another order, which moves log-probabilities by
-up to 1e-5; tokens are the same. Pipeline parallelism is missing: the runner of vLLM's CPU build (0.32) fails with it,
-as it has no tensors to receive the first stage's output.
+On a CPU, with gloo between the processes. Two workers add up heads in another order, which changes log-probabilities by
+up to 1e-5; tokens are equal. Pipeline parallelism is missing, because the runner of vLLM's CPU build (0.32) has no
+tensors to receive the first stage's output, and fails.
 """
 
 import itertools
@@ -30,13 +31,13 @@ pytestmark = [
 ]
 
 ALL_LAYOUTS = bool(os.environ.get("ALL_LAYOUTS"))
-"""Whether to test data parallelism too: two engines and two API servers take three minutes to start on two cores."""
+"""Whether to test data parallelism: two engines and two API servers take three minutes to start on two cores."""
 LOGPROB_TOLERANCE = 5e-5
 LEVELS = ("exact", "high", "fast", "everything")
 
 
 class Layout(NamedTuple):
-    """How a server divides its work."""
+    """The parallelism of a server."""
 
     args: tuple[str, ...]
     engines: int
@@ -51,7 +52,7 @@ LAYOUTS = {
 
 
 class Divided(NamedTuple):
-    """A server of several workers, what it answered, and what it counted meanwhile."""
+    """A server with several workers, its answers, and the counts during them."""
 
     layout: Layout
     server: Server
@@ -60,9 +61,10 @@ class Divided(NamedTuple):
 
 
 def ask_in_turn(server: Server) -> tuple[dict[str, Answer], MetricsReport]:
-    """Each level's answers to prompts of several chunks, one request at a time, and the counts of these requests.
+    """Return each level's answers to prompts of several chunks, and the counts. Requests run one at a time.
 
-    No two prompts begin alike: an engine that finds a prefix in its cache prefills other chunks than one that does not.
+    No two prompts have a common beginning: an engine with a cached prefix prefills other chunks than an engine without
+    it.
     """
     before = scenario.counted(server)
     answers = {
@@ -74,7 +76,7 @@ def ask_in_turn(server: Server) -> tuple[dict[str, Answer], MetricsReport]:
 
 @pytest.fixture(scope="module")
 def single(servers: Servers) -> tuple[dict[str, Answer], MetricsReport]:
-    """One worker."""
+    """A server with a single worker."""
     return ask_in_turn(servers.ours)
 
 
@@ -108,7 +110,7 @@ def test_answers_of_every_level_are_those_of_one_worker(
 
 
 def test_counts_are_those_of_one_worker(divided: Divided, single: tuple[dict[str, Answer], MetricsReport]) -> None:
-    """Rows once, whatever number of workers computed them; pairs summed over the heads and layers of all workers."""
+    """Rows are counted once for any number of workers; pairs are summed over the heads and layers of all workers."""
     for name, labels in (
         ("rows", ("path", "reason", "level")),
         ("tiles", ("layer", "level")),

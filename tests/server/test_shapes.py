@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other shapes than Llama's, n-grams as drafts, LoRA; on a card if there is one. Stock's tokens, log-
-probabilities of exact requests no further from stock's than stock's own in other batches, sparse what doctor says.
+"""Models of other shapes than Llama's, n-grams as drafts, and LoRA; on a card if there is one.
+
+Tokens equal stock's. Log-probabilities of exact requests are no further from stock's than stock's own in other batches.
+The sparse share equals doctor's forecast.
 """
 
 import json
@@ -32,12 +34,12 @@ SPARSE_LAYERS = {
     "lora": EVERY,
 }
 COMPARED = [] if has_cuda() else [name for name in SPARSE_LAYERS if name != "hybrid"]
-"""In float32, where rounding cannot change a random model's tokens."""
+"""In float32, in which rounding cannot change a random model's tokens."""
 Lines = dict[str, dict[str, Any]]
 
 
 def run(which: str, names: list[str], folder: Path) -> Lines:
-    """By shape, what one process told."""
+    """Return the output of a process, by shape."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.helpers.server_shapes", str(folder), which, *names]
@@ -50,7 +52,7 @@ def run(which: str, names: list[str], folder: Path) -> Lines:
 
 @pytest.fixture(scope="module")
 def lines_by_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
-    """Side by side."""
+    """The lines of both servers, which run in parallel."""
     with ThreadPoolExecutor(2) as pool:
         lines = {w: pool.submit(run, w, list(SHAPES), tmp_path_factory.mktemp(w)) for w in (STOCK, OURS)}
         return {which: future.result() for which, future in lines.items()}
@@ -61,7 +63,7 @@ def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
-# Where tests run side by side, one process starts the models of all.
+# In a parallel test run, the same process starts the models of all.
 @pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("name", SPARSE_LAYERS)
 def test_tokens_are_stocks_and_layers_that_can_ran_sparse(lines_by_server: dict[str, Lines], name: str) -> None:
@@ -79,6 +81,6 @@ def test_tokens_are_stocks_and_layers_that_can_ran_sparse(lines_by_server: dict[
     )
     assert apart <= spread
     assert bool(line["exact"]) == (name != "lora")
-    # The first min_tokens positions are dense, which is what doctor leaves out.
+    # The first min_tokens positions are dense, and doctor leaves them out.
     assert line["share"] == pytest.approx(line["foretold"], rel=0.05)
     assert max(LENGTHS) > 512 > SETTINGS["min_tokens"]  # chunks, and rows past the border

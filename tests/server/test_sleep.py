@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep mode on a GPU: after waking a sparse server answers as before.
+"""Sleep mode on a GPU: a sparse server gives the same answers after waking.
 
-vLLM 0.26 to 0.28 make metadata builders within the memory pool that sleep discards; what this backend makes there is
-allocated past it.
+vLLM 0.26 to 0.28 make metadata builders inside the memory pool that sleep discards; this backend allocates its memory
+outside of this pool.
 """
 
 import urllib.request
@@ -21,7 +21,7 @@ SETTINGS = {"method": "vertical_slash", "params": PARAMS, "min_tokens": 256, "mi
 
 
 def tell(server: Server, path: str) -> None:
-    """POST without a body, which vLLM's routes for developers answer with none."""
+    """Send a POST request without a body, to vLLM's routes for developers."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(urllib.request.Request(server.url + path, method="POST"), timeout=120) as response:
         assert response.status == 200
@@ -37,5 +37,5 @@ def test_the_same_answer_after_waking(small_model: Path) -> None:
             tell(server, "/sleep?level=1")
             tell(server, "/wake_up")
             after = scenario.ask(server, prompt)
-            assert after.cached_tokens == 0  # what was cached is gone, so that this one prefills anew
+            assert after.cached_tokens == 0  # the cache is empty, so this request prefills again
             assert after == before

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server under many clients: all lengths and levels, shared prefixes, requests that are broken off, little cache.
+"""A server under many clients: all lengths and levels, shared prefixes, aborted requests, and a small cache.
 
-A minute here; SOAK_S=600 in the environment, or ``python -m benchmarks.soak``, goes on for longer.
-Two processes of the server answer. After it, known requests come one at a time, and the server's counters have to be
-what follows from these; then sixty more while the switch is thrown, of which the exact ones must equal stock's.
+It runs for a minute; SOAK_S=600 in the environment, or ``python -m benchmarks.soak``, runs it for longer. Two processes
+of the server answer. Afterwards, known requests run one at a time, and the server's counters must match them. Then
+sixty more run while the switch is used, and the exact answers must equal stock's.
 """
 
 import os
@@ -25,12 +25,12 @@ SECONDS = float(os.environ.get("SOAK_S", "60"))
 SIXTY = [
     scenario.prompt(700, seed=500 + i // 3) + scenario.prompt(40 + 37 * i % 600, seed=900 + i)[1:] for i in range(60)
 ]
-"""Beginnings are shared by threes."""
+"""Three prompts each share a beginning."""
 
 
 def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_path: Path, servers: Servers) -> None:
     settings = server_levels.write(tmp_path, "high", "fast")
-    # A cache of some 12,000 tokens for eight requests of up to 3,000: not all have room at a time.
+    # A cache of about 12,000 tokens for eight requests of up to 3,000: it cannot hold all at a time.
     args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(48 << 20), "--api-server-count", "2")
     with Server(small_model, (*sparse_args(settings), *args), env=SERVER_ENV) as server:
         endpoint = Endpoint.connect("sparse", server.url)
@@ -53,7 +53,7 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
     assert report.by("guard_checks").total() > 0
     assert (growth(outcome.resident_bytes, SECONDS) is not None, outcome.device_bytes) == (True, [])
     assert len(done.bounds) == 4
-    # Of the audit, all kinds of rows, and what was cached; one layer has tiles of its own, as a level leaves it dense.
+    # The audit has all kinds of rows, and cached tokens. A level leaves a layer dense, so its tiles differ.
     audit = done.audit
     assert audit is not None
     assert {path for path, _ in audit.counted.rows} == {"sparse", "dense", "decode"}

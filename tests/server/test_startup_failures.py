@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wrong configuration: the server does not start, and its last line says what was given, what expected, and where."""
+"""A wrong configuration: the server does not start, and its last line has the given value, the expected value and the
+place."""
 
 from pathlib import Path
 
@@ -19,7 +20,7 @@ default: {method: vertical_slash}
 
 
 def test_the_server_does_not_start_and_says_why_at_last(small_model: Path, tmp_path: Path) -> None:
-    """Before a model loads. (What else can be wrong, other tests have, without a server.)"""
+    """The error comes before a model loads. (Other tests cover other wrong settings, without a server.)"""
     (tmp_path / "other.yaml").write_text(OTHER_MODEL)
     log = tmp_path / "server.log"
     args = sparse_args({"profile": str(tmp_path / "other.yaml")})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the plugin share. They need vLLM's CPU build, and no server."""
+"""Fixtures of the plugin's tests, which need vLLM's CPU build and no server."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def configured(default_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A function: settings → vLLM's configuration with them, without any layers yet."""
+    """Return a function: settings → vLLM's configuration with them, without any layers yet."""
 
     def configure(**settings: Any) -> Any:
         default_config.compilation_config.static_forward_context.clear()
@@ -46,7 +46,7 @@ def configured(default_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 @pytest.fixture
 def built(configured: Callable[..., Any]) -> Callable[..., Any]:
-    """A function: numbers of layers, settings → the layers and their builder. Rows run sparse early unless told."""
+    """Return a function: layer numbers, settings → the layers and their builder. Rows run sparse early by default."""
     from tests.helpers.vllm_objects import make_builder, make_layers
 
     def build(*numbers: int, **settings: Any) -> Any:
@@ -60,7 +60,7 @@ def built(configured: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function: the level of each row, or its name → as if a runner were at a step that has them."""
+    """Return a function that sets the level of each row, or its name, as if a runner were at a step with these rows."""
     from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
     from vllm_sparse_backend.serving.worker import step_context
 
@@ -76,7 +76,8 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the plugin logs. Once vLLM has set up logging, its logger does not pass lines on to pytest's own handler."""
+    """Lines that the plugin logs. Once vLLM has set up logging, its logger does not pass lines on to pytest's
+    handler."""
     from vllm_sparse_backend.plugin import LOGGER
 
     messages: list[str] = []

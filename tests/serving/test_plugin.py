@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin in vLLM's registry and platform: there once, for those who ask for it.
+"""The plugin in vLLM's registry and platform: registered once, and used only by servers that choose it.
 
-That processes which vLLM spawns have it, and none that VLLM_PLUGINS leaves it out of, real servers show (tests/server).
+Tests of real servers (tests/server) cover processes that vLLM spawns, and processes that VLLM_PLUGINS excludes.
 """
 
 import asyncio
@@ -54,14 +54,14 @@ UNAVAILABLE = [
 
 
 def is_wrapped() -> bool:
-    """Whether one of the platform's methods is ours."""
+    """Return whether one of the platform's methods is ours."""
     methods = [vars(type(current_platform))[name] for name in WRAPPED]
     return any(getattr(method.__func__, "sparse_prefill", False) for method in methods if method is not None)
 
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
-    """vLLM as it was before any plugin, and again as it is now afterwards."""
+    """Restore vLLM's state before any plugin, and the current state afterwards."""
     members = registry.AttentionBackendEnum._member_map_
     for name in NAMES:
         monkeypatch.delitem(members, name, raising=False)
@@ -94,7 +94,7 @@ class TestRegistration:
     def test_without_a_place_for_levels_a_server_of_ours_does_not_start(
         self, untouched: type, default_model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its requests' levels would not be read. A server of another backend starts as ever."""
+        """Its requests' levels would not be read. A server of another backend starts as usual."""
         monkeypatch.delattr("vllm.plugins.load_endpoint_plugins")
         plugin.register()
         assert lines == []
@@ -121,7 +121,7 @@ class TestRegistration:
         assert dict(registry.AttentionBackendEnum._member_map_) == names
         assert {name: vars(untouched)[name].__func__ for name in WRAPPED} == methods
         assert CUSTOM.get_path() == BACKEND
-        assert list(registry.AttentionBackendEnum).count(CUSTOM) == 1  # aliases are not members of their own
+        assert list(registry.AttentionBackendEnum).count(CUSTOM) == 1  # aliases are not separate members
 
     def test_another_plugin_that_comes_later_is_not_taken_for_ours(self, untouched: type) -> None:
         plugin.register()
@@ -132,7 +132,7 @@ class TestRegistration:
     def test_the_flag_is_refused_where_another_plugin_takes_its_place_later(
         self, untouched: type, lines: list[str]
     ) -> None:
-        """In the words of the other order. Who asks for CUSTOM asks for the other plugin."""
+        """The error is the same as in the other order. CUSTOM then selects the other plugin."""
         plugin.register()
         registry.register_backend(CUSTOM, "other.plugin.Backend")
         with pytest.raises(ConfigurationError) as caught:
@@ -146,7 +146,8 @@ class TestRegistration:
     def test_a_process_in_which_its_place_is_taken_does_not_serve_under_its_flag(
         self, untouched: type, default_model: Any
     ) -> None:
-        """Another plugin may load in workers alone: what the front process checked as ours would run on its backend."""
+        """Another plugin may load only in workers. A configuration that the front process accepted would then run on
+        its backend."""
         config = make_config(default_model, {"method": "dense"})
         assert hooks.serves(config)
         registry.register_backend(CUSTOM, "other.plugin.Backend")
@@ -158,7 +159,7 @@ class TestRegistration:
     def test_where_it_cannot_be_a_line_says_why(
         self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, why: str
     ) -> None:
-        """It must not end the servers of other backends, which load the plugin too: only its flag stays unknown."""
+        """The plugin must not end servers of other backends, which also load it: only its flag stays unknown."""
         change(monkeypatch)
         plugin.register()
         (line,) = lines
@@ -177,13 +178,13 @@ class TestRegistration:
         ],
     )
     def test_releases_that_it_is_made_for(self, versions: tuple[str, ...], are_known: bool) -> None:
-        """Builds that do not say are taken for such."""
+        """Development builds without a release number count as supported."""
         assert [plugin.unsupported(version) is None for version in versions] == [are_known] * len(versions)
 
 
 def test_a_process_of_another_backend_is_left_alone(tmp_path: Path) -> None:
-    """Registration alters what it names and nothing else, nor does a configuration of another backend. A spawned
-    process gets its hooks as its executor or its worker is made, from the configuration that came to it."""
+    """Registration changes only the functions that it names, and a configuration of another backend changes nothing. A
+    spawned process installs its hooks when its executor or worker is made, from the configuration that it received."""
     command = [sys.executable, "-m", "tests.helpers.registered", str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
@@ -200,7 +201,7 @@ def test_a_process_of_another_backend_is_left_alone(tmp_path: Path) -> None:
 
 
 class TestUnreadSettings:
-    """A line says that settings of this backend are not read, and what attention runs on."""
+    """A line states that settings of this backend are not read, and which backend runs attention."""
 
     @pytest.fixture(autouse=True)
     def said_anew(self) -> None:
@@ -231,7 +232,7 @@ class TestUnreadSettings:
     def test_the_variable_alone(
         self, default_model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch, value: str
     ) -> None:
-        """Without settings and without the flag the server would be stock, and nothing would say so."""
+        """Without settings and without the flag, the server would be stock without any notice."""
         monkeypatch.setenv("VLLM_ATTENTION_BACKEND", value)
         for _ in range(3):
             make_config(default_model, None, None)
@@ -273,7 +274,7 @@ class TestPlatform:
             assert make_config(default_model, wrong, backend).additional_config == {"sparse_prefill": wrong}
 
     def test_parts_of_a_model_that_is_loading_are_not_checked(self, default_model: Any, tmp_path: Path) -> None:
-        """Text stacks and draft models get configurations derived from the served model's, with shapes of their own."""
+        """Text stacks and draft models get configurations derived from the served model's, with other shapes."""
         shape = {"architecture": "LlamaForCausalLM", "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
         settings = {"profile": profile_file(tmp_path, model=shape, default={"method": "dense"})}
         config = make_config(default_model, settings)

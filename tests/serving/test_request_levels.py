@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that ask for a level: from what comes in, over the hashes of cached blocks, to the rows of a step."""
+"""Requests with a level: from the endpoint, over the hashes of cached blocks, to the rows of a step."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ LEVELS: dict[str, Any] = {
 
 
 def started(config: Any, *names: str) -> tuple[Any, None, Namespace]:
-    """What an endpoint is told of a server that has started."""
+    """Return an endpoint's arguments for a server that has started."""
     return SimpleNamespace(vllm_config=config), None, Namespace(served_model_name=list(names) or None, model="m")
 
 
@@ -68,7 +68,8 @@ def asking(level: object) -> dict[str, Any]:
 
 @pytest.fixture
 def levels(configured: Callable[..., Any], tmp_path: Any) -> Any:
-    """A configuration whose profile has two levels, and layers that are dense at none, either and both of them."""
+    """Return a configuration with two levels in its profile, and layers that are dense at neither, one or both of
+    them."""
     profile = profile_file(tmp_path, **LEVELS)
     return configured(profile=profile, min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
 
@@ -97,7 +98,7 @@ def test_a_hook_is_put_around_once() -> None:
 
 
 def test_what_a_hook_does_not_fit_is_an_error() -> None:
-    """What is missing too (test_plugin.py)."""
+    """Missing functions are covered in test_plugin.py."""
     said = r"Owner\.method\(self, number: int\) -> int has no more, yet, expected it as in 0\.26 to 0\.33"
     with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}"):
         hooks.put_around(Owner, "method", doubled, ("number", "more", "yet"))
@@ -125,7 +126,7 @@ class TestBlocks:
 
     @pytest.mark.parametrize(("exact_tokens", "shared"), [(0, 0), (15, 0), (16, 1), (17, 1), (96, 6), (500, 12)])
     def test_levels_share_the_exact_positions_and_nothing_else(self, exact_tokens: int, shared: int) -> None:
-        """Of the first block that holds more than those, and of all later ones, the hashes are a level's own."""
+        """From the first block that holds more than the exact positions on, the hashes depend on the level."""
         marks = [None, *(Mark(level, None, Salt(level, exact_tokens)) for level in ("exact", "fast"))]
         hashes_by_mark = [self.blocks(mark) for mark in marks]
         assert len({tuple(hashes[:shared]) for hashes in hashes_by_mark}) == 1
@@ -147,7 +148,7 @@ class TestBlocks:
     def test_prompts_around_whole_blocks_share_what_longer_ones_have_cached(
         self, exact_tokens: int, cache_salt: str | None
     ) -> None:
-        """vllm#51441: prompts of some lengths found nothing, and left nothing that others could find."""
+        """vllm#51441: prompts of some lengths found no cached blocks, and left none that others could find."""
         mark = Mark("fast", None, Salt("fast", exact_tokens))
         options = {} if cache_salt is None else {"cache_salt": cache_salt}
         longest = self.blocks(mark, 200, **options)
@@ -158,9 +159,9 @@ class TestBlocks:
     def test_blocks_of_several_hashes_are_shared_by_levels_only_if_all_of_them_are(
         self, exact_tokens: int, shared: int
     ) -> None:
-        """Mooncake#4153: hybrids have blocks of many hashes, and a store took a block whose first hashes matched.
+        """Mooncake#4153: hybrids have blocks of many hashes, and a store took a block if its first hashes matched.
 
-        A block that holds positions past the exact ones has another hash for each level, however long it is.
+        A block with positions past the exact ones has a different hash for each level, at any length.
         """
         merged = [
             list(kv_cache_utils.BlockHashListWithBlockSize(self.blocks(mark), BLOCK_TOKENS, 3 * BLOCK_TOKENS))
@@ -180,12 +181,13 @@ class TestBlocks:
         keys = [block_pool.generate_block_hash_extra_keys(request, i, i + 16, 0)[0] for i in range(0, 160, 16)]
         assert [i for i, key in enumerate(keys) if key] == [6]
         assert keys[6] == (("sparse_prefill", "sparse_prefill=exact"),)
-        if hasattr(kv_cache_utils, "to_event_extra_keys"):  # else they go into events as they are
+        if hasattr(kv_cache_utils, "to_event_extra_keys"):  # otherwise they go into events unchanged
             assert kv_cache_utils.to_event_extra_keys(keys)[6] == ("sparse_prefill=exact",)
 
 
 class TestFront:
-    """What requests get and are refused is in tests/config/test_request_levels.py, and of a server in tests/server."""
+    """Levels of requests and refusals are tested in tests/config/test_request_levels.py, and on servers in
+    tests/server."""
 
     def test_other_backends_take_what_they_are_given(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         class Front:
@@ -217,7 +219,7 @@ class TestFront:
         assert all(getattr(function, hooks.OURS) for function in (*functions, NewerRunner.prepare_attn))
 
     def test_on_a_server_that_pools(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every row is dense, vLLM's own all the way; ``on`` lets it run sparse. Requests have what the server has."""
+        """Every row runs dense on vLLM's own path; ``on`` lets rows run sparse. Requests get the server's level."""
         for policy, server_value, other in ({}, 0, 1), ({"default": "on"}, 1, 0):
             config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, requests=policy)
             monkeypatch.setattr(config.model_config, "runner_type", "pooling")
@@ -245,7 +247,8 @@ class TestFront:
     def test_who_gets_what_unasked_has_vllms_own_hashes(
         self, levels: Any, monkeypatch: pytest.MonkeyPatch, policy: Any
     ) -> None:
-        """So routers find what most requests write. Where nothing keeps levels apart, several are refused at start."""
+        """Routers can then find the blocks of most requests. If nothing keeps levels apart, several levels are refused
+        at start."""
         monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
         known = choices(levels)
         assert known.mark(known.unasked()).salt is None
@@ -256,13 +259,13 @@ class TestFront:
 
 
 class Asgi:
-    """An app behind the middleware, as vLLM's apps are: one that reads bodies, or does not."""
+    """An app behind the middleware, like vLLM's apps. It reads bodies, or does not."""
 
     def __init__(self, endpoint: LevelsEndpoint, reads: bool = True) -> None:
         self.endpoint, self.reads = endpoint, reads
         self.ran = 0
         self.asked_for = 0
-        """Messages of a body that somebody received."""
+        """Number of messages of a body that were received."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = await Request(scope, receive).body() if self.reads else b""
@@ -272,7 +275,7 @@ class Asgi:
         await PlainTextResponse(body, 200 if self.reads else 404, headers)(scope, receive, send)
 
     def post(self, path: str, body: Any, *, kind: str = "application/json", parts: int = 2) -> tuple[int, str]:
-        """The answer's status, and the level of what was asked, or what is said of it."""
+        """Return the answer's status, and either the request's level or the error."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         size = -(-len(content) // parts) or 1
         chunks = [content[i : i + size] for i in range(0, len(content), size)] or [b""]
@@ -300,7 +303,7 @@ class Asgi:
 
 
 def nested(*keys: str, value: object = 0) -> Any:
-    """{keys[0]: {keys[1]: … value}}; a number stands for a list with the rest in it."""
+    """Return {keys[0]: {keys[1]: … value}}; a number stands for a list that contains the remaining levels."""
     for key in reversed(keys):
         value = [value] if key.isdigit() else {key: value}
     return value
@@ -324,7 +327,7 @@ SPELLINGS = [
 
 
 class TestWaysIn:
-    """What of the middleware no server is needed for; benchmarks.request_paths asks real ones by every path."""
+    """The middleware without a server; benchmarks.request_paths sends requests to real servers on every path."""
 
     @pytest.fixture
     def app(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Asgi:
@@ -335,7 +338,7 @@ class TestWaysIn:
 
     @pytest.fixture
     def plain(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Asgi:
-        """Of a server whose levels do not depend on the model that is named: most bodies are not parsed."""
+        """An app of a server whose levels do not depend on the requested model, so most bodies are not parsed."""
         monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", {})
         asyncio.run((endpoint := LevelsEndpoint()).init_state(*started(levels)))
         return Asgi(endpoint)
@@ -351,7 +354,7 @@ class TestWaysIn:
         ],
     )  # fmt: skip
     def test_bodies_and_the_levels_that_they_ask_for(self, app: Asgi, plain: Asgi, body: Any, level: str) -> None:
-        """Nothing is said of what vLLM itself will refuse."""
+        """The middleware reports no errors that vLLM itself will report."""
         for parts in 1, 2, 40:
             assert app.post("/v1/completions", body, parts=parts) == (200, level)
         unasked = plain.post("/v1/completions", body)
@@ -426,7 +429,7 @@ class TestWaysIn:
         assert plain.ran == 0
 
     def test_what_nobody_reads_costs_nothing(self, plain: Asgi, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As where there is no such path, or no authorisation: not a byte is waited for, and none is parsed."""
+        """If the path does not exist or authorisation fails, no byte of the body is awaited or parsed."""
         plain.reads = False
         body = json.dumps({"sparse_prefil" + str(i): 0 for i in range(10_000)}).encode()
         for path in "/v1/completions", "/nothing", "/invocations":
@@ -475,7 +478,7 @@ class TestWaysIn:
     def test_a_body_of_more_keys_than_anybody_sends_is_refused_unparsed(
         self, plain: Asgi, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The parser holds up all threads. Quotes within a prompt are no keys."""
+        """The parser blocks all threads. Quotes within a prompt do not count as keys."""
         keys = {str(i): 0 for i in range(middleware.MOST_KEYS)}
         quoted = json.dumps(dict.fromkeys(range(middleware.MOST_KEYS), 0))
         assert plain.post("/v1/completions", {"prompt": quoted, **asking(0)}) == (200, "exact")
@@ -488,7 +491,7 @@ class TestWaysIn:
             assert "given more than 200,000 keys" in said
 
     def test_an_app_that_hides_the_refusal_does_not_hide_it(self, plain: Asgi) -> None:
-        """Whatever an app makes of the exception that ends its reading of the body."""
+        """This does not depend on how an app handles the exception that ends its reading of the body."""
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             try:
@@ -538,7 +541,7 @@ def requests_of(runner: Any) -> step_context.RunnerRequests:
 
 
 def stored(*names: str) -> KVTransferConfig:
-    """By one connector, or by several."""
+    """Return a configuration with a single connector, or with several."""
     name, extra = names[0], {}
     if len(names) > 1:
         name, extra = "MultiConnector", {"connectors": [{"kv_connector": connector} for connector in names]}
@@ -550,7 +553,7 @@ class TestStores:
     def test_with_one_by_hashes_exact_requests_have_them(
         self, levels: Any, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
-        """So whoever shares the store finds there what it would have computed itself."""
+        """Other users of the store then find the blocks that they would have computed themselves."""
         monkeypatch.setattr(levels, "kv_transfer_config", stored(name))
         known = choices(levels)
         assert known.refusal is None
@@ -565,7 +568,7 @@ class TestStores:
             (["LMCacheConnectorV1"], "LMCacheConnectorV1"),
             (["ExampleConnector"], "ExampleConnector"),
             (["NixlConnector", "LMCacheMPConnector"], "LMCacheMPConnector"),
-            # Blocks that are handed to one request are no store.
+            # Blocks that are handed to a single request are not a store.
             (["NixlConnector"], None),
             (["NixlPullConnector", "NixlConnector"], None),
         ],
@@ -596,7 +599,7 @@ class TestStores:
 
 
 def scheduled(new: dict[str, Mark | None], finished: Sequence[str] = ()) -> Any:
-    """What a step's output of the scheduler says of requests that are new to the worker."""
+    """Return the part of a scheduler's output that describes requests that are new to the worker."""
     params = {req_id: SamplingParams(extra_args=mark and mark.write(None)) for req_id, mark in new.items()}
     news = [
         SimpleNamespace(req_id=req_id, sampling_params=sampling_params, prompt_token_ids=[7] * (100 + ord(req_id)))
@@ -610,7 +613,8 @@ PLACES = "dbca"
 
 
 class TestRunners:
-    """Rows that are known by the runner's batch, by what comes to ``prepare_attn``, and by numbers in metadata."""
+    """Rows are identified by the runner's batch, by the arguments of ``prepare_attn``, or by numbers in the
+    metadata."""
 
     @staticmethod
     def of(kind: str) -> Any:
@@ -665,16 +669,16 @@ class TestRunners:
         assert runner.execute_model(scheduled({"d": EXACT}, finished="a"), "dcb", 3) == ["exact", "fast", DEFAULT]
 
     def test_a_name_that_comes_again_is_another_request(self, runner: Any) -> None:
-        """As after an abort, in the very step that tells of it, or when a preempted one is sent to the worker anew."""
+        """After an abort, in the same step that reports it, or when a preempted request is sent to the worker again."""
         assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) == ["exact"]
         assert runner.execute_model(scheduled({"a": FAST}, finished="a"), "a", 1) == ["fast"]
         assert runner.execute_model(scheduled({"a": FAST}), "a", 1) == ["fast"]
         assert runner.execute_model(scheduled({"a": None}), "a", 1) == [DEFAULT]
-        salted = {"a": Mark(salt=Salt("salt", 100))}  # as next to a store by hashes: no level, and no name for its row
+        salted = {"a": Mark(salt=Salt("salt", 100))}  # as with a store by hashes: no level, and no name for its row
         assert runner.execute_model(scheduled(salted), "ab", 1) == [DEFAULT]
 
     def test_each_row_knows_the_length_of_its_prompt(self, runner: Any) -> None:
-        """As ``scheduled`` makes prompts: of 100 tokens and the code of the request's name."""
+        """Prompts of ``scheduled`` have 100 tokens plus the code of the request's name."""
         lengths = {name: 100 + ord(name) for name in "abcd"}
         runner.execute_model(scheduled(dict.fromkeys("abc")), "bca", 4)
         assert runner.prompt_lens == [lengths["b"], lengths["c"], lengths["a"], 0]
@@ -694,7 +698,7 @@ class TestRunners:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
         assert requests_of(runner).levels_of_rows(SimpleNamespace(num_reqs=3)) == [SERVER_LEVEL] * 3
         other = self.of("older")
-        assert other.execute_model(scheduled({}), "a", 1) == [DEFAULT]  # nor by other runners of the process
+        assert other.execute_model(scheduled({}), "a", 1) == [DEFAULT]  # nor in other runners of the process
 
     def test_of_a_batch_that_has_not_all_rows_of_its_step_nothing_is_known(self, runner: Any) -> None:
         assert runner.execute_model(scheduled({}), "ab", 1) == [DEFAULT]
@@ -702,27 +706,27 @@ class TestRunners:
         assert requests_of(runner).step is None
 
     def test_nor_of_rows_that_are_not_told(self) -> None:
-        """As in Model Runner V2 with a model whose metadata numbers no rows, were the hook not in."""
+        """As in Model Runner V2 without the hook, with a model whose metadata does not number rows."""
         runner = self.of("newer")
         runner.prepare_attn = lambda batch: None
         assert runner.execute_model(scheduled({}), "a", 1) == [DEFAULT]
         assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) is None
 
     def test_an_engine_of_another_backend_in_the_same_process_is_let_pass(self, runner: Any) -> None:
-        """Whatever its clients put where ours have a mark."""
+        """Its clients may put any value in the place of our mark."""
         runner.vllm_config = SimpleNamespace(attention_config=SimpleNamespace(backend=None))
         assert runner.execute_model(SimpleNamespace(), "a", 2) == [DEFAULT] * 2
 
     @pytest.mark.parametrize("kind", ["newer", "numbered"])
     def test_a_dummy_batch_has_nobodys_rows(self, kind: str) -> None:
-        """Though its rows are numbered as those of requests."""
+        """Its rows have the same numbers as those of requests."""
         runner = self.of(kind)
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
         assert runner.execute_model(scheduled({}), "", 4, dummy_run=True) == [DEFAULT] * 4
 
     @pytest.mark.parametrize("other", [None, "is_hybrid", "is_encoder_decoder"])
     def test_which_workers_tell_whose_rows_they_have(self, other: str | None) -> None:
-        """From 0.30 on; vLLM's own states of hybrid models and encoder-decoders leave the field empty."""
+        """From 0.30 on. vLLM's states of hybrid models and encoder-decoders leave the field empty."""
         release = tuple(map(int, vllm.__version__.split(".")[:2]))
         model = {"is_hybrid": False, "is_encoder_decoder": False, **({other: True} if other else {})}
         config = SimpleNamespace(model_config=SimpleNamespace(**model))
@@ -742,7 +746,8 @@ class TestRows:
         return made, make_builder(levels, made)
 
     def test_each_row_of_a_step_runs_at_its_own_level(self, layers: Any, at_step: Any) -> None:
-        """Exact rows as vLLM alone has them, to the bit; others as their level's references, dense layers and all."""
+        """Exact rows equal vLLM's to the bit; other rows equal the references of their level, including dense
+        layers."""
         made, builder = layers
         rows = {0: "fast", 3: "exact", 4: "fast", 6: DEFAULT}
         assert set(rows) == set(SPARSE_ROWS)
@@ -769,7 +774,7 @@ class TestRows:
     def test_rows_that_are_not_told_run_dense_and_are_counted(
         self, layers: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
-        """As where a release builds metadata without naming rows: exact for all, and no engine ends."""
+        """If a release builds metadata without naming rows, all rows are exact, and no engine ends."""
         made, builder = layers
         unnamed = step_context.Step({"0": EXACT.request_level}, {str(i): 1 for i in range(len(MIXED))})
         monkeypatch.setattr(step_context.RunnerRequests, "step", unnamed)
@@ -786,10 +791,10 @@ class TestRows:
         assert len([line for line in lines if Fallback.UNNAMED.explain in line]) == 1
 
     def test_the_end_of_a_prompt_is_dense_whatever_the_chunk(self, built: Callable[..., Any], at_step: Any) -> None:
-        """Two requests at the same place: the prompt of one ends there, that of the other goes on."""
+        """Two requests at the same position: the prompt of the first ends there, and that of the second continues."""
         (layer,), builder = built(0, **TAIL)
         lengths = [(333, 300), (333, 300), (600, 40), (900, 100)]
-        ends = {"0": 633, "1": 5000, "2": 640, "3": 800}  # of whole groups; and one that prefills its output again
+        ends = {"0": 633, "1": 5000, "2": 640, "3": 800}  # whole groups; the last prefills its output again
         at_step([DEFAULT] * 4)
         builder.row_classifier.requests._prompt_lens.update(ends)
         step = make_step(layer, lengths)
@@ -798,7 +803,7 @@ class TestRows:
         assert slab.rows.prompt_lens == tuple(ends.values())
         out, dense = step.forward(layer, metadata), step.by_dense_backend(layer, builder)
         same = [(out[step.tokens(row)] - dense[step.tokens(row)]).abs().amax((1, 2)) < 1e-5 for row in range(4)]
-        # Tiles begin at 333 and 461: the one at 589 reaches into the tail, from 512 on, and so does the one before.
+        # Tiles begin at 333, 461 and 589: the last two reach into the tail, from 512 on.
         assert bool(same[0][128:].all())
         assert not bool(same[0][:128].all())
         assert not bool(same[1][128:].all())
@@ -820,7 +825,8 @@ class TestRows:
     def test_each_row_keeps_the_share_that_its_request_gives(
         self, built: Callable[..., Any], at_step: Any, tmp_path: Any
     ) -> None:
-        """As on a server with that p, to the bit, within the same arena; heads of other methods are what they are."""
+        """Rows equal those of a server with that p, to the bit, in the same arena; heads of other methods do not
+        change."""
 
         def made(share: float) -> Any:
             by_mass = {"method": "top_p", "kept_mass": share, "most_share": 1.0, "sink_tokens": 0, "local_tokens": 128}
@@ -846,7 +852,7 @@ class TestRows:
     def test_each_level_is_sparse_from_where_its_own_engine_pays(
         self, configured: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As on a server of its own: what another level's engine is measured to take says nothing of it."""
+        """As on a server with only this level: another level's engine and its measurements have no effect."""
         shape = {"device": compat.device_name(), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
         measured = {"portable": {"a_shape": 100, "block_sparse": 700}, "flash": {"a_shape": 900, "block_sparse": 300}}
         entries = [

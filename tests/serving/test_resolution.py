@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings are parsed once in a process, and resolved alike in all of a server's, whatever their devices."""
+"""Settings are parsed once per process, and resolved equally in all processes of a server, on any devices."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ FRONT, WORKER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 @pytest.fixture
 def table(tmp_path: Any) -> str:
-    """Measurements by which auto stands for other numbers on each of the two devices."""
+    """A table in which ``auto`` gives different numbers on the two devices."""
     entry = {
         "engine": "hopper", "method": "a_shape", "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vllm": "0.32",
         "triton": "3.9", "date": "2026-11-25",
@@ -43,13 +43,13 @@ def table(tmp_path: Any) -> str:
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A function: this process's device from now on."""
+    """Return a function that sets this process's device."""
     return lambda device: monkeypatch.setattr(compat, "device_name", lambda: device)
 
 
 @pytest.fixture
 def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
-    """A configuration that was checked beside one device, as it arrives in a process beside another."""
+    """Return a configuration that was checked on one device, as a process with another device receives it."""
     on(FRONT)
     config = make_config(default_model, {"method": "a_shape", "crossover": table})
     on(WORKER)
@@ -57,7 +57,7 @@ def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
 
 
 def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on: Callable[[str], None]) -> None:
-    """Else rows would run sparse from 4,096 positions on, in blocks that all levels share up to 16,384."""
+    """Otherwise rows would run sparse from position 4,096 on, in blocks that all levels share up to 16,384."""
     on_worker = Resolved.from_additional_config(
         {"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), WORKER
     )
@@ -118,7 +118,7 @@ def test_settings_that_others_share_a_store_by_differ_with_what_auto_stands_for(
 
 
 class TestAgreement:
-    """A headless node builds a configuration of its own: the server asks its workers before it serves."""
+    """A headless node builds its own configuration, so the server compares it with its workers before it serves."""
 
     def client(self, config: Any, *workers: Any) -> Any:
         async def collective_rpc(method: str, timeout: Any, args: Any) -> Any:

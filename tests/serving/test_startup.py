@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before a model loads, from a vLLM configuration made by hand and configs as transformers has them."""
+"""Configurations that are refused before a model loads, from a handmade vLLM configuration and transformers'
+configs."""
 
 import importlib
 import re
@@ -70,7 +71,7 @@ NONE = r"^--attention-backend sparse-prefill: no layer .*"
         (served(llama(), {"crossover": "/nowhere.json"}), "crossover: given '/nowhere.json'.* expected a file"),
         (served(llama(), parallel={"tensor_parallel_size": 3}), "tensor parallelism.* of 3 for 4 query heads"),
         (served(transformers.MambaConfig(architectures=["MambaForCausalLM"])), "/a/model.*num_heads"),
-        (served(WINDOWED, {"dense_layers": [1, 3, 5]}), "sliding_window: "),  # and all others by the configuration
+        (served(WINDOWED, {"dense_layers": [1, 3, 5]}), "sliding_window: "),  # the others are configured
         (served(llama(), dtype=torch.float32), NONE + Fallback.DTYPE),
         (served(llama(), cache={"cache_dtype": "fp8_e4m3"}), NONE + Fallback.QUANTISED_CACHE),  # on a CPU
         (served(llama(), parallel={"decode_context_parallel_size": 2}), NONE + Fallback.DECODE_CONTEXT_PARALLEL),
@@ -79,7 +80,7 @@ NONE = r"^--attention-backend sparse-prefill: no layer .*"
     ],
 )
 def test_what_does_not_fit_or_leaves_no_layer(config: Any, says: str) -> None:
-    """What else is wrong in settings, the tests of what reads them have."""
+    """Other wrong settings are covered by the tests of the modules that read them."""
     with pytest.raises(ConfigurationError, match=says):
         startup.check(config)
 
@@ -128,7 +129,7 @@ def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict
 def test_what_a_server_of_the_rust_front_end_misses(
     monkeypatch: pytest.MonkeyPatch, lines: list[str], value: str | None, warns: bool
 ) -> None:
-    """A single line that names each thing, and what to do."""
+    """A single line names each missing feature, and the remedy."""
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
     if value is not None:
         monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
@@ -158,18 +159,18 @@ def test_slow_paths() -> None:
 
 
 def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's module of NVIDIA's devices, which the CPU build has without the operations that it registers."""
+    """vLLM's module for NVIDIA devices, which the CPU build has without the operations that it registers."""
     name = "vllm._C_stable_libtorch"
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     return importlib.import_module("vllm.platforms.cuda")
 
 
 class TestDecode:
-    """What stock vLLM would decode with, where that is not what decodes here."""
+    """The backend that stock vLLM would decode with, if it differs from ours."""
 
     @staticmethod
     def on(monkeypatch: pytest.MonkeyPatch, *capability: int, refused: tuple[str, ...] = ()) -> list[Any]:
-        """A device with vLLM's own order of backends; returns each question, with vLLM's current configuration."""
+        """Simulate a device with vLLM's order of backends. Record each query with vLLM's current configuration."""
         from vllm.config import get_current_vllm_config_or_none
         from vllm.platforms.interface import DeviceCapability
 
@@ -179,7 +180,7 @@ class TestDecode:
             questions.append((config, get_current_vllm_config_or_none()))
             order = cuda._get_backend_priorities(config.use_mla, capability)
             valid = [(name, number) for number, name in enumerate(order) if name.name not in refused]
-            # The order is by ``priority``, not by place.
+            # ``priority`` gives the order, not the place.
             return [SimpleNamespace(backend=name, priority=number) for name, number in reversed(valid)], {}
 
         device = SimpleNamespace(
@@ -195,7 +196,7 @@ class TestDecode:
         [
             ((10, 0), (), "FLASHINFER"),
             ((10, 3), (), "FLASHINFER"),
-            ((10, 0), ("FLASHINFER",), "FLASH_ATTN"),  # FlashInfer is not installed, or refuses the model
+            ((10, 0), ("FLASHINFER",), "FLASH_ATTN"),  # FlashInfer is not installed, or does not support the model
             ((12, 0), (), "FLASH_ATTN"),
         ],
     )
@@ -240,7 +241,7 @@ class TestDecode:
             assert part in line
 
     def test_a_worker_logs_it_once(self, monkeypatch: pytest.MonkeyPatch, configured: Any, lines: list[str]) -> None:
-        """As it makes the layers of each cache group ready, on a card."""
+        """It logs when it makes the layers of each cache group ready, on a card."""
         from vllm_sparse_backend.serving.worker import warmup
         from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
         from vllm_sparse_backend.serving.worker.shared_worker import Worker
@@ -264,7 +265,7 @@ class TestDecode:
         ]
 
     def test_the_two_names_come_from_the_one_enum(self) -> None:
-        """What the dense backend calls itself on a GPU, and vLLM's list of candidates."""
+        """The name of the dense backend on a GPU, and vLLM's list of candidates."""
         from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

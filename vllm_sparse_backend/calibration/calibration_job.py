@@ -108,7 +108,7 @@ class Job:
 
         Raises:
             ConfigurationError: The folder holds another job (the message names what differs), or a prompt has at most
-                ``served.min_tokens`` tokens, so nothing of it would run sparse.
+                ``served.min_tokens`` tokens, so no part of it would run sparse.
         """
         shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
         if shortest <= self.served.min_tokens:

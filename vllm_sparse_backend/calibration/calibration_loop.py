@@ -75,8 +75,8 @@ def parse_strategy(
             Options that are on or off, such as ``dense_tail=true``, select the method's ladder with these options.
         bounds: The bound of each level, by the level's name.
         distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
-        taus: SALE's first threshold and the one at which halving stops, as ``MOST:LEAST``; None for the ladder of its
-            description.
+        taus: SALE's first threshold and the threshold at which halving stops, as ``MOST:LEAST``; None for the ladder of
+            its description.
 
     Returns:
         A function that makes the search for a job and a bound.
@@ -181,7 +181,7 @@ def _settings(name: str, fields: str) -> list[Any]:
 
 
 def _with_options(name: str, wanted: Sequence[tuple[str, str]]) -> list[Method]:
-    """Return the ladder of the method's defaults with options set; empty if a field is no option of the method."""
+    """Return the ladder of the method's defaults with options set; empty if a field is not an option of the method."""
     defaults = METHODS[name].parameters().shown_fields
     options = {field: value == "true" for field, value in wanted}
     if not all(isinstance(defaults.get(field), bool) and value in ("true", "false") for field, value in wanted):

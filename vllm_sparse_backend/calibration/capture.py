@@ -176,7 +176,7 @@ def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
         folder: Where the capture may be.
 
     Returns:
-        The capture, or None if the folder holds none or another one.
+        The capture, or None if the folder holds none or a different capture.
     """
     if not (folder / "capture.json").is_file():
         return None
@@ -305,7 +305,7 @@ def load_tokenizer(model: Path) -> Any:
         model: Model folder.
 
     Returns:
-        The tokenizer. One that is missing or cannot be read raises ConfigurationError.
+        The tokenizer. If it is missing or cannot be read, ConfigurationError is raised.
     """
     with readable(model, "tokenizer"):
         return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)

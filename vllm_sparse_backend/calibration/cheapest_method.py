@@ -46,8 +46,8 @@ DEARER = 1.25
 class CheapestSearch(Search):
     """Search for the methods that cost a layer least among settings that hold the bound.
 
-    With a bound of the mean, cost includes error at one price for all heads of the model. ``among`` lists the
-    candidates, within each kind the sparsest setting first.
+    With a bound on the mean error, cost includes error, at the same price for all heads of the model. ``among`` lists
+    the candidates, within each kind the sparsest setting first.
     """
 
     def __init__(self, job: Job, bound: Bound, among: Sequence[Method], costs: Costs) -> None:

@@ -49,7 +49,7 @@ CPU_SIDE = 64
 """Largest side of maps on a CPU, and the side of maps in benchmarks."""
 
 SCORE_BYTES = 1 << 28
-"""Bytes of float32 scores that are computed at a time. Intermediate results take about three times as much."""
+"""Bytes of float32 scores that are computed at a time. Intermediate results take about three times that memory."""
 
 EPOCHS = 1000
 LEARNING_RATE = 1e-3
@@ -178,7 +178,7 @@ class EarlyStop:
         """Initialise the rule.
 
         Args:
-            device_type: ``cpu`` measures drops by the first loss, other devices by the best one.
+            device_type: ``cpu`` measures drops relative to the first loss, other devices relative to the best loss.
             patience: Number of epochs over which the drop of the loss is measured.
         """
         self.device_type, self.patience = device_type, patience
@@ -191,8 +191,8 @@ class EarlyStop:
             loss: Loss of the epoch.
 
         Returns:
-            True if the best loss of the last ``patience`` epochs is too close to the best one before them. False in the
-            first ``patience`` epochs.
+            True if the best loss of the last ``patience`` epochs is too close to the best loss before them. False in
+            the first ``patience`` epochs.
         """
         self.losses.append(loss)
         before, latest = self.losses[: -self.patience], self.losses[-self.patience :]

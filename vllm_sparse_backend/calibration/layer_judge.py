@@ -144,7 +144,7 @@ class LayerPrompt:
 
 
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
-    """Reduce queries' errors to the figures of ``Errors`` but for the last, ``absolute``.
+    """Reduce queries' errors to the figures of ``Errors``, except the last, ``absolute``.
 
     Args:
         errors: [num_queries, num_heads], under the method.

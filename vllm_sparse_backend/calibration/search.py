@@ -99,7 +99,7 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
         ladders: Settings by head, the sparsest first. Heads without a ladder are not searched.
 
     Returns:
-        By head, the setting that holds; if none holds, the last one, with ``holds`` false.
+        By head, the setting that holds; if none holds, the last setting, with ``holds`` false.
     """
     low = dict.fromkeys(ladders, 0)
     high = {head: len(ladder) for head, ladder in ladders.items()}
@@ -173,7 +173,7 @@ def halving_settings(settings: Sequence[Sale], most: float, least: float) -> lis
     misses the bound at every larger τ is dense.
 
     Args:
-        settings: Settings of one kind, which differ in τ only.
+        settings: Settings of one kind, which differ only in τ.
         most: The first τ.
         least: Where halving stops; only larger τ are returned.
 

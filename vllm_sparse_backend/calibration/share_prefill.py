@@ -2,7 +2,7 @@
 """SharePrefill: clusters the heads on the first prompt, and finds for each head the γ that holds a bound.
 
 The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is our
-addition; the paper's δ and τ stay. The pattern that a head takes over depends on heads of its own and of earlier
+addition; the paper's δ and τ stay. The pattern that a head takes over depends on heads of the same layer and of earlier
 layers. Which heads share depends only on the clusters, never on γ (``methods/share_prefill/method.py``). Nothing
 depends on later layers.
 

@@ -9,9 +9,9 @@ The estimate needs only a model's config. A prompt of N tokens costs
 floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window or chunk. Both are divided by the
 rates measured on an H100 in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
 ``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16 at head_dim 128. Norms, rotary positions, the output
-head (applied to one token) and communication are left out. Of linear attention and Mamba layers, the projections count
-and the recurrence does not. Experts of a MoE model count as dense layers, but run slower. The speed-up of both is
-therefore overstated. Another device changes the result only if the ratio of the two rates differs.
+head (applied to one token) and communication are left out. For linear attention and Mamba layers, the estimate counts
+the projections but not the recurrence. Experts of a MoE model count as dense layers, but run slower. Both overstate the
+speed-up. Another device changes the result only if the ratio of the two rates differs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -94,7 +94,7 @@ def _layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str) ->
     recurrence = _recurrence_weights(widths, hidden) or attention
     kinds = (layer_kinds(config) or [])[: shape.num_layers]
     kinds += ["full_attention"] * (shape.num_layers - len(kinds))
-    # In Nemotron-H, a feed-forward layer is a layer of its own.
+    # Nemotron-H lists feed-forward layers as separate layers.
     is_split = any(kind in FEED_FORWARD_KINDS for kind in kinds)
     for layer, kind in enumerate(kinds):
         weights = 0
@@ -109,10 +109,10 @@ def _layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str) ->
 
 
 def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:
-    """Return the weights of a gated delta rule's or a Mamba 2 layer's projections; 0 if the config describes none."""
+    """Return the weights of the projections of a gated delta rule or Mamba 2 layer; 0 if the config describes none."""
     keys = widths["linear_num_key_heads"] * widths["linear_key_head_dim"]
     values = widths["linear_num_value_heads"] * widths["linear_value_head_dim"]
-    if values:  # queries, keys, values, gates, and two numbers for each value head; then the output
+    if values:  # queries, keys, values, gates, two numbers per value head, and the output
         return hidden * (2 * keys + 3 * values + 2 * widths["linear_num_value_heads"])
     inner = widths["mamba_num_heads"] * widths["mamba_head_dim"]
     states = 2 * widths["n_groups"] * widths["ssm_state_size"]
@@ -120,7 +120,7 @@ def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:
 
 
 def _inner_width(widths: Mapping[str, int], hidden: int, has_experts: bool) -> int:
-    """Return the inner width of a feed-forward layer: of a dense one, or of all experts of a token together."""
+    """Return the inner width of a feed-forward layer: of a dense layer, or the sum over all experts of a token."""
     inner = widths["intermediate_size"] or widths["n_inner"] or 4 * hidden
     experts = widths["num_experts_per_tok"]
     if not experts or not has_experts:
@@ -138,7 +138,7 @@ WIDTHS = (
 )
 
 FEED_FORWARD_KINDS = ("mlp", "moe")
-"""Kinds of layers that are only a feed-forward layer."""
+"""Kinds of layers without attention or recurrence."""
 
 GATED_ATTENTION_MODELS = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
 """Models whose attention projects a gate for each query, unless ``attn_output_gate`` is false."""

@@ -92,7 +92,7 @@ def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
     caption = (
         "right: all tokens of the answer rank first; perplexity: of all other tokens, and its change from the first row"
     )
-    # A hundredth of a perplexity matters, so the usual three digits of tables are not enough.
+    # Perplexity differences of 0.01 matter, so the usual three digits of tables are not enough.
     forms = {"perplexity": ".4f", "perplexity_change": "+.2f"}
     shown_rows = [row | {key: row[key] and f"{row[key]:{form}}" for key, form in forms.items()} for row in rows]
     console.print(table_of("Answers inside the prompt", part.COLUMNS, shown_rows, caption))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``profile: auto``: the choice of a bundled profile for the served model.
 
-A profile fits a model by architecture and shape, which several models may share. Of the profiles that fit, the one with
-the model's name (``ModelShape.names``) is chosen. If none has the name, a profile is chosen only if all that fit were
-made for the same model: the served model may be a fine-tune of it. The choice always comes with its reason.
+A profile fits a model by architecture and shape, which several models may share. Among the profiles that fit, the
+profile with the model's name (``ModelShape.names``) is chosen. If none has the name, a profile is chosen only if all
+that fit were made for the same model: the served model may be a fine-tune of it. The choice always comes with its
+reason.
 """
 
 from collections.abc import Mapping

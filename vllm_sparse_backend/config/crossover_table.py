@@ -155,7 +155,7 @@ class Entry(BreakEven):
 
 
 class Crossover(Section):
-    """A table of measurements, as its file holds it."""
+    """A table of measurements, as stored in its file."""
 
     format: Literal[1]
     """Version of the file format."""
@@ -206,7 +206,7 @@ class Thresholds:
         min_tokens: Leading positions of a row that are always dense; None if no row ever runs sparse.
         min_query_tokens: Rows with fewer new tokens past ``min_tokens`` run dense.
         notes: Log lines about missing measurements and adjusted numbers.
-        measured: ``min_query_tokens`` of the table; None if the table has none for some method.
+        measured: ``min_query_tokens`` of the table; None if it is missing for at least one method.
     """
 
     min_tokens: int | None

@@ -65,13 +65,14 @@ def not_one_of(value: object, allowed: Iterable[str]) -> str:
 
 
 MAX_TYPO_LENGTH = 40
-"""Characters. Longer keys are not compared: they are no typos of ours, and a comparison takes longer with length."""
+"""Characters. Longer keys are not compared: they are not typos of our keys, and a comparison takes longer with
+length."""
 TYPO_PARTS = ("spars", "prefil")
 """Parts of ``sparse_prefill``. A typo of it probably contains one of them; other keys are not compared."""
 
 
 def looks_like(key: object, known_key: str) -> bool:
-    """Return whether a key may be a typo of a known one.
+    """Return whether a key may be a typo of a known key.
 
     Args:
         key: A key that a user wrote.
@@ -108,7 +109,7 @@ def reason_of(detail: ErrorDetails) -> str:
         The reason, such as ``given 3, expected a valid string``.
     """
     kind = detail["type"]
-    if kind == "value_error":  # raised by a validator of this project, with a message of its own
+    if kind == "value_error":  # raised by a validator of this project, which wrote the message
         return str(detail["ctx"]["error"])
     if kind == "missing":
         return "missing"

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Self
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
-"""The backend supports multiples of 8 in this range. Kernels pad a head_dim that is not a power of two to the next."""
+"""The backend supports multiples of 8 in this range. Kernels pad head_dim to a power of two."""
 
 DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = (*DTYPES, "float32")

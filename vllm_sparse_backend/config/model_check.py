@@ -136,9 +136,9 @@ def _layer_reason(config: Mapping[str, Any], layer: int, kind: str) -> Fallback 
 
 
 def _head_dim_of_layer(config: Mapping[str, Any], layer: int, kind: str) -> int | None:
-    """Return the head_dim of a layer that differs from the model's, as Gemma 4's layers with full attention do.
+    """Return a layer's head_dim if it differs from the model's, as in Gemma 4's layers with full attention.
 
-    transformers writes the differences by layer; older files have ``global_head_dim``.
+    transformers writes the differences per layer; older files have ``global_head_dim``.
     """
     by_layer = config.get("per_layer_config")
     if isinstance(by_layer, Mapping):

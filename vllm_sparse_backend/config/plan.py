@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def has_shares(self) -> bool:
-        """Whether some head's method lets requests set its share of kept attention mass, p."""
+        """Whether any head's method lets requests set its share of kept attention mass, p."""
         return any(method.share_kept is not None for method in self.methods)
 
     @property

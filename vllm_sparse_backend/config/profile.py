@@ -54,7 +54,8 @@ def _to_level_name(value: object) -> str:
     raise ValueError(unexpected(value, f"{expected}, other than {', '.join(OTHERS)}"))
 
 
-# Within allOf, because pydantic turns the plain pattern of a key into `patternProperties`, which allows other keys too.
+# Within allOf, because pydantic turns the plain pattern of a key into `patternProperties`, which also allows other
+# keys.
 _NAME_SCHEMA = {"type": "string", "allOf": [{"pattern": f"^{LEVEL_NAME}$"}, {"not": {"enum": list(OTHERS)}}]}
 LevelName = Annotated[str, PlainValidator(_to_level_name), WithJsonSchema(_NAME_SCHEMA)]
 
@@ -102,7 +103,7 @@ class Provenance(Section):
     device: StrictStr | None = None
     """Name of the device, as torch reports it."""
     source: StrictStr | None = None
-    """Where the numbers were taken from, if this package did not measure them."""
+    """Source of the numbers, if this package did not measure them."""
     licence: StrictStr | None = None
     """Licence of the source."""
     figures: HeadFigures | None = None

@@ -59,7 +59,7 @@ def refuse_typos(where: str, keys: Iterable[object]) -> None:
 
 
 class Ticket(str):
-    """Random text under which workers count for one HTTP request. No client can send a value of this type."""
+    """A random identifier under which workers count for an HTTP request. No client can send a value of this type."""
 
 
 def asks_report(vllm_xargs: Mapping[str, Any]) -> bool:
@@ -193,7 +193,7 @@ class Choices:
             sparse.
         salts: Text of the salt by level; a level without a salt has vLLM's own hashes.
         refusal: Why requests cannot choose a level on this server; None if they can.
-        has_shares: Whether some head selects by attention mass, so that requests may set its p.
+        has_shares: Whether any head selects by attention mass, so that requests may set its p.
         default: Level of requests that do not choose one.
         models: Default level by served model name, for requests with that model.
         allowed: Levels that requests may choose in addition to their default; None for all.

@@ -55,11 +55,11 @@ class Resolved:
     Attributes:
         config: The configuration.
         documents: Texts of the files that it names.
-        plans: The plan of each level, the server's own first. If some head lets requests set p, requests with a p form
-            a level as well.
+        plans: The plan of each level, the server's own first. If a head lets requests set p, requests with a p also
+            form a level.
         table: The table of measured crossovers.
         thresholds_by_engine: The lengths from which rows of each level run sparse with each attention engine.
-        device: Name, as in the table, of the device for which ``auto`` is resolved: the one on which the server
+        device: Name, as in the table, of the device for which ``auto`` is resolved: the device on which the server
             started.
         pools: Whether requests are for embeddings, scores or classes.
     """
@@ -111,7 +111,7 @@ class Resolved:
         return Resolved(config, read, plans, table, thresholds_by_engine, device, pools)
 
     def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Add to vLLM's configuration what other processes need to resolve it to the same settings.
+        """Add data to vLLM's configuration with which other processes resolve it to the same settings.
 
         Args:
             additional_config: vLLM's ``additional_config``.
@@ -147,12 +147,12 @@ class Resolved:
 
     @property
     def reads_prompt_length(self) -> bool:
-        """Whether the method of some head, at some level, depends on the length of a row's prompt."""
+        """Whether the method of any head, at any level, depends on the length of a row's prompt."""
         return any(method.reads_prompt_length for plan in self.plans.values() for method in plan.methods)
 
     @property
     def uses_auto(self) -> bool:
-        """Whether some plan's numbers depend on the device, because they are ``auto``."""
+        """Whether any plan's numbers depend on the device, because they are ``auto``."""
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
     def numbers(self) -> Numbers:

@@ -55,7 +55,7 @@ class GuardConfig(Section):
 
 
 def _to_level(value: object) -> object:
-    """Accept 0, 1, false and true too: YAML reads ``on`` as true, and requests use 0 and 1."""
+    """Also accept 0, 1, false and true: YAML reads ``on`` as true, and requests use 0 and 1."""
     return {0: EXACT, 1: ON}.get(value, value) if isinstance(value, (bool, int)) else value
 
 

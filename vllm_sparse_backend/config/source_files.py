@@ -113,7 +113,7 @@ class Documents:
         """Parse the crossover table.
 
         Returns:
-            The table that the configuration names, or the bundled one.
+            The table that the configuration names, or the bundled table.
 
         Raises:
             ConfigurationError: A field of the table is missing, unknown or wrong.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo, with a small model and questions that the server tests use as well."""
+"""The demo, with a small model and questions that the server tests also use."""

@@ -256,7 +256,7 @@ def describe_case(case: Case) -> str:
 
 
 def right_answers(case: Case) -> list[bool]:
-    """Return for each answer whether it is right, which means that all of its tokens have rank 1."""
+    """Return for each answer whether it is right: all of its tokens have rank 1."""
     return [all(rank == 1 for rank in answer["ranks"]) for answer in case["answers"]]
 
 

@@ -151,7 +151,8 @@ class Endpoint:
         )
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-        """Return vLLM's ``prompt_logprobs``: for each token, its own entry and the most likely one, with ranks.
+        """Return vLLM's ``prompt_logprobs``: for each token, its own entry and the entry of the most likely token, with
+        ranks.
 
         The first token has no entry. vLLM computes such a prompt as a whole, without its prefix cache. Raises
         RequestError if the answer has no such list.

@@ -44,7 +44,7 @@ MARGIN = 1.03
 LAYERS = 4
 """Layers that follow each other in a step."""
 STEPS = 2
-"""Steps of a pass. With more steps, the wait for the last one matters less."""
+"""Steps of a pass. With more steps, the wait for the last step matters less."""
 PASSES_S = 0.25
 """Measuring time for each rung, in seconds."""
 CHECKED_TOKENS = (1792, 256)

@@ -79,6 +79,6 @@ def layers_of(
 
 
 def new_step(layers: Sequence[TimedLayer]) -> Callable[[], None]:
-    """Return a function that begins a new step by clearing the state of the last one."""
+    """Return a function that begins a new step by clearing the state of the last step."""
     state = layers[0].batch.rows.state
     return state.clear

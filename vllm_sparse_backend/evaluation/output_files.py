@@ -119,5 +119,5 @@ def _write_probe(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    with suppress(OSError):  # if creating it failed as well, the first error says why
+    with suppress(OSError):  # if creating it also failed, the first error says why
         path.unlink(missing_ok=True)

@@ -123,7 +123,7 @@ def _ask(
             server.ask(prefix, 1)
         answer = server.ask(prompt, output_tokens)
     except RequestError as error:
-        taken.failures.append(str(error))  # also for a warm-up request, which should be answered too
+        taken.failures.append(str(error))  # including warm-up requests, which must also be answered
         return
     if timed:
         taken.answers.append(answer)
@@ -132,7 +132,7 @@ def _ask(
 def case_of(
     label: str, length: Length, stock: ServerResults, ours: ServerResults, first: str = STOCK
 ) -> dict[str, Any]:
-    """Return the case that compares server ``label`` with the first one. A server without answers has no ratios."""
+    """Return the case that compares server ``label`` with the first server. A server without answers has no ratios."""
     taken_by_name = {STOCK: stock, OURS: ours}
     labels = {STOCK: first, OURS: OURS}
     case: dict[str, Any] = {

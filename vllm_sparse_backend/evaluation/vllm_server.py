@@ -35,7 +35,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 """Variable for the cache's size in GiB. If it is set, vLLM ignores ``--kv-cache-memory-bytes``."""
 
-# vLLM's default share of memory fails on a CPU. A small cache leaves memory to a test machine.
+# vLLM's default share of memory fails on a CPU. A small cache leaves memory free on a test machine.
 CPU_ENV = {CPU_CACHE: "1"}
 CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
 STOP_TIMEOUT_S = 30.0

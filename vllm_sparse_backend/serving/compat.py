@@ -122,7 +122,7 @@ def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_dtype: vLLM's name for the dtype of the layers' cache.
-        quantised_queries: Whether queries of an fp8 cache are in fp8 too.
+        quantised_queries: Whether queries of an fp8 cache are also in fp8.
 
     Returns:
         The fields by name. Context-parallel sizes are 1 in versions that do not have them.
@@ -291,7 +291,7 @@ def stock_backend(
 
     Returns:
         vLLM's name of the backend. Up to Hopper, and on devices that are not NVIDIA's, it is the dense backend's own:
-        vLLM prefers another one on compute capability 10 only, and is asked there only, because it imports all
+        vLLM prefers another backend only on compute capability 10. It is queried only there, because it imports all
         backends to answer.
     """
     capability = None if IS_CPU else current_platform.get_device_capability()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, is the table of them.
 
-The package is installed on servers of other backends too. There, registration installs only the hooks of
+The package may also be installed on servers of other backends. There, registration installs only the hooks of
 ``REGISTRATION``: where a backend is looked up, and where a front process, an engine's core and a worker get their
 configuration. These read only the configuration. All other hooks are installed once a process has a configuration that
 is ours, and pass calls of other engines in the same process through.
@@ -50,8 +50,8 @@ UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: 
 FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "elastic_ep_execute", "execute_dummy_batch")
 """Methods of a worker that run the model without requests. Counters ignore these runs.
 
-Ranks without requests call the last one while other ranks are busy. Steps with requests use other methods, which differ
-between executors.
+Ranks without requests call the last of these while other ranks are busy. Steps with requests use other methods, which
+differ between executors.
 """
 
 

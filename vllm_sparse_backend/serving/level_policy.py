@@ -38,11 +38,11 @@ BY_REQUEST = {
     "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
     "P2pNcclConnector", "DecodeBenchConnector", "HiSparseConnector", "ExampleHiddenStatesConnector",
 }  # fmt: skip
-"""Connectors that pass the blocks of a request to the same request only."""
+"""Connectors that pass the blocks of a request only to the same request."""
 
 
 def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choices:
-    """Return what requests of this server may choose.
+    """Return the levels that requests of this server may choose.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -81,7 +81,7 @@ def _refuse_mixture(permitted: Choices, uniform_levels: set[str]) -> None:
 
 
 def cached_choices(input_processor: Any) -> Choices:
-    """Return what requests of a server may choose, computed once for each ``InputProcessor``.
+    """Return the levels that requests of a server may choose, computed once for each ``InputProcessor``.
 
     Args:
         input_processor: vLLM's object that turns requests into engine requests. It keeps the choices.
@@ -167,7 +167,7 @@ def kv_connectors(vllm_config: VllmConfig) -> set[str]:
         vllm_config: vLLM's configuration.
 
     Returns:
-        The configured connectors, or the one that vLLM will add later for KV offloading.
+        The configured connectors, or the connector that vLLM will add later for KV offloading.
     """
     if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
         native = vllm_config.cache_config.kv_offloading_backend == "native"

@@ -39,7 +39,7 @@ class _AdditionalConfig:
 
 
 def carry_settings(vllm_config: VllmConfig) -> None:
-    """Add to the configuration what other processes need to resolve the settings as this process does.
+    """Add data to the configuration with which other processes resolve the settings as this process does.
 
     Nothing changes if the configuration has it already.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a model loads: the settings, the profile, vLLM's options, and that some layer can run sparse.
+"""Checks before a model loads: the settings, the profile, vLLM's options, and that at least one layer can run sparse.
 
 Some options of vLLM do not work with this backend or make it slow. The list comes from the sources of vLLM 0.26 to
 0.33; docs/compatibility.md explains each option.
@@ -165,7 +165,7 @@ def other_decode(stock: str, dense: str) -> str | None:
         dense: vLLM's name of the dense backend, on which decodes and dense rows run here.
 
     Returns:
-        What they run on, what it costs and what to do; None if stock vLLM would choose the dense backend too.
+        What they run on, what it costs and what to do; None if stock vLLM would also choose the dense backend.
     """
     if stock == dense:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log line for operators who set up this backend on a server that runs another one."""
+"""A log line for operators who set up this backend on a server that runs another backend."""
 
 import multiprocessing
 import os
@@ -14,9 +14,9 @@ VARIABLE = "VLLM_ATTENTION_BACKEND"
 
 
 def log_unread_settings(vllm_config: Any) -> None:
-    """Log once that this backend's settings, or a variable that names it, are ignored, and which backend runs.
+    """Log once that the server ignores this backend's settings or a variable that names it, and which backend runs.
 
-    Nothing is logged without either, nor in engine cores and workers, which get the same configuration.
+    Nothing is logged if neither is set. Engine cores and workers, which get the same configuration, log nothing.
 
     Args:
         vllm_config: vLLM's configuration of a server that runs another backend.
@@ -51,13 +51,13 @@ def unread_settings(backend: Any) -> str:
 
 
 def unread_variable(backend: Any) -> str:
-    """Format the line about a variable that names this backend, on a server without settings of this backend.
+    """Format the line about a variable that names this backend, on a server without this backend's settings.
 
     Args:
         backend: vLLM's enum member for the configured backend; None if vLLM chooses.
 
     Returns:
-        The line, with what to do.
+        The line, including the remedy.
     """
     return (
         f"sparse-prefill: {VARIABLE}={os.environ[VARIABLE]} is ignored, because this release of vLLM does not read it: "

@@ -131,7 +131,8 @@ def _round_keys_kernel(
 ):  # fmt: skip
     """Round up to STEP_TOKENS keys of one kv head to 8 bits, with zeros past the row's end.
 
-    Grid: (blocks of 64 keys of one row, kv heads). Bound by memory: it reads each key once and writes half as much.
+    Grid: (blocks of 64 keys of one row, kv heads). Bound by memory: it reads each key once and writes half as many
+    bytes.
 
     Args:
         keys: KeyArgs.

@@ -163,7 +163,7 @@ class Method(ABC):
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Return the room that one head's stripes need.
 
-        The default is for methods that keep blocks only.
+        The default is for methods that keep only blocks.
 
         Args:
             rows: The rows of a step.
@@ -194,13 +194,13 @@ class Method(ABC):
     def select_engines(self) -> Sequence[SelectEngine]:
         """Engines that can run the selection, fastest first.
 
-        The last one runs on every device that Triton supports and that has ``least_shared_bytes``. A method that has
+        The last engine runs on every device that Triton supports and that has ``least_shared_bytes``. A method with
         kernels for certain GPUs overrides this together with ``select`` (``selection/engine.py``).
         """
         return (SelectEngine(PORTABLE, portable_refusal, type(self).select),)
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels of the portable engine do not run.
+        """Return the minimum shared memory of the portable engine's kernels.
 
         Args:
             head_dim: Elements of a head's query or key, in 16 bits.

@@ -10,7 +10,7 @@ from vllm_sparse_kernels.methods.base import Method
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """One method under the name by which configurations and profiles refer to it.
+    """A method and its name in configurations and profiles.
 
     Each method's folder has its descriptions in ``SPECS``. Other packages provide a description, or a tuple of them, as
     an entry point of the group ``vllm_sparse_backend.methods`` (docs/adding_a_method.md).

@@ -72,7 +72,7 @@ class SelectEngine:
 
 
 def portable_refusal(spec: SelectSpec) -> str | None:
-    """Check whether a method's portable kernels have the shared memory that they need at least.
+    """Check whether the GPU has enough shared memory for a method's portable kernels.
 
     Args:
         spec: Properties of the layer's selection.

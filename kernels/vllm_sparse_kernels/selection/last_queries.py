@@ -41,8 +41,8 @@ JOIN_BYTES = 8 * 1024
 """Upper bound of the shared memory in which a program joins sums of threads, as compiled by Triton 3.9."""
 
 WIDE_TILE_BYTES = 32 * 1024
-"""Tiles of keys above this size, those of head dims above 256, take three buffers in a pipeline of three stages, as
-compiled for Hopper."""
+"""Size above which a tile of keys takes three buffers in a pipeline of three stages, as compiled for Hopper. This
+applies to head dims above 256."""
 
 PROGRAMS = 264
 """Programs for a long row: as many as an H200 runs at a time, two per SM. Each begins with loads, which nothing would
@@ -77,7 +77,7 @@ class Sums(NamedTuple):
     def args(self, rows: Rows) -> tuple[Any, ...]:
         """Return the arguments by which kernels locate sums (``sums_of``).
 
-        The numbers are separate arguments because they change from step to step: Triton would compile a kernel anew for
+        The numbers are separate arguments because they change from step to step: Triton would compile a new variant for
         each value in a tuple.
 
         Args:
@@ -189,10 +189,10 @@ def last_query_sums(
 
 
 def least_shared_bytes(last_queries: int, head_dim: int) -> int:
-    """Return the shared memory of the passes over the keys without buffers for keys.
+    """Return the shared memory that the passes over the keys need, without buffers for keys.
 
     Args:
-        last_queries: Queries of a head, of which a program holds all.
+        last_queries: Queries of a head. A program holds all of them.
         head_dim: Elements of a query, in 16 bits.
 
     Returns:

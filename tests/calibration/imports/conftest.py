@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that foreign files are for."""
+"""The model of the foreign files."""
 
 from pathlib import Path
 

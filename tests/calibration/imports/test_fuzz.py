@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged files: each loads or is refused naming the file, and none crashes or hangs."""
+"""Damaged files: each loads or is refused with its name; none crashes or hangs."""
 
 import json
 import random
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.full
 
 
 def loads(load: Callable[[], Profile], source: str) -> bool:
-    """Whether it does; then the profile can be written and read again. If not, the error is a line that says where."""
+    """Return whether the file loads. A loaded profile can be written and read again; an error is a line with the
+    place."""
     try:
         profile = load()
     except ConfigurationError as error:
@@ -55,7 +56,7 @@ def mutated_bytes(content: bytes, source: random.Random) -> bytes:
 
 
 def places(data: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with each of its keys."""
+    """Yield every container with each of its keys."""
     keys = list(data) if isinstance(data, dict) else list(range(len(data))) if isinstance(data, list) else []
     for key in keys:
         yield data, key
@@ -63,7 +64,7 @@ def places(data: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def change(data: Any, source: random.Random) -> None:
-    """One value in it."""
+    """Change a value in the container."""
     holder, key = source.choice(list(places(data)))
     kind = source.randrange(4)
     if kind == 0 and isinstance(holder, dict):
@@ -77,13 +78,13 @@ def change(data: Any, source: random.Random) -> None:
 
 
 def levels() -> Any:
-    """A profile; JSON, as which it is saved, is YAML."""
+    """Return the profile's levels. Profiles are saved as JSON, which is also YAML."""
     return json.loads(json.dumps(yaml.safe_load(LEVELS)))
 
 
 @pytest.mark.parametrize("make", [levels, patterns, clusters])
 def test_damaged_files(make: Callable[[], Any], model: Path) -> None:
-    """Bytes that change, go or come twice, values that become others."""
+    """Bytes are changed, removed or doubled, and values are replaced."""
     source, path = random.Random(1), model.parent / "given.yaml"
     refused = 0
     for i in range(FILES):

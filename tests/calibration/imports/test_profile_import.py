@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Foreign files become profiles, or are refused naming the place."""
+"""Foreign files become profiles, or are refused with the place of the fault."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ SECOND = (NOISE, SHARED, NOISE, NOISE)
     ],
 )
 def test_files_of_other_tools(make: Callable[[], Any], expected: list[Any], source: str, model: Path) -> None:
-    """Written and read again, the profile is the same."""
+    """A profile that is written and read again is unchanged."""
     profile = import_profile(save(make(), model.parent / "given"), model)
     assert profile.model == ModelShape("M", 3, 4, 4, 16)
     assert [(DENSE,) * 4 if i in profile.dense_layers else profile.methods_of(i, 4) for i in range(3)] == expected
@@ -73,7 +73,7 @@ def test_files_of_no_known_form(text: str, expected: str, model: Path) -> None:
     assert expected in refused(path, model)
 
 
-# What is wrong, and where
+# The fault and its place
 
 PATH = "model.layers.1.self_attn.inner_attention"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine ``portable`` compiled by Triton for every card that the README names, without one.
+"""The engine ``portable``, compiled by Triton for every card in README, without these cards.
 
-The interpreter, in which other tests run it, takes what the compiler refuses, and knows no shared memory.
+Other tests run it in the interpreter, which accepts code that the compiler refuses, and has no limit on shared memory.
 """
 
 import json
@@ -15,7 +15,7 @@ from tests.helpers.offline_compiler import SHARED_KIB
 from vllm_sparse_kernels.attention import widest_block
 
 QUICK = ["89-128-64-plain", "80-128-128-plain", "89-256-64-plain"]
-"""An L4, L40S or RTX 4090, and an A100, each without room for two blocks that are loaded ahead; and a tile in parts."""
+"""An L4, L40S or RTX 4090, and an A100, each without room for two blocks loaded ahead; and a tile in parts."""
 
 MATRIX = [
     f"{capability}-{head_dim}-{block_tokens}-{wanted}"
@@ -25,11 +25,11 @@ MATRIX = [
     if block_tokens <= (widest_block(head_dim, limit_kib << 10) or 0)
     for wanted in ("plain", "options", "pages")
 ]
-"""All blocks that the engine does not refuse; for head dim 512 on cards with less than 227 KiB it refuses all."""
+"""All blocks that the engine accepts. For head dim 512 on cards with less than 227 KiB, it refuses all."""
 
 
 def compiled(cases: list[str]) -> dict[str, dict[str, int]]:
-    """Shared memory of each case's kernels, from a process in which kernels are not interpreted."""
+    """Return the shared memory of each case's kernels, from a process in which kernels are not interpreted."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.helpers.compiled_attention", *cases]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every engine, every shape it may meet, against exact softmax attention over the same index.
+"""Every engine in every supported shape, against exact softmax attention over the same index.
 
-An engine that refuses a case is skipped there, with its reason. Outputs are poisoned with NaN, and so are all places of
-the cache that no position owns, as far as the engine promises not to read them. The error budget is what eager torch
-makes in the same dtype, times a small factor.
+If an engine refuses a case, the test is skipped with its reason. Outputs are poisoned with NaN, and so are all places
+of the cache that no position owns, as far as the engine promises not to read them. The error budget is the error of
+eager torch in the same dtype, times a small factor.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def any_shape(draw: random.Random) -> dict[str, Any]:
 
 USUAL = {"lengths": [(150, 70), (0, 3)], "heads": (2, 1), "head_dim": 64, "page_size": 16, "block_tokens": 64}
 USUAL |= {"layout": "NHD", "density": 0.5, "stripes": 30, "dtype": DTYPES[0]}
-# Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short.
+# Tiles that begin anywhere in a block and cover one to five blocks, whole and cut short.
 ASKEW = [(c, 130) for c in (1, 31, 33, 97, 127, 129)] + [(c, 33) for c in (0, 31, 32, 64, 128, 191)]
 DIAGONALS = {"lengths": ASKEW, "heads": (1, 1), "page_size": 128, "density": 0.3, "stripes": 0}
 LENGTHS = [[(0, 63)], [(1000, 1)], [(37, 1000)], [(5, 63), (0, 1), (301, 150), (64, 128)]]
@@ -106,7 +106,8 @@ OTHERS += [any_shape(random.Random(seed)) for seed in range(12)]
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=FULL) for case in OTHERS)], ids=str)
 def test_softmax_over_the_index(engine, device, case):
-    """Lengths, head counts, head sizes, pages, blocks, layouts, stripes: one thing out of the usual each, or any."""
+    """Lengths, head counts, head sizes, pages, blocks, layouts, stripes: each case has at most a single unusual
+    property."""
     batch, index = made(USUAL | case, device)
     if case.get("lengths") == STRIPED["lengths"]:
         assert bool(index.stripe_counts.any()) == (case["stripes"] > 0)
@@ -121,7 +122,7 @@ def made(shape: dict[str, Any], device: str, seed: int = 0) -> tuple[Batch, Spar
 
 
 def test_stripes_of_some_heads_and_tiles(engine, device):
-    """Room for stripes in one head of four alone, and tiles there that keep none: empty lists beside full ones."""
+    """Only one of four heads has room for stripes, and some of its tiles keep none: empty lists next to full lists."""
     batch = random_batch([(300, 300), (0, 40)], 4, 2, 64, 16, DTYPES[0], device)
     index = SparseIndex.allocate(batch.rows, 4, 64, {2: StripeLayout.per_tile(batch.rows, 50)})
     for i_tile, tile in enumerate(batch.rows.tile_list):
@@ -133,7 +134,7 @@ def test_stripes_of_some_heads_and_tiles(engine, device):
 
 @FULL
 def test_stripes_that_tiles_share(engine, device):
-    """AnchorAttention's groups of tiles have one list each."""
+    """In AnchorAttention, the tiles of a group share a list."""
     batch = random_batch([(700, 300)], 2, 1, 64, 16, torch.float16, device)
     method = AnchorAttention(theta=2.7, step_tiles=2)
     index = SparseIndex.allocate(batch.rows, 2, 64, dict.fromkeys((0, 1), method.stripe_layout(batch.rows)))
@@ -156,12 +157,12 @@ def test_stripes_that_tiles_share(engine, device):
     ids=str,
 )
 def test_sinks_join_the_softmax(engine, device, sinks, case):
-    """A logit per head, from one that counts for nothing to one above every score: alone, and unlike from head to head.
+    """A logit per head, from negligible to larger than every score: alone, and different between heads.
 
     The log-sum-exp stays that of the keys.
     """
     batch, index = made(USUAL | {"block_tokens": 64} | case, device)
-    dtype = torch.bfloat16 if batch.q.dtype == torch.bfloat16 else torch.float32  # vLLM's are of the weights' dtype
+    dtype = torch.bfloat16 if batch.q.dtype == torch.bfloat16 else torch.float32  # in the dtype of the weights
     batch = dataclasses.replace(batch, sinks=torch.tensor(sinks, dtype=dtype, device=device))
     check(engine, batch, index)
 
@@ -169,7 +170,7 @@ def test_sinks_join_the_softmax(engine, device, sinks, case):
 @pytest.mark.parametrize("sinks", [None, [-30.0, 0.0, 5.0, 12.0]])
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_full_index_is_dense_attention(engine, device, dtype, sinks):
-    """Against softmax over whole matrices, which knows neither tiles nor indices."""
+    """The expected value is the softmax over whole matrices, without tiles or indices."""
     batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, dtype, device, gap_tokens=1)
     if sinks is not None:
         batch = dataclasses.replace(batch, sinks=torch.tensor(sinks, device=device))
@@ -192,8 +193,8 @@ def test_full_index_is_dense_attention(engine, device, dtype, sinks):
 
 
 def test_nothing_else_is_written(engine, device):
-    """Tokens of no row keep what was in out, and the cache what it held; vLLM's q is a slice of the fused projection,
-    out may be one of a larger buffer, and lse may be left out."""
+    """Tokens of no row keep their value in out, and the cache is unchanged. vLLM's q is a slice of the fused
+    projection, out may be part of a larger buffer, and lse is optional."""
     batch = random_batch([(100, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
     index = random_index(batch, 64, 0.5, stripes=10)
     whole = run(engine, batch, index)[0]
@@ -207,14 +208,14 @@ def test_nothing_else_is_written(engine, device):
 
 
 def test_large_scores_neither_overflow_nor_vanish(engine, device):
-    """Scores of thousands: the running maximum must be subtracted before the exponential."""
+    """With scores of thousands, the running maximum must be subtracted before the exponential."""
     batch = random_batch([(200, 70)], 2, 1, 64, 16, DTYPES[0], device)
     batch.q.mul_(300.0)
     check(engine, batch, random_index(batch, 64, 0.5, stripes=30))
 
 
 def test_temporary_tensors_come_from_the_workspace(engine, device):
-    """Poisoned, it changes nothing; and what an engine took is counted."""
+    """A poisoned workspace does not change the result, and the engine's memory is counted."""
     batch = random_batch([(200, 170)], 2, 1, 64, 64, DTYPES[0], device)
     workspace = Workspace(torch.device(device), torch.full((1 << 22,), 255, dtype=torch.uint8, device=device))
     results = []
@@ -241,7 +242,7 @@ FEW, SIXTEEN = [(333, 140), (530, 1), (200, 30)], [(130 * i, 100 + 77 * i) for i
     ],
 )
 def test_a_row_does_not_depend_on_its_neighbours(engine, device, lengths, chosen, shape, stripes):
-    """Bitwise, whatever else is in the batch."""
+    """Results are bitwise the same with any other rows in the batch."""
     batch = random_batch(lengths, *shape, DTYPES[0], device, gap_tokens=3)
     independent(engine, batch, random_index(batch, 64, 0.5, stripes=stripes), chosen)
 
@@ -254,7 +255,7 @@ def test_a_row_does_not_depend_on_its_neighbours(engine, device, lengths, chosen
     ],
 )  # fmt: skip
 def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
-    """Bitwise, whatever the page size, where pages lie, and the layout: all that vLLM's backends may be asked for."""
+    """Results are bitwise the same for any page size, placement of pages, and layout that vLLM's backends may get."""
     batch = random_batch([(333, 140), (20, 5)], 4, 2, 64, 64, DTYPES[0], device)
     index = random_index(batch, 64, 0.5, stripes=70)
     other = repaged(batch, page_size, layout)
@@ -281,7 +282,7 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
     [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 32), (256, 64)],
 )
 def test_long_rows_on_gpu(lengths, dtype, head_dim, block_tokens):
-    """Every engine that takes them in one test: what they are held against takes longest."""
+    """A single test for every engine that accepts long rows, because the expected result takes longest."""
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
     index = random_index(batch, block_tokens, 0.2, stripes=200)
     index.check()
@@ -294,7 +295,7 @@ def test_long_rows_on_gpu(lengths, dtype, head_dim, block_tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
-    """Over an index that keeps everything. Version 3 alone takes any."""
+    """The index keeps everything. Only version 3 accepts sinks."""
     flash = flash_attention()
     if flash is None or FP8 not in flash.dtypes:
         pytest.skip("no FlashAttention-3 here")
@@ -317,7 +318,7 @@ def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("stripes", [0, 200])
 def test_the_same_however_often(engine, stripes, head_dim):
-    """Races show once in a thousand launches, and the sooner the more items differ in length."""
+    """Races occur once in a thousand launches, and sooner if items differ more in length."""
     batch = random_batch([(32768, 8192), (5000, 777)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
     index, few = (random_index(batch, 64, density, stripes, seed) for seed, density in enumerate((0.1, 0.003)))
     for of_index, of_few in ((index.block_counts, few.block_counts), (index.block_ids, few.block_ids)):
@@ -330,7 +331,7 @@ def test_the_same_however_often(engine, stripes, head_dim):
 class TestFlash:
     @FULL
     def test_parts_change_nothing(self, device, monkeypatch):
-        """Sequences that run a few at a time, cut within a kv head, a tile and a group of heads."""
+        """Sequences run a few at a time, cut within a kv head, a tile and a group of heads."""
         batch = random_batch([(70, 300), (3, 20)], 6, 2, 64, 16, DTYPES[0], device)
         index = random_index(batch, 64, 0.5, stripes=40)
         whole = run(ENGINES["flash"], batch, index)
@@ -374,7 +375,7 @@ class TestFlash:
             (3, {"dtype": torch.float32}, "not torch.float32"),
             (3, {"head_dim": 100}, "head_dim 100"),
             (3, {"head_dim": 512}, "head_dim 512"),
-            (3, {"strides": (16 * 204, 204, 4)}, "no multiples of 16 bytes"),
+            (3, {"strides": (16 * 204, 204, 4)}, "not multiples of 16 bytes"),
             (0, {}, "there is no FlashAttention for this device"),
         ],
     )
@@ -414,7 +415,7 @@ def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
 
 
 class TestChoice:
-    """What is refused or fails its trial is passed over: serving/worker/test_engine_picker.py."""
+    """The choice of an engine. For refused engines and failed trials, see serving/worker/test_engine_picker.py."""
 
     def test_portable_is_last_and_has_all(self, device):
         assert list(ENGINES)[-1] == "portable"

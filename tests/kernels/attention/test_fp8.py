@@ -20,7 +20,7 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
 
 SCALES = (0.03, 0.05, 0.2)
-"""Of queries, keys and values: elements reach far beyond what fp16 holds products of."""
+"""Scales of queries, keys and values: products of the elements far exceed the range of fp16."""
 
 READS_FP8 = [name for name in ENGINES if name != "hopper"]
 
@@ -28,7 +28,7 @@ SMALL = {"anchor_attention": {"step_tiles": 1}, "block_sparse": {"top_blocks": 3
 SMALL |= {"vertical_slash": {"vertical_tokens": 40, "slash_tokens": 128}}
 SMALL |= {"top_p": {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128}}
 READING = [name for name in sparse_names() if name != "a_shape"]
-"""Methods that look at keys."""
+"""Methods that read keys."""
 METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in READING]
 METHODS_ASKED += [
     METHODS["anchor_attention"].parameters(step_tiles=1, sample_tokens=32),
@@ -37,8 +37,7 @@ METHODS_ASKED += [
 
 
 def apart(method: Method, batch: Batch, other: Batch, by_reference: bool = False) -> float:
-    """Share of pairs that one of two selections keeps and the other does not. Each is found alone: nothing of an
-    earlier one is at hand."""
+    """Return the share of pairs that only one of two selections keeps. Each selection is independent of the other."""
     method = method.merged([method] * batch.num_heads)
     runs = ((batch, False), (other, by_reference))
     kept = [select(method, b, method.block_tokens, None, way, replace(b.rows)) for b, way in runs]
@@ -58,7 +57,7 @@ ON_GPU = [((2047, 1100), page_size, (8, 2, head_dim)) for page_size in (16, 128)
 )
 @pytest.mark.parametrize("method", METHODS_ASKED, ids=str)
 def test_methods_keep_what_they_keep_of_the_same_elements_in_fp16(method, lengths, page_size, shape, device):
-    """In the interpreter to the bit; matrix units add up products of fp8 less exactly."""
+    """The selections are equal in the interpreter; matrix units add up products of fp8 less exactly."""
     data = structured(*reversed(lengths), *shape, device=device)
     batch = in_fp8(paged_batch(data, page_size), *SCALES)
     assert apart(method, batch, widened(batch)) <= (0.0 if device == "cpu" else 0.01)
@@ -86,7 +85,7 @@ def test_a_rows_result_is_the_same_over_other_pages_and_beside_other_rows(engine
 
 
 def test_eight_bit_scores_and_skips(device):
-    """They round anew, from fp8 as from fp16: results are as far from the reference as there."""
+    """Scores are rounded again, from fp8 as from fp16, so results are equally far from the reference."""
     batch = in_fp8(random_batch([(300, 100)], 2, 1, 64, 16, device=device), *SCALES)
     index = random_index(batch, 64, 0.6, 20)
     options = AttendOptions.from_heads([-3.0, None], [True, False], torch.device(device))
@@ -98,7 +97,7 @@ def test_eight_bit_scores_and_skips(device):
 
 
 def test_scales_are_what_elements_count(device):
-    """By powers of two nothing changes but what elements are called, if none is so small that fp8 holds fewer bits."""
+    """Scales that are powers of two change nothing, unless elements are so small that fp8 stores fewer bits."""
     exact = random_batch([(100, 130)], 2, 1, 64, 16, device=device)
     for x in (exact.q, exact.cache.keys, exact.cache.values):
         x.mul_(4).round_().div_(4)
@@ -138,7 +137,7 @@ def test_engines_on_gpu(engine, block_tokens, head_dim, dtype):
 
 @pytest.mark.gpu
 def test_flash_is_as_far_from_exact_as_flash_attention_itself():
-    """Over an index that keeps everything, with scales that are no powers of two, passed to vLLM's function too."""
+    """The index keeps everything, and scales that are not powers of two also go to vLLM's function."""
     if flash_attention() is None:
         pytest.skip("no FlashAttention here")
     from vllm.vllm_flash_attn import flash_attn_varlen_func

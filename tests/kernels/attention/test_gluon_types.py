@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gluon kernels read as meant: parts have names, and types of jitted code work in every supported Triton."""
+"""Rules of the Gluon kernels: parts have names, and types of jitted code work in every supported Triton."""
 
 import ast
 from collections.abc import Iterator
@@ -15,14 +15,15 @@ MOST_PARAMETERS = 15
 
 
 def jitted(path: Path) -> Iterator[ast.FunctionDef]:
-    """Functions of a file that Triton or Gluon compiles."""
+    """Return the functions of a file that Triton or Gluon compiles."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(line) for line in node.decorator_list):
             yield node
 
 
 def is_numeric_index(node: ast.AST) -> bool:
-    """Whether a node reads a part of a tuple by its number; a shape's dimensions have no other name."""
+    """Return whether a node reads a part of a tuple by its number. Dimensions of a shape have no names and do not
+    count."""
     if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)):
         return False
     is_shape = isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
@@ -51,7 +52,7 @@ def test_no_kernel_takes_a_crowd_of_parameters(path: Path) -> None:
 
 
 def test_aggregates_are_built_where_triton_writes_no_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 and 3.7 have no public decorator, and their private one leaves the constructor to the class."""
+    """Triton 3.6 and 3.7 have no public decorator, and their private decorator leaves the constructor to the class."""
     names = pytest.importorskip("vllm_sparse_kernels.gluon_compat")
     monkeypatch.delattr(names.gluon, "aggregate", raising=False)
 

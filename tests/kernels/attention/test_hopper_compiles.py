@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hopper compiled for its card without one: that it compiles, and what its speed hangs on in the machine code."""
+"""hopper compiled for its card without a GPU: it compiles, and its machine code has the properties that make it
+fast."""
 
 import pytest
 
@@ -20,27 +21,27 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, dict[str, int]]:
-    """Each case's figures, from a process of its own, as this one interprets its kernels."""
+    """Return each case's figures, from a separate process, because this process interprets its kernels."""
     return figures_with(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_it_was_tuned_for(table: dict[str, dict[str, int]], case: str) -> None:
     figures = table[case]
-    # ptxas may hoist the wait for P·V above the exponents: then matrix units idle through every softmax.
+    # ptxas may hoist the wait for P·V above the exponents; matrix units then idle during every softmax.
     assert figures["overlapped_steps"] >= 4  # two consumers, the masked loop and the plain one
     assert figures["fewest_exponents_beside"] >= exponents(case)
-    # At head_dim 256 Triton 3.9 reads the number of steps back once a step, where its threads wait anyway.
+    # At head_dim 256, Triton 3.9 reads the number of steps back once per step, where its threads wait anyway.
     assert figures["spills_within_steps"] <= (1 if case.startswith("256-") else 0)
-    # Nothing is handed back before all warps are done: a copy would write over what the last one's product still reads.
+    # A buffer is released only after all warps are done: a copy would overwrite data that the last product reads.
     assert figures["hasty_arrivals"] == 0
     assert figures["barriers_in_data"] == 0
     assert figures["shared_bytes"] <= 227 << 10
     assert figures["registers"] == 168  # three warp groups share 65,536
-    # What start-up compiles serves every batch: one variant of the kernel that prepares, one of the kernel itself.
+    # Start-up compiles all variants: a single variant of the preparing kernel, and of the main kernel.
     assert figures["variants"] == 2
 
 
 def test_a_step_keeps_its_exponents_where_its_scores_were(table: dict[str, dict[str, int]]) -> None:
-    """From one step's scores to the next one's: rounded exponents beside those in use took 32 moves and more."""
+    """Between the scores of two steps, separate registers for rounded exponents cost 32 moves or more."""
     assert table["128-128-blocks-bf16"]["most_moves"] <= 4

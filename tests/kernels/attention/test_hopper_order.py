@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which ``hopper`` takes its work, from the kernel that ranks it."""
+"""The order in which ``hopper`` processes its work, from the kernel that ranks it."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from vllm_sparse_kernels.index import SparseIndex
 
 
 def _order(batch: Batch, index: SparseIndex) -> list[tuple[int, int]]:
-    """(head, tile) in the order of the work."""
+    """Return (head, tile) in the order of the work."""
     matrix = matrix_args(batch.cache)
     assert matrix is not None
     with index.workspace.frame():
@@ -28,9 +28,9 @@ def test_work_goes_by_kv_head_and_then_by_falling_number_of_keys(
 ) -> None:
     batch = random_batch([(1000, 300), (0, 63), (512, 129)], num_heads, num_kv_heads, 64, 64)
     index = random_index(batch, 32, density, stripes)
-    last = batch.rows.num_tiles - 1  # weighs far more than the rest where that keeps little
+    last = batch.rows.num_tiles - 1  # weighs far more than the other items if these keep little
     index.set_blocks(num_heads - 1, last, torch.ones(index.num_causal_blocks(batch.rows.tile_list[last])).bool())
-    keys = index.block_counts * float(index.block_tokens) + index.stripe_counts * 1.5  # what items cost
+    keys = index.block_counts * float(index.block_tokens) + index.stripe_counts * 1.5  # costs of items
     order = _order(batch, index)
     assert sorted(order) == [(h, t) for h in range(num_heads) for t in range(batch.rows.num_tiles)]
 

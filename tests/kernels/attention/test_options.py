@@ -57,7 +57,7 @@ def test_heads_of_all_kinds_in_one_launch(device, case, dtype, kinds):
 
 
 def test_a_sink_is_told_what_smoothing_took_off_the_scores(device):
-    """Beside heads with other options; sinks weigh about as much as all keys."""
+    """The other heads have other options, and sinks weigh about as much as all keys."""
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES["mixed"]
     batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, torch.float16, device, layout)
     index = random_index(batch, block_tokens, 0.7, stripes)
@@ -67,7 +67,7 @@ def test_a_sink_is_told_what_smoothing_took_off_the_scores(device):
 
 @pytest.mark.full
 def test_what_asks_for_nothing_changes_nothing(device):
-    """λ → −∞ beside no options at all, and flags of all heads beside a launch that knows of nothing else: bitwise."""
+    """λ → −∞ equals no options, and flags of all heads equal a launch without other variants: bitwise."""
     batch = random_batch([(333, 140), (0, 70)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
     index = random_index(batch, 64, 0.6, stripes=90)
     plain = run(batch, index, None)
@@ -90,7 +90,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device):
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (96, 128)])
 def test_keys_in_8_bits(device, head_dim, page_size):
-    """Against float64: a rounding may fall the other way only where float32 cannot tell. Zeros past a row's end."""
+    """Compared with float64: values may round the other way only if float32 cannot decide. Zeros past a row's end."""
     batch = random_batch([(0, 1), (500, 133), (0, 64)], 4, 2, head_dim, page_size, DTYPES[0], device, gap_tokens=1)
     rows = batch.rows
     smooth = smooth_keys(batch.cache, rows, None, 4, Workspace(rows.device))
@@ -121,13 +121,13 @@ def test_keys_that_no_8_bit_head_reads_are_not_touched(device):
 
 
 def accuracy(out: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """SageAttention's cosine similarity and relative L1 of whole outputs."""
+    """Return SageAttention's cosine similarity and relative L1 of whole outputs."""
     out, exact = out.double(), exact.double()
     return float((out * exact).sum() / out.norm() / exact.norm()), float((out - exact).abs().sum() / exact.abs().sum())
 
 
 def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
-    """On normal q, k, v SageAttention's table 9 has a cosine of 1.0 and a relative L1 of 0.021 for its kernel B."""
+    """On normal q, k, v, SageAttention's table 9 has a cosine of 1.0 and a relative L1 of 0.021 for its kernel B."""
     batch = random_batch([(0, 700)], 1, 1, 128, 16, DTYPES[1], device)
     index = random_index(batch, 64, 1.0)
     options = AttendOptions.from_heads([None], [True], batch.q.device)
@@ -138,18 +138,18 @@ def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
         cosine, relative = accuracy(result, exact.out)
         assert cosine > 0.9995
         assert 0.001 < relative < 0.021
-    # Few roundings fall the other way than in float64, and few show.
+    # Few values round differently than in float64, and few of these have a visible effect.
     assert accuracy(out, wanted)[1] < 0.001
     assert float((lse - wanted_lse).abs().mean()) < 1e-4
     assert float((lse - exact.lse).abs().max()) < 0.05
 
 
-# The references themselves.
+# Tests of the references.
 
 
 @pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
 def test_the_reference_is_an_online_softmax_step_by_step(margin):
-    """Algorithm 1, lines 12 to 16, with a test of all queries together."""
+    """Algorithm 1, lines 12 to 16, with a test over all queries together."""
     generator = torch.Generator().manual_seed(4)
     scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
     scores[:, 20:50] -= 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The portable engine's own: blocks by bulk copies and by pointers, and what shared memory has room for."""
+"""Properties of the portable engine: blocks by bulk copies and by pointers, and limits of shared memory."""
 
 import dataclasses
 from itertools import product
@@ -25,7 +25,7 @@ from vllm_sparse_kernels.engine_trial import expected_attention
     ],
 )
 def test_bulk_copies(device, page_size, block_tokens, layout, with_options):
-    """Blocks fetched as matrices give what blocks fetched by pointers give."""
+    """Blocks loaded as matrices give the same results as blocks loaded by pointers."""
     lengths = [(641, 40), (500, 70)] if with_options else [(170, 40), (0, 50)]
     batch = lossless_batch(lengths, 2, 2, 64, page_size, torch.float16, device, layout)
     if device == "cuda" and not supports_bulk(batch.cache):
@@ -56,7 +56,7 @@ def test_bulk_copies(device, page_size, block_tokens, layout, with_options):
     ],
 )
 def test_blocks_fit_shared_memory(head_dim, limit_kib, widest):
-    """H100 has 227 KiB a program, A100 163, an RTX 4090 99."""
+    """A program has 227 KiB on an H100, 163 KiB on an A100, and 99 KiB on an RTX 4090."""
     assert widest_block(head_dim, limit_kib * 1024) == widest
 
 
@@ -69,7 +69,8 @@ def test_programs_have_as_many_queries_as_fit(head_dim, limit_kib, num_queries):
 
 
 SPLIT_LENGTHS = [[(170, 40), (0, 50)], [(333, 200)], [(100, 129), (64, 1), (0, 300)]]
-"""Tiles with fewer queries than a program, with some in each of several programs, and with one."""
+"""Tiles with fewer queries than a program takes, with a few queries in each of several programs, and with a single
+query."""
 
 
 @pytest.mark.parametrize("num_queries", [64, 32])
@@ -81,11 +82,8 @@ SPLIT_LENGTHS = [[(170, 40), (0, 50)], [(333, 200)], [(100, 129), (64, 1), (0, 3
     ],
 )
 def test_programs_that_divide_a_tile_compute_what_it_does(device, lengths, block_tokens, num_queries, monkeypatch):
-    """With stripes, sinks and options, each as of one program for all of the tile's queries.
-
-    The queries of a program share the scale of their 8 bits.
-    """
-    batch = lossless_batch(lengths, 4, 2, 64, 128, torch.float16, device, program_queries=num_queries)
+    """With stripes, sinks and options, each equal to a single program for all of the tile's queries."""
+    batch = lossless_batch(lengths, 4, 2, 64, 128, torch.float16, device)
     batch = dataclasses.replace(batch, sinks=torch.tensor([-30.0, 0.0, 5.0, 12.0], device=device))
     index = random_index(batch, block_tokens, 0.5, stripes=30)
     monkeypatch.setattr(portable, "program_queries", lambda head_dim, limit_bytes: num_queries)
@@ -101,7 +99,7 @@ def test_programs_that_divide_a_tile_compute_what_it_does(device, lengths, block
     [([(70, 90)], 128), *(pytest.param(*case, marks=FULL) for case in product(SPLIT_LENGTHS, (16, 128)))],
 )
 def test_head_dim_512(device, lengths, page_size):
-    """Gemma 4's global layers: half of a tile's queries for each program."""
+    """Gemma 4's layers with full attention: each program takes half of a tile's queries."""
     batch = random_batch(lengths, 2, 1, 512, page_size, torch.float16, device, gap_tokens=3)
     index = random_index(batch, 64, 0.5, stripes=30)
     assert_close(expected_attention(batch, index), *run(batch, index, None))
@@ -112,7 +110,7 @@ def test_head_dim_512(device, lengths, page_size):
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
 @pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 64), (128, 128), (64, 128), (256, 64)])
 def test_pointers_on_gpu(lengths, dtype, head_dim, block_tokens):
-    """What other devices run; Hopper takes bulk copies (test_engines.py) unless it is told not to."""
+    """Other devices load blocks by pointers. Hopper uses bulk copies (test_engines.py) unless they are disabled."""
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
     index = random_index(batch, block_tokens, 0.2, stripes=200)
     assert_close(expected_attention(batch, index), *run(batch, index, None, bulk=False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AnchorAttention: the kernel against the reference, the reference against the paper, and what follows from both."""
+"""AnchorAttention: the kernel against the reference, the reference against the paper, and consequences of both."""
 
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -19,7 +19,8 @@ from vllm_sparse_kernels.rows import Rows, ceil_div
 
 
 def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
-    """Queries of a head lean in one direction, so that their means score some keys far above others."""
+    """Return a batch in which each head's queries point in a direction, so their means score some keys far above
+    others."""
     batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=3, **kwargs)
     generator = torch.Generator(DEVICE).manual_seed(1)
     batch.q.add_(torch.randn(num_heads, head_dim, generator=generator, device=DEVICE).to(dtype))
@@ -27,26 +28,27 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
 
 
 def groups_of(batch: Batch, method: AnchorAttention):
-    """(row, window start, [(tile id, tile)]) of every group."""
+    """Return (row, window start, [(tile id, tile)]) of every group."""
     starts = [(tile.row, window_start(method, batch.rows, tile)) for tile in batch.rows.tile_list]
     for (row, start), members in groupby(enumerate(batch.rows.tile_list), lambda numbered: starts[numbered[0]]):
         yield row, start, list(members)
 
 
 def in_blocks(kept: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """Bool [a multiple of ``block_tokens``]: every key of a block of which any is kept."""
+    """Extend kept keys to whole blocks: bool [a multiple of ``block_tokens``]."""
     return kept.view(-1, block_tokens).any(1).repeat_interleave(block_tokens)
 
 
 def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
-    """Equation 2's left side in ``dtype``: [tiles, candidates]."""
+    """Return equation 2's left side in ``dtype``: [tiles, candidates]."""
     k = row_parts(batch, row, head, dtype)[1]
     q = batch.q[:, head].to(dtype)
     return anchor_differences(method, [tile for _, tile in tiles], q, k, start, batch.scale).double()
 
 
 def assert_listed_as_blocks(index: SparseIndex) -> None:
-    """What a tile keeps all keys of is a block: together with ``check``, no form but one is left for a selection."""
+    """Check that a tile lists a block if it keeps all of its keys. Together with ``check``, this fixes a selection's
+    form."""
     for i_tile, tile in enumerate(index.rows.tile_list):
         diagonal = index.first_diagonal_block(tile)
         for head in range(index.num_heads):
@@ -57,7 +59,7 @@ def assert_listed_as_blocks(index: SparseIndex) -> None:
 
 
 def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, reference: SparseIndex) -> None:
-    """Same keys, however listed, but for votes that float64 puts within twice the eager error of θ."""
+    """Check that both keep the same keys, except votes that float64 puts within twice the eager error of θ."""
     assert_listed_as_blocks(index)
     kept = candidates = 0
     for row, start, tiles in groups_of(batch, method):
@@ -92,7 +94,7 @@ CASES = [
 ]
 
 
-# More tokens between those that vote where fewer votes keep a whole run: else random data keeps all of them.
+# More tokens between voting queries for whole runs that need few votes, as random data would keep all of them.
 BEYOND = [
     {"sample_tokens": 64, "whole_blocks": True},
     {"sample_tokens": 2, "theta": 0.2},
@@ -100,7 +102,7 @@ BEYOND = [
     {"whole_blocks": True, "theta": 2.0},
     {"sample_tokens": 128, "window_tokens": 256, "whole_blocks": True, "theta": 1.0},
 ]
-# Options of the authors' code. A prompt goes on for so many tokens after its row; 0: the row ends it.
+# Options of the released code. A prompt goes on for this many tokens after its row; 0: the row ends the prompt.
 RELEASED = [
     ({"first_group": True, "theta": 3.0}, 0),
     ({"dense_tail": True, "theta": 2.5}, 500),
@@ -119,7 +121,7 @@ LONG = [([(3 * module.SPLIT_TOKENS // 2, 60)], 2, 1, 64, 16, 64, "NHD", 16)]  # 
     ids=str,
 )  # fmt: skip
 def test_kernel_agrees_with_reference(case, dtype, settings):
-    """What is beyond the paper, too."""
+    """This includes options beyond the paper."""
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
     block_tokens = 32 if "whole_blocks" in settings and head_dim != 96 else block_tokens
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
@@ -130,7 +132,7 @@ def test_kernel_agrees_with_reference(case, dtype, settings):
 
 
 def continued(batch: Batch, more_tokens: int) -> Batch:
-    """The batch, whose rows are chunks of prompts that go on for ``more_tokens``."""
+    """Return the batch with chunks of prompts that go on for ``more_tokens``."""
     ends = tuple(seq_len + more_tokens for seq_len in batch.rows.seq_lens)
     return replace(batch, rows=replace(batch.rows, prompt_lens=ends))
 
@@ -150,7 +152,7 @@ def test_kernel_agrees_with_reference_on_options_of_the_released_code(case, dtyp
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
-    """Pages of whole blocks, which a GPU from Hopper on copies in bulk."""
+    """Pages contain whole blocks, which GPUs from Hopper on copy in bulk."""
     batch = make_batch([(1400, 200), (333, 10)], 4, 2, 64, 128, torch.float16, layout=layout)
     method = AnchorAttention(theta=3.0, step_tiles=3)
     by_choice = [None] * 2
@@ -171,7 +173,7 @@ def test_groups_of_more_tiles_than_vote_at_once(monkeypatch):
 
 
 def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> torch.Tensor:
-    """Bool [query_len, seq_len] in float64, over whole score matrices, as the paper states it."""
+    """Return the paper's mask in float64, from whole score matrices: bool [query_len, seq_len]."""
     rows, span = batch.rows, method.step_tiles * 128
     context_len, query_len = rows.context_lens[row], rows.query_lens[row]
     q, k = row_parts(batch, row, head)
@@ -223,7 +225,7 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
     ids=str,
 )
 def test_reference_states_the_paper(settings):
-    """And what is beyond it, or of the released code: each as its definition says, over whole score matrices."""
+    """Options beyond the paper and of the released code follow their definitions, from whole score matrices."""
     batch = make_batch([(0, 700), (333, 400)], num_heads=4, num_kv_heads=2)
     batch = replace(batch, rows=replace(batch.rows, prompt_lens=(700, 2000)))
     method = AnchorAttention(**{"step_tiles": 2} | settings)
@@ -236,7 +238,8 @@ def test_reference_states_the_paper(settings):
 
 
 def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
-    """A batch of pages of 16 gets scores {(row, position, dim): score} for queries of 1/scale in dim; all others 0."""
+    """Give scores {(row, position, dim): score} to queries of 1/scale in dim, in a batch with pages of 16; all other
+    scores are 0."""
     for tensor in (batch.q, batch.cache.keys):
         tensor.masked_fill_(~tensor.isnan(), 0.0)
     for (row, position, dim), score in scores.items():
@@ -245,7 +248,8 @@ def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
 
 
 def holed_batch(lengths, *holes, **kwargs) -> Batch:
-    """One head, which scores -30 with the keys at each row's ``holes`` (lists of positions) and 0 with all others."""
+    """Return a batch with a single head that scores -30 with the keys at each row's ``holes`` (lists of positions), and
+    0 with all others."""
     batch = make_batch(lengths, num_heads=1, **kwargs)
     plant(batch, {(row, position, 0): -30.0 for row, positions in enumerate(holes) for position in positions})
     for token, length in zip(batch.rows.tokens, batch.rows.query_lens):
@@ -255,13 +259,13 @@ def holed_batch(lengths, *holes, **kwargs) -> Batch:
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
-    # The holes lie in blocks 3, 6 and 7 of 64 keys: at an edge, within, and at the other edge.
+    # The holes are in blocks 3, 6 and 7 of 64 keys: at the first edge, inside, and at the last edge.
     holes = [255, 400, 448]
     batch, method = holed_batch([(600, 150)], holes, dtype=torch.float16), AnchorAttention(step_tiles=2)
     index = select(method, batch, block_tokens)
     holed = {position // block_tokens for position in holes}
     for i_tile, tile in enumerate(batch.rows.tile_list):
-        # Both tiles look back on a window that begins at 512.
+        # Both tiles have a window that begins at 512.
         wanted = [block for block in range(index.num_causal_blocks(tile)) if block not in holed]
         assert index.blocks_of(0, i_tile).tolist() == wanted
         stripes = [n for n in range(512) if n // block_tokens in holed and n not in holes]
@@ -284,7 +288,7 @@ def test_every_group_lists_its_own_blocks(block_tokens):
 
 @pytest.mark.full
 def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
-    """Across stretches of a list of stripes, and of a list of blocks: what is a block leaves no gap among stripes."""
+    """Lists of stripes and of blocks span several stretches; a key in a block leaves no gap among the stripes."""
     monkeypatch.setattr(module, "CHUNK_BLOCKS", 32)
     last = 2 * module.SPLIT_TOKENS
     holes = [200, 323, module.SPLIT_TOKENS + 7, last - 1]
@@ -301,7 +305,7 @@ def test_chunks_cut_between_groups_select_as_the_whole_prompt():
 
 
 def chunks_of(batch: Batch, borders: list[int]) -> list[Rows]:
-    """The steps that prefill a prompt of one row, cut at these positions."""
+    """Return the steps that prefill a prompt of a single row, cut at these positions."""
     (num_tokens,) = batch.rows.seq_lens
     spans = pairwise([0, *borders, num_tokens])
     table = batch.rows.block_table
@@ -311,7 +315,8 @@ def chunks_of(batch: Batch, borders: list[int]) -> list[Rows]:
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 @pytest.mark.parametrize("borders", [[256, 768], [200, 700, 900], [512, 640], [999]], ids=str)
 def test_the_dense_tail_is_the_prompts_whatever_the_chunks(borders, by_reference):
-    """Queries from 768 on: the last incomplete group of 1,000 tokens. No chunk's own end is one."""
+    """The dense tail is the last incomplete group of 1,000 tokens: queries from 768 on. The end of a chunk does not
+    matter."""
     batch = make_batch([(0, 1000)], num_heads=2)
     method = AnchorAttention(theta=2.0, step_tiles=2, dense_tail=True)
     sparse_tiles = 0
@@ -336,7 +341,7 @@ def test_chunks_cut_between_groups_select_as_the_whole_prompt_with_a_dense_tail(
 
 
 def test_positions_after_the_prompt_are_dense():
-    """A preempted request prefills its output again: 300 tokens of it here, after a prompt of whole groups."""
+    """A preempted request prefills its output again: here 300 tokens, after a prompt of whole groups."""
     batch = make_batch([(256, 812)], num_heads=1)
     batch = replace(batch, rows=replace(batch.rows, prompt_lens=(768,)))
     mask = mask_of(select(AnchorAttention(theta=2.0, step_tiles=2, dense_tail=True), batch), 0)[0]
@@ -349,7 +354,7 @@ def test_positions_after_the_prompt_are_dense():
 @pytest.mark.parametrize("first_group", [False, True])
 @pytest.mark.parametrize(("step_tiles", "window_tokens"), [(1, 0), (2, 0), (3, 128), (2, 384)])
 def test_the_length_up_to_which_no_key_is_left_out(step_tiles, window_tokens, first_group, dense_tail):
-    """Of 128 keys one scores high and all others low: no vote wants these, which the anchor region alone keeps."""
+    """One of 128 keys scores high and all others low. No vote keeps the latter; only the anchor region does."""
     method = AnchorAttention(1.0, step_tiles, True, window_tokens, dense_tail=dense_tail, first_group=first_group)
 
     def density(num_tokens: int) -> float:

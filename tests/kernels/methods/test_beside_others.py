@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels with barriers of their own beside other processes on a card: each launch gives what the first one gave.
+"""Kernels with their own barriers next to other processes on a card: each launch gives the result of the first.
 
-A card that several processes share takes a kernel off its multiprocessors and puts it back, and its warps then go on in
-an order of their own. The same cases of attention, launched so on an H200, found what neither a process alone nor
-random schedules of an emulator did: two variants of the loop, which multiplied an item's first scores while the one
-before was written out, left NaN in one launch of seventy. On an H100 they found the variant for stripes at fault, where
-Triton had given the memory of a barrier that nothing used to outputs: up to 102 launches of a process were others.
+A card that several processes share takes a kernel off its multiprocessors and resumes it later, and its warps then
+continue in another order. On an H200, these cases of attention found faults that neither a single process nor random
+schedules of an emulator found: two variants of the loop, which multiplied an item's first scores while the previous
+item was written out, left NaN in one of seventy launches. On an H100, they found a fault in the variant for stripes,
+because Triton had given the memory of an unused barrier to outputs: up to 102 launches of a process differed.
 """
 
 import subprocess
@@ -29,7 +29,7 @@ SECONDS = 30
 
 ASKEW = [(130, 200), (0, 63), (301, 129), (5000, 1000)]
 CASES: list[tuple[int, list[tuple[int, int]], int, float, int]] = [
-    # head_dim, rows, block_tokens, density, stripes: items of one step, of a few, and of many different lengths.
+    # head_dim, rows, block_tokens, density, stripes: items of a single step, of a few, and of many different lengths.
     (128, [(1000, 8192)], 128, 0.0, 0),
     (128, [(60_000, 2048)], 128, 0.03, 0),
     (128, [(60_000, 2048)], 64, 0.03, 0),
@@ -46,7 +46,7 @@ CASES: list[tuple[int, list[tuple[int, int]], int, float, int]] = [
 
 
 class Launches:
-    """Something that is launched over and over, and what it wrote the first time."""
+    """A repeated launch and the result of the first."""
 
     def __init__(self, launch: Callable[[], torch.Tensor]) -> None:
         self.launch = launch
@@ -60,7 +60,7 @@ class Launches:
 def attention(
     head_dim: int, lengths: list[tuple[int, int]], block_tokens: int, density: float, stripes: int
 ) -> Launches:
-    """Into an output that holds NaN before; the first one right."""
+    """Attention into an output that is NaN before; the first result is correct."""
     batch = random_batch(lengths, 32, 8, head_dim, 128, torch.bfloat16, "cuda")
     index = random_index(batch, block_tokens, density, stripes)
     out, expected = batch.empty_out(), batch.empty_out()
@@ -79,7 +79,8 @@ def attention(
 
 
 def selection(context_len: int, query_len: int) -> Launches:
-    """By SALE, whose scores come from the other kernel with barriers of its own: how many blocks each tile keeps."""
+    """Selection by SALE, whose scores come from the other kernel with its own barriers: the number of blocks of each
+    tile."""
     batch = paged_batch(structured(query_len, context_len, 32, 8, 128, torch.bfloat16, "cuda"), 128)
     index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
     heads = torch.arange(batch.num_heads, dtype=torch.int32, device="cuda")
@@ -93,7 +94,7 @@ def selection(context_len: int, query_len: int) -> Launches:
 
 
 def launch_for(seconds: float) -> list[int]:
-    """How often each case's result was another than its first."""
+    """Return how often each case's result differed from its first."""
     cases = [*(attention(*case) for case in CASES), selection(30_000, 4096)]
     end = time.monotonic() + seconds
     while time.monotonic() < end:

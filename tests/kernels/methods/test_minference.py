@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MInference's three patterns: kernels against the references, the references against the definitions, and lists and
-top-k alone, from made-up sums and scores.
-"""
+"""MInference's three patterns: kernels against the references, references against the definitions, and lists and top-k
+from invented sums and scores."""
 
 from dataclasses import replace
 
@@ -29,7 +28,7 @@ from vllm_sparse_kernels.selection.lines import Lines, write_lines
 
 
 def vertical_slash_of(case: Case) -> VerticalSlash:
-    """Parameters that leave something out at a case's length."""
+    """Return parameters that leave something out at a case's length."""
     total = max(c + n for c, n in case.lengths)
     return VerticalSlash(total // 10, total // 40, 64, total // 40, total // 100)
 
@@ -57,7 +56,7 @@ def test_reference_block_scores_by_their_definition():
     for i, (q_start, q_end) in enumerate([(0, 64), (64, 128), (128, 150)]):
         for j, (k_start, k_end) in enumerate([(0, 64), (64, 128), (128, 190)]):
             exact = 0.3 * (q[q_start:q_end].mean(0) @ keys[k_start:k_end].mean(0))
-            # Queries lie at positions 40 to 189; the first block's last one, 103, is before the third block's keys.
+            # Queries are at positions 40 to 189; the first block's last query, 103, is before the third block's keys.
             assert scores[i, j] == (-torch.inf if (i, j) == (0, 2) else pytest.approx(float(exact)))
 
 
@@ -78,7 +77,7 @@ def test_a_shape_keeps_sinks_and_windows_and_little_else():
     kept = ((keys < 100) | (keys > positions - 150)) & (keys <= positions)
     mask = mask_of(index, 0)[0]
     assert not (kept & ~mask).any()
-    # Nothing beyond the blocks of 64 that hold a sink, or a key of the window of one of the tile's queries.
+    # Only blocks of 64 with a sink, or with a key of the window of one of the tile's queries.
     first_queries = 437 + (positions - 437) // 128 * 128
     allowed = (keys // 64 <= 99 // 64) | (keys // 64 >= (first_queries - 149) // 64)
     assert not (mask & ~allowed).any()
@@ -87,7 +86,7 @@ def test_a_shape_keeps_sinks_and_windows_and_little_else():
 @pytest.mark.full
 @pytest.mark.parametrize("method", [VerticalSlash(30, 10, 64, 0, 0), FlexVerticalSlash(0.5)], ids=name_of)
 def test_a_longer_row_that_is_split_less_takes_nothing_from_a_shorter_one(monkeypatch, method):
-    """33 tiles of keys make 7 splits of 5 where 32 make 8 of 4: the shorter row has the most."""
+    """33 tiles of keys make 7 splits of 5, but 32 tiles make 8 splits of 4, so the shorter row has more splits."""
     monkeypatch.setattr(last_queries, "PROGRAMS", 16)
     batch = random_batch([(1984, 64), (2048, 64)], 2, 2, 64, 64, F32, DEVICE)
     alone, beside = select(method, row_alone(batch, 0)), select(method, batch)
@@ -119,7 +118,7 @@ def test_reference_sums_by_their_definition():
     seed=st.integers(0, 1000),
 )
 def test_reference_lists_are_what_algorithm_4_merges(context_len, query_len, block_tokens, density, seed):
-    """Blocks that a slash crosses, or the diagonal, and verticals before the diagonal's blocks that lie in none."""
+    """Blocks on a slash or on the diagonal, and verticals before the diagonal's blocks that are in no other block."""
     rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
     generator = torch.Generator().manual_seed(seed)
     verticals, slashes = torch.rand(2, rows.seq_lens[0], generator=generator) < density
@@ -138,12 +137,12 @@ def test_reference_lists_are_what_algorithm_4_merges(context_len, query_len, blo
 
 
 def unread_row(query_len: int, context_len: int) -> Rows:
-    """A row whose keys nobody reads: what kernels do beyond one chunk of blocks can be tested on lists alone."""
+    """Return a row whose keys are never read, so lists longer than a chunk of blocks can be tested alone."""
     return Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
 
 
 def check_a_shape(method: AShape, rows: Rows, block_tokens: int) -> None:
-    """The kernel's lists, of rows that nobody reads, are the reference's."""
+    """Check that the kernel's lists equal the reference's, for rows whose keys are never read."""
     nothing, cache = torch.empty(0, device=DEVICE), PagedCache(*torch.empty(2, 1, 16, 1, 64, device=DEVICE))
     ours, theirs = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
     method.select(nothing, cache, ours, int32([0]), 1.0)
@@ -154,7 +153,8 @@ def check_a_shape(method: AShape, rows: Rows, block_tokens: int) -> None:
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_a_shape_at_the_edges_of_blocks(block_tokens):
-    """The oldest key of the first query's window, and the end of the sinks, one before, at and one after an edge."""
+    """The oldest key of the first query's window and the end of the sinks are just before, at, and just after an
+    edge."""
     for oldest in (-1, 0, 1, 63, 64, 65, 127, 128, 129):
         for sink_tokens in (0, 1, 63, 64, 65, 128, 300):
             check_a_shape(AShape(sink_tokens, 202 - oldest), unread_row(70, 201), block_tokens)
@@ -162,7 +162,7 @@ def test_a_shape_at_the_edges_of_blocks(block_tokens):
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_lists_at_the_edges_of_blocks(block_tokens):
-    """Kernel lists of one slash and one vertical each, both as near to the edges of blocks and tiles as can be."""
+    """Lists of a single slash and a single vertical, both at or next to the edges of blocks and tiles."""
     rows = unread_row(150, 201)
     edges = [201, 350, *range(201 % 64, 351, 64), *range(328 % 64, 351, 64), *range(350 % 64, 351, 64)]
     offsets = sorted({o for edge in edges for o in (edge - 1, edge, edge + 1) if 0 <= o < 351})
@@ -185,7 +185,7 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_lists_beyond_one_chunk(block_tokens):
-    """Of a row of 200,070 keys: a-shape's, a vertical and slash merge's, and block-sparse's."""
+    """For a row of 200,070 keys: lists of a-shape, of a vertical and slash merge, and of block-sparse."""
     rows, heads, generator = unread_row(70, 200_000), int32([0]), torch.Generator(DEVICE).manual_seed(0)
     check_a_shape(AShape(70_000, 90_000), rows, block_tokens)
 
@@ -206,7 +206,7 @@ def test_lists_beyond_one_chunk(block_tokens):
     # The first query block ends at position 200,063, in key block 3125; the second at 200,069, in 3126.
     causal = scores[0, :, :3127].clone()
     causal[0, 3126] = -torch.inf
-    assert minference.HELD_BLOCKS < 3127  # more scores than stay in registers
+    assert minference.HELD_BLOCKS < 3127  # more scores than fit in registers
     for top_blocks in (0, 3, 100, 10**9):
         index, expected = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
         reference.set_block_sparse(reference.tile_blocks(causal, top_blocks)[0], expected, 0, 0)
@@ -227,7 +227,7 @@ def made_up(kind: str, count: int) -> torch.Tensor:
 
 
 def check_top_k(lengths: list[int], kind: str, numbers: list[tuple[int, int]]) -> None:
-    """Of made-up sums of two heads; ``numbers`` has (k, forced) of each head."""
+    """Check the top k of invented sums of two heads; ``numbers`` has (k, forced) of each head."""
     rows = Rows((0,) * len(lengths), (1,) * len(lengths), tuple(n - 1 for n in lengths),
                 torch.zeros(len(lengths), 1, dtype=torch.int32, device=DEVICE))  # fmt: skip
     index = SparseIndex.allocate(rows, 2, 64)
@@ -251,7 +251,8 @@ def check_top_k(lengths: list[int], kind: str, numbers: list[tuple[int, int]]) -
 @pytest.mark.parametrize("numbers", [[(0, 0), (1, 0)], [(333, 50), (20, 50)], [(8300, 0), (10**12, 7)]])
 @pytest.mark.parametrize("kind", ["distinct", "integers", "few", "tiny", "equal"])
 def test_top_k_is_exact_and_takes_the_earliest_of_equals(kind, numbers):
-    """Against a stable sort: sums with many equals, zeros, denormals; forced ones; k from 0 to more than there are."""
+    """Compared with a stable sort: sums with many equal values, zeros, denormals; forced entries; k from 0 to more than
+    all."""
     check_top_k([1, 1000, 8200], kind, numbers)
 
 

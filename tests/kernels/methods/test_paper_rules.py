@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References of AnchorAttention and SALE against the papers' rules and the released code's, stated independently.
+"""References of AnchorAttention and SALE against independent statements of the papers' rules and the released code.
 
 ``benchmarks.paper_rules`` prints the overlaps of longer prompts for docs/results/papers.json.
 """
@@ -15,7 +15,7 @@ LEAST = 0.999
 
 @pytest.fixture(scope="module")
 def anchor() -> AnchorOverlap:
-    """Three heads and a tail of 188 queries."""
+    """Return a prompt of three heads with a tail of 188 queries."""
     return AnchorOverlap.measure(num_tokens=1724, num_heads=3, num_kv_heads=1, head_dim=64, theta=8.0, step_tiles=3)
 
 
@@ -30,14 +30,14 @@ def test_anchor_attention_keeps_what_the_paper_keeps(anchor: AnchorOverlap) -> N
 
 
 def test_anchor_attention_with_its_options_keeps_what_the_released_code_keeps(anchor: AnchorOverlap) -> None:
-    """All but the block of keys before a group, which the code never visits, and which votes here."""
+    """Except the block of keys before a group, which the released code never visits, and which votes here."""
     assert anchor.released_but_for_skipped >= LEAST
     assert anchor.released < 1
     assert anchor.kept_of_skipped > 0.1
 
 
 def test_neither_rule_is_the_other(anchor: AnchorOverlap) -> None:
-    """The comparison can fail: without its options the method misses the released code's rule, and with one of them."""
+    """This shows that the comparison can fail: with one option or none, the method does not match the released code."""
     assert anchor.paper_against_released < 0.95
     assert max(anchor.dense_tail_alone, anchor.first_group_alone) < LEAST
 
@@ -48,7 +48,7 @@ def test_sale_keeps_what_the_paper_keeps(sale: SaleOverlap) -> None:
 
 
 def test_sale_keeps_what_the_released_code_keeps(sale: SaleOverlap) -> None:
-    """But for its roundings, which the module's docstring lists, and which change some blocks of a hundred."""
+    """Except for roundings, which the module's docstring lists, and which change a few of a hundred blocks."""
     assert sale.released_but_for_rounding >= LEAST
     assert 0.9 < sale.released < LEAST
 

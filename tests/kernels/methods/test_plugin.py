@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of other packages: the one of docs/adding_a_method.md, installed and used, and packages that are refused."""
+"""Methods of other packages: the example of docs/adding_a_method.md, installed and used, and refused packages."""
 
 import json
 import os
@@ -52,7 +52,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """In which the document's package is installed, in a folder of its own."""
+    """Return an environment with the document's package installed in a separate folder."""
     target = tmp_path_factory.mktemp("installed")
     install = ("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target))
     subprocess.run([sys.executable, "-m", *install, str(PACKAGE)], check=True, capture_output=True, text=True)
@@ -112,7 +112,7 @@ def test_the_document_shows_the_packages_files() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
-    """A registry of ``dense`` alone, and an entry point that loads the value it is given."""
+    """A registry with only ``dense``, and an entry point that loads the given value."""
 
     def registry_of(loaded: Any) -> Registry:
         def load(self: EntryPoint) -> Any:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SALE: kernel and reference against the paper's steps in float64, the kernel's arithmetic bit for bit, and the memory
-that rounded keys take.
-"""
+of rounded keys."""
 
 from itertools import product
 
@@ -84,7 +83,7 @@ def test_reference_agrees_with_the_paper(case):
 @pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [32, 64])
 def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
-    """Half of 128 channels are the same in all keys of the first kv head, in all queries of the second: bitwise."""
+    """Half of 128 channels are equal in all keys of the first kv head, and in all queries of the second: bitwise."""
     batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, 128, dtype=torch.float16)
     dead = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:64].to(DEVICE)
     batch.cache.keys[:, :, 0, dead] = 0.5
@@ -98,7 +97,7 @@ def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
 
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_the_channels_that_weigh_most_are_multiplied(head_dim):
-    """Of the first kv head all keys of the first row are alike, and one channel of the second row holds a NaN."""
+    """In the first kv head, all keys of the first row are equal, and a channel of the second row contains NaN."""
     batch = make_batch([(300, 70), (0, 140)], 6, 3, head_dim, 64)
     pages = batch.rows.block_table
     batch.cache.keys[pages[0, :6], :, 0] = 1.0
@@ -123,12 +122,12 @@ def test_defaults_are_the_papers():
     assert Sale() == Sale(tau=0.004, sink_tokens=32, local_tokens=128)
 
 
-# Hopper's own type and everybody's. A GPU tests the one that it takes.
+# Hopper's type and the general type. A GPU tests its own.
 INTEGERS = [torch.int8, torch.float8_e4m3fn] if DEVICE == "cpu" else [module.integer_dtype(torch.device(DEVICE))]
 
 
 def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
-    """Queries [heads, n, d] and keys [kv heads, m, d] that are integers; all steps are 1."""
+    """Return a row of integers: queries [heads, n, d] and keys [kv heads, m, d]; all steps are 1."""
     largest = biases.abs().unflatten(1, (-1, 64)).amax(2)
     squares = q.float().square().sum(2), k.float().square().sum(2).unflatten(1, (-1, 64)).amax(2)
     ones = torch.ones_like(thresholds)
@@ -138,10 +137,11 @@ def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, Rou
 
 
 def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bool [heads, queries, 32-key blocks]: an element passes, by the kernel's arithmetic, operation by operation."""
+    """Compute the kernel's arithmetic step by step. Return bool [heads, queries, 32-key blocks]: whether an element
+    passes."""
     products = queries.integers.float() @ keys.integers.float().repeat_interleave(group, 0).mT
     steps, bias = queries.inverse_steps[:, :, None].to(dtype), keys.biases[:, None, :].to(dtype)
-    if DEVICE == "cuda":  # one rounding: a fused multiply-add
+    if DEVICE == "cuda":  # a single rounding: a fused multiply-add
         scores = (products.double() + steps.double() * bias.double()).to(dtype)
     else:
         scores = products.to(dtype) + steps * bias
@@ -153,7 +153,7 @@ def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torc
 def flags_twice(
     method: Sale, queries, keys, batch: Batch, block_tokens: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel says of row 0, and what its arithmetic, done over, says: uint8 in the layout of block_ids."""
+    """Return the kernel's flags for row 0 and those of its arithmetic recomputed: uint8 in the layout of block_ids."""
     index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
     group = batch.num_heads // batch.cache.num_kv_heads
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
@@ -177,7 +177,7 @@ def flags_twice(
 @pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.2, 4), (0.2, 60)])
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, monkeypatch):
-    """In half precision, but where means are so large that biases leave its range."""
+    """In half precision, except if means are so large that biases exceed its range."""
     monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
     batch = make_batch([(1300, 260)], num_heads=2)
     generator = torch.Generator(DEVICE).manual_seed(2)
@@ -194,7 +194,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
 
 
 def check_flags(row: tuple[RoundedQueries, RoundedKeys], batch: Batch, block_tokens: int, dtype: torch.dtype):
-    """The kernel's flags are those of its arithmetic, done over."""
+    """Check that the kernel's flags equal those of its recomputed arithmetic."""
     ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, dtype)
     assert torch.equal(ours, expected)
     return ours
@@ -203,7 +203,7 @@ def check_flags(row: tuple[RoundedQueries, RoundedKeys], batch: Batch, block_tok
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 @pytest.mark.parametrize("block_tokens", [32, 64, 128])
 def test_scores_and_thresholds_below_zero(integers, block_tokens):
-    """Biases that fall from key to key: in one tile blocks fail and pass at scores that are all negative."""
+    """Biases fall from key to key, so blocks of a tile fail and pass at scores that are all negative."""
     batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(0)
     q = torch.randint(-3, 4, (1, 384, 64), generator=generator, device=DEVICE)
@@ -219,7 +219,8 @@ def test_scores_and_thresholds_below_zero(integers, block_tokens):
 @pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
-    """Thresholds that a single key just reaches, and others that it misses by one, at sums up to 12,544 and 2,048."""
+    """Thresholds that a single key just reaches, and thresholds that it misses by one, at sums up to 12,544 and
+    2,048."""
     batch = random_batch([(700, 130)], 1, 1, head_dim, 64, torch.float32, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(0)
     q = torch.randint(0, 2, (1, 256, head_dim), generator=generator, device=DEVICE) * 2 * largest - largest
@@ -232,7 +233,7 @@ def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
     thresholds[:, 1::2] += 1
     thresholds[:, 130:] = torch.inf
     zeros = torch.zeros(1, 896, device=DEVICE)
-    # Of integers there are no roundings to tell apart, in half precision where it has all of them.
+    # Integers have no rounding differences if half precision represents all of them.
     row = rounded_row(q, k, thresholds, zeros, integers)
     assert 0 in check_flags(row, batch, 64, torch.float32)
 
@@ -242,7 +243,8 @@ def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
 )
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, fits):
-    """It has no number between 1,000 and 1,000.5: there a score of 1,000.3 reaches a threshold of 1,000.4."""
+    """Half precision has no number between 1,000 and 1,000.5, so a score of 1,000.3 would reach a threshold of
+    1,000.4."""
     batch = random_batch([(700, 130)], 1, 1, 64, 64, torch.float32, DEVICE)
     q, k = torch.zeros(1, 256, 64, device=DEVICE), torch.zeros(1, 896, 64, device=DEVICE)
     q[0, 129, :sevens] = 7  # 27 · 49 · 64 · 49 < 2,048², 28 · 49 · 64 · 49 is more
@@ -255,7 +257,7 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
 
 
 def test_memory_does_not_grow_with_the_number_of_cached_tokens():
-    """256 rows of 32 new tokens over a document of 131,072: below half a gigabyte but for the index itself."""
+    """256 rows of 32 new tokens over a document of 131,072 tokens: less than half a gigabyte except for the index."""
     rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
     assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
     room = Workspace(torch.device("meta"))

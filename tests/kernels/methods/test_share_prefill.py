@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: kernels against the float32 reference, and what the paper promises."""
+"""SharePrefill: kernels against the float32 reference, and the paper's promises."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 from vllm_sparse_kernels.methods.share_prefill.reference import block_average, js_distance
 
 MARGIN = 1e-4
-"""Kernels and reference see the same inputs and round float32 sums differently: blocks and lines may differ that decide
-over less than this share of the mass."""
+"""Kernels and reference get the same inputs and round float32 sums differently, so blocks and lines may differ that
+decide over less than this share of the mass."""
 
 
 def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8, **more) -> SharePrefill:
@@ -28,7 +28,7 @@ def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8, **more) ->
 
 
 def small_batch(lengths=((203, 140),), num_heads=3) -> Batch:
-    """Heads of one kv head, of which 0 and 1 are the same."""
+    """Return heads of a single kv head; heads 0 and 1 are equal."""
     batch = lined_batch(lengths, num_heads, 1, 64, 16, gap_tokens=1)
     batch.q.mul_(0.5)
     batch.q[:, 1] = batch.q[:, 0]
@@ -36,19 +36,19 @@ def small_batch(lengths=((203, 140),), num_heads=3) -> Batch:
 
 
 def next_layer(batch: Batch) -> Batch:
-    """The same rows and keys with slightly other queries."""
+    """Return the same rows and keys with slightly different queries."""
     noise = torch.randn(batch.q.shape, generator=torch.Generator().manual_seed(1)).to(batch.q)
     return dataclasses.replace(batch, q=batch.q + 0.3 * noise)
 
 
 def estimate(batch: Batch, row: int, head: int, block_tokens: int) -> torch.Tensor:
-    """â in float64."""
+    """Return â in float64."""
     q, keys = row_parts(batch, row, head)
     return block_average(q[-128:], keys * batch.scale, block_tokens).softmax(-1)
 
 
 def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens: int) -> None:
-    """Kernels against the reference through the layers of one forward pass."""
+    """Check kernels against the reference through the layers of a forward pass."""
     passes, heads = [dataclasses.replace(batches[0].rows) for _ in range(2)], range(batches[0].num_heads)
     for batch, method in zip(batches, methods, strict=True):
         index = select(method, batch, block_tokens)
@@ -61,7 +61,7 @@ def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens
 
 
 def shifted(method: SharePrefill, by: float) -> SharePrefill:
-    """With another γ, of each head where they differ."""
+    """Return the method with another γ, for each head if they differ."""
     return method.merged([dataclasses.replace(setting, gamma=setting.gamma + by) for setting in method.settings])
 
 
@@ -105,7 +105,7 @@ def test_kernels_keep_what_the_reference_keeps(case, dtype, gammas):
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_averages_are_those_of_all_pairs(block_tokens):
-    """Estimates, exact to float32: (mean q) · (mean k) before the diagonal, causal pairs on it."""
+    """Estimates are exact to float32: (mean q) · (mean k) before the diagonal, causal pairs on it."""
     batch = lined_batch([(333, 140), (5, 3)], 2, 1, 64, 16, gap_tokens=1)
     index = SparseIndex.allocate(batch.rows, 2, block_tokens)
     heads = int32([1, 0])
@@ -122,7 +122,7 @@ def test_averages_are_those_of_all_pairs(block_tokens):
 
 
 def test_heads_of_no_cluster_cost_no_estimate():
-    """Nor do key heads that have no other: their keys are not read."""
+    """This includes key heads without other heads: their keys are not read."""
     batch = lined_batch([(70, 60)], 4, 2, 64, 16)
     batch.cache.keys[:, :, 1] = float("nan")
     index = SparseIndex.allocate(batch.rows, 4, 64)
@@ -139,7 +139,8 @@ def test_heads_of_no_cluster_cost_no_estimate():
 
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 def test_pivot_is_dense_and_equal_heads_take_its_pattern(by_reference):
-    """However small τ is, in the pivot's layer and in the next; noise never does; another step starts anew."""
+    """The pattern is shared at any τ, in the pivot's layer and in the next. Noise heads never share, and another step
+    starts again."""
     batch = small_batch()
     first = select(layer_of((4, 4, NOISE), 0.9, 1e-6, 0.6), batch, by_reference=by_reference)
     assert is_dense(first, 0, 0)
@@ -169,10 +170,10 @@ def test_without_thresholds_nothing_is_shared_and_no_pivot_paid(by_reference, th
 
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 def test_a_head_too_sparse_is_no_pivot(by_reference):
-    """The next one in order is, and heads too far from it take their own lines."""
+    """The next head in order is the pivot, and heads too far from it keep their own lines."""
     batch = small_batch(num_heads=4)
     batch.q[:, 2] *= 6
-    heads = [2, 1, 0, 3]  # the order that counts
+    heads = [2, 1, 0, 3]  # only the order counts
     estimates = [estimate(batch, 0, head, 64) for head in heads]
     sparsity = [js_distance(a, torch.full_like(a, 1 / len(a))) for a in estimates]
     max_sparsity = (sparsity[0] + max(sparsity[1:])) / 2
@@ -190,7 +191,7 @@ def test_a_head_too_sparse_is_no_pivot(by_reference):
 
 @pytest.mark.full
 def test_rows_never_see_each_other():
-    """Two rows in one batch select bitwise what each selects alone, layer after layer, with pivots of their own."""
+    """Two rows of a batch select bitwise the same as each row alone, layer after layer, with separate pivots."""
     batch = small_batch(((75, 135), (230, 60)), num_heads=2)
     batch.q[batch.rows.tokens[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
     batches, method = [batch, next_layer(batch)], layer_of((0, 0), 0.3)
@@ -206,7 +207,7 @@ def test_rows_never_see_each_other():
 @pytest.mark.full
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 def test_each_head_takes_what_its_own_gamma_holds(by_reference):
-    """Heads that differ in γ share with each other, in this layer and in the next, each as if it were all heads' γ."""
+    """Heads with different γ share with each other, in this layer and in the next, as if all heads had the same γ."""
     batch = small_batch(((130, 140),), num_heads=4)
     batch.q[:, 2] = batch.q[:, 0]
     gammas, clusters = (0.6, 0.6, 0.9, 0.9), (0, 0, 0, NOISE)
@@ -247,7 +248,7 @@ def test_heads_of_a_layer_are_merged():
 
 
 def test_a_model_whose_heads_can_share_nothing_is_objected_to():
-    """Sharing takes two heads of one cluster under equal thresholds, which must be above 0."""
+    """Sharing requires two heads of a cluster with equal thresholds above 0."""
     a, b = SharePrefill(cluster=0), SharePrefill(cluster=1)
     noise, other = SharePrefill(), SharePrefill(max_distance=0.3, cluster=0)
     for heads in ([noise] * 3, [a, b, noise], [a, other], [SharePrefill(max_distance=0.0, cluster=0)] * 2):

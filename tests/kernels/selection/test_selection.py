@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What selections are built of: slabs, products that do not depend on them, sums of listed pairs, widths of blocks."""
+"""Parts of selections: slabs, products that do not depend on slabs, sums of listed pairs, and widths of blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ HEADS_OF_SALE = Sale.merged([Sale(0.3), Sale(0.2)])
     ],
 )  # fmt: skip
 def test_slabs_change_nothing(monkeypatch, method, module, limit, value):
-    """Slabs of one row or tile, and of several, take less memory and keep the same."""
+    """Slabs of a single row or tile, and of several, take less memory and keep the same blocks."""
     batch = random_batch([(700, 70), (0, 3), (130, 140)], 2, 1, 64, 16, torch.float16, DEVICE)
     whole = select(method, batch)
     monkeypatch.setattr(module, limit, value)
@@ -58,7 +58,7 @@ def test_slabs_change_nothing(monkeypatch, method, module, limit, value):
 
 @pytest.mark.full
 def test_spans_of_keys_change_nothing(monkeypatch):
-    """Bitwise, in blocks of 32."""
+    """Results are bitwise the same, in blocks of 32."""
     batch = random_batch([(1211, 130), (700, 5)], 2, 1, 64, 16, torch.float16, DEVICE)
     whole = all_lists(select(HEADS_OF_SALE, batch, 32))
     monkeypatch.setattr(scores, "SPAN_TOKENS", 256)
@@ -95,7 +95,7 @@ SALE = [Sale(), Sale(tau=0.008), Sale(tau=0.0)]
 
 @pytest.fixture(params=[HOPPER, AMPERE, ADA, BLACKWELL], ids=str)
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """A GPU of that kind, with Hopper's shared memory, so that nothing else tells them apart."""
+    """Simulate a GPU of this compute capability with Hopper's shared memory, so nothing else differs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
     monkeypatch.setattr(block_width, "shared_bytes", lambda device: 227 << 10)
     return request.param
@@ -112,7 +112,7 @@ def test_sale_alone(capability: tuple[int, int], engine: str) -> None:
     [
         ([*SALE, Dense()], 64),
         ([*SALE, SpargeAttn()], 64),
-        ([*SALE, Sale(int8_scores=True)], 64),  # which portable alone has
+        ([*SALE, Sale(int8_scores=True)], 64),  # available only in portable
         ([*SALE, SpargeAttn(skip_margin=-5.0)], 64),
         ([Dense(), AShape()], 128),
         ([AShape(), SpargeAttn()], 64),

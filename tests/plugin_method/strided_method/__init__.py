@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strided attention (Child et al., 2019): first tokens, a local window, and every n-th key between, in blocks."""
+"""Strided attention (Child et al., 2019): first tokens, a local window, and every n-th key between them, in blocks."""
 
 from strided_method.method import Strided
 from strided_method.reference import select_strided

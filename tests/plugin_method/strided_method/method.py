@@ -2,7 +2,7 @@
 """Strided attention: the pattern of Sparse Transformers (arXiv:1904.10509, section 4.2), over blocks of keys.
 
 A query keeps the first tokens, a local window, and every ``stride_tokens``-th key between them. A tile of 128 queries
-keeps the blocks that hold such a key. Neither queries nor keys are read.
+keeps the blocks that contain such a key. Neither queries nor keys are read.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def _strided_kernel(
     heads, numbers, tiles, num_tiles, block_offsets, block_counts, block_ids, stride_ids,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the list of one tile and head. ``numbers`` [3, n]: sink, window and stride of each head."""
+    """Write the list of a tile and head. ``numbers`` [3, n] has the sink, window and stride of each head."""
     i_tile, i_entry, num_entries = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     sink_tokens = tl.load(numbers + i_entry).to(tl.int32)

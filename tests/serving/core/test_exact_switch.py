@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch: what the engine's core gives new requests, and what the server's address answers."""
+"""The switch: the level that the engine's core gives new requests, and the answers at the server's address."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from vllm_sparse_backend.serving.frontend.metrics_endpoint import MetricsEndpoin
 
 
 class Core:
-    """As vLLM's, less all that is no way in."""
+    """vLLM's core with only the methods for incoming requests."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -36,14 +36,14 @@ for hook in hooks.HOOKS:
 
 
 def level_of(core: Core, extra_args: Any = None) -> Any:
-    """What a new request has in the engine, and whose cached blocks it reads."""
+    """Return a new request's level in the engine, and the level whose cached blocks it reads."""
     params = SimpleNamespace(extra_args=extra_args)
     request = SimpleNamespace(sampling_params=params, abort_immediately=False)
     return Mark.read(core.preprocess_add_request(request).sampling_params.extra_args)
 
 
 def test_one_rank_tells_and_requests_for_pooling_are_left_alone(configured: Callable[..., Any]) -> None:
-    """That new requests are exact until it is switched back, tests/server/test_serve.py has."""
+    """tests/server/test_serve.py checks that new requests are exact until the switch is back."""
     core = Core(configured(method="a_shape", min_tokens=320))
     assert level_of(core) == Mark()
     assert core.collective_rpc(SWITCH_METHOD, None, ("exact",)) == [""]
@@ -68,7 +68,7 @@ def test_a_store_that_tells_no_levels_apart_keeps_it_from_being_switched(
 class TestAddress:
     @staticmethod
     def ask(engines: dict[int, Any], body: bytes, key: str = "k", settings: Any = None) -> tuple[int, str]:
-        """Of a server with the API key ``k``, by vLLM's own middleware."""
+        """Send a request to a server with the API key ``k``, through vLLM's middleware."""
         from fastapi import FastAPI
         from fastapi.testclient import TestClient
         from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware

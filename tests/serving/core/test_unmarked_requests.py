@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a front process that is not ours, as vLLM's in Rust sends them: JSON's values, in vLLM's MessagePack."""
+"""Requests of a front process without this plugin, such as vLLM's in Rust: JSON values in vLLM's MessagePack."""
 
 import json
 import queue
@@ -35,7 +35,7 @@ LEVELS: dict[str, Any] = {
 
 
 def sent(vllm_xargs: object, request_id: str = "r", **fields: Any) -> list[Any]:
-    """A request in the form in which it comes to an engine core from its front process."""
+    """Return a request in the form in which an engine core gets it from its front process."""
     params = SamplingParams(max_tokens=1, extra_args=json.loads(json.dumps(vllm_xargs)))
     values: dict[str, Any] = dict.fromkeys(
         ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
@@ -45,7 +45,7 @@ def sent(vllm_xargs: object, request_id: str = "r", **fields: Any) -> list[Any]:
 
 
 class Core:
-    """vLLM's core as the hooks and its input thread know it. It prepares requests and runs none."""
+    """vLLM's core as the hooks and its input thread use it. It prepares requests and runs none."""
 
     _handle_request_preproc_error = EngineCoreProc._handle_request_preproc_error
     _send_error_outputs_to_client = EngineCoreProc._send_error_outputs_to_client
@@ -74,14 +74,15 @@ hooks.put_around(Core, "preprocess_add_request", hooks._marked_in_core, ("reques
 
 @pytest.fixture
 def core(configured: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Core]:
-    """A function: more settings → a core of a server with the levels ``exact``, ``high``, its own, and ``fast``."""
+    """Return a function: more settings → a core of a server with the levels ``exact``, ``high`` (its default) and
+    ``fast``."""
     monkeypatch.delenv(rust_frontend.VARIABLE, raising=False)
     profile = profile_file(tmp_path, **LEVELS)
     return lambda **settings: Core(configured(profile=profile, min_tokens=EXACT_TOKENS, min_query_tokens=1, **settings))
 
 
 def taken(core: Core, vllm_xargs: object, **fields: Any) -> dict[str, Any]:
-    """The ``extra_args`` that a request has in the core and in workers."""
+    """Return the ``extra_args`` of a request in the core and in workers."""
     request, _ = core.preprocess_add_request(MsgpackDecoder(EngineCoreRequest).decode(sent(vllm_xargs, **fields)))
     extra_args: dict[str, Any] = request.sampling_params.extra_args
     return extra_args
@@ -114,7 +115,7 @@ def test_a_level_becomes_the_mark_that_our_front_process_makes(
 
 
 def test_a_worker_reads_it(core: Callable[..., Core]) -> None:
-    """After a second journey, as the scheduler's output."""
+    """The request travels a second time, in the scheduler's output."""
     requests = RunnerRequests({"exact", "default", "p", "fast"})
     for vllm_xargs, mark in VALUES:
         extra_args = MsgpackDecoder().decode(MsgpackEncoder().encode(taken(core(), vllm_xargs)))
@@ -148,7 +149,7 @@ FORGED = [
 
 @pytest.mark.parametrize("mark", FORGED, ids=lambda value: repr(value)[:20])
 def test_a_mark_that_a_client_sends_counts_for_nothing(core: Callable[..., Core], mark: object) -> None:
-    """It could otherwise write sparse keys under the hashes of exact ones, or choose a level that it may not have."""
+    """Otherwise it could write sparse keys under the hashes of exact blocks, or choose a level that is not allowed."""
     assert Mark.read(taken(core(), {MARK: mark})) == Mark()
     assert Mark.read(taken(core(), {MARK: mark, FIELD: 0})) == salted("exact")
     denied = core(requests={"default": "exact", "allow": []})
@@ -189,7 +190,7 @@ class TestReports:
 
 
 def test_requests_that_prefill_nothing_stay_as_they_are(core: Callable[..., Core], lines: list[str]) -> None:
-    """Those for pooling, which have no level of their own, and vLLM's own that free another server's blocks."""
+    """Requests for pooling, which have no level, and vLLM's own requests that free another server's blocks."""
     engine = core(requests={"models": {"canary": "exact"}})
     assert taken(engine, {"kv_transfer_params": {}}, abort_immediately=True) == {"kv_transfer_params": {}}
     pooled = SimpleNamespace(request_id="r", sampling_params=None)
@@ -200,7 +201,7 @@ def test_requests_that_prefill_nothing_stay_as_they_are(core: Callable[..., Core
 def test_the_log_says_once_what_such_requests_miss(
     core: Callable[..., Core], lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where ``vllm-rs serve`` started the engine, so that no variable said so at the start."""
+    """``vllm-rs serve`` started the engine, so no variable indicated this at the start."""
     engine = core()
     for _ in range(3):
         taken(engine, {})
@@ -211,7 +212,8 @@ def test_the_log_says_once_what_such_requests_miss(
 
 
 class TestInputThread:
-    """vLLM's own, with what comes over its socket: a refusal ends a request, and neither the thread nor the engine."""
+    """vLLM's input thread, with requests from its socket: a refusal ends a request, but neither the thread nor the
+    engine."""
 
     @pytest.fixture
     def running(self, core: Callable[..., Core], tmp_path: Any) -> Iterator[tuple[Core, zmq.Socket[bytes]]]:
@@ -243,5 +245,5 @@ class TestInputThread:
         outputs = [engine.output_queue.get_nowait()[1].outputs for _ in refused]
         assert [output.request_id for (output,) in outputs] == [f"bad {i}" for i in range(len(refused))]
         assert {output.finish_reason for (output,) in outputs} == {FinishReason.ERROR}
-        # vLLM's own preparation takes images into the core's cache: it must run for refused requests too.
+        # vLLM's own preparation takes images into the core's cache, so it must also run for refused requests.
         assert engine.prepared == list(requests)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side of the counters: asking engines, adding up, and standing on /metrics beside what is there."""
+"""The server's part of the counters: calling engines, adding up, and extending the page of /metrics."""
 
 import asyncio
 import gzip
@@ -38,7 +38,7 @@ def open_page(client: Client, interval_s: float = 0.001, siblings: SiblingCounts
 
 
 def values(text: bytes) -> dict[str, float]:
-    """Samples as they stand on the page, less the prefix and the model's name, which all of ours have."""
+    """Return the samples on the page, without the prefix and the model's name, which all of ours have."""
     samples = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
@@ -49,7 +49,7 @@ def values(text: bytes) -> dict[str, float]:
 
 
 def read(client: Client) -> dict[str, float]:
-    """Poll once, however slow this machine is."""
+    """Poll once, on machines of any speed."""
     return values(asyncio.run(open_page(client, interval_s=60).fresh_text()))
 
 
@@ -86,7 +86,7 @@ def test_rows_are_those_of_the_first_pipeline_stage_that_counts_any(first_counts
 
 
 def test_every_engine_is_asked_and_bears_its_number() -> None:
-    """``collective_rpc`` of a data-parallel server hands on one engine's answer."""
+    """``collective_rpc`` of a data-parallel server returns only the answer of a single engine."""
     client = Client({2: [worker(0, [("arena_overflows", [], 1)])], 3: [worker(0, [("arena_overflows", [], 4)])]})
     assert read(client) == {
         "arena_overflows_total{engine=2}": 1, "up{engine=2}": 1, "arena_overflows_total{engine=3}": 4, "up{engine=3}": 1
@@ -105,7 +105,7 @@ def test_counts_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     client = Client({0: answer})
     assert read(client)["arena_overflows_total{engine=0}"] == 9
     assert client.asked == [(0, True), (0, False), (0, False)]
-    left[0] = 100  # a device that is busy for longer: what had arrived before
+    left[0] = 100  # the device is busy for longer: counts up to then
     assert read(client)["arena_overflows_total{engine=0}"] == 1
 
 
@@ -114,7 +114,7 @@ COUNT = "arena_overflows_total{engine=0}"
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What this package logs."""
+    """Lines that this package logs."""
     messages: list[str] = []
 
     class Keeping(logging.Handler):
@@ -128,7 +128,7 @@ def lines() -> Iterator[list[str]]:
 
 
 class Engine:
-    """Counts its questions, and answers with their number: at once, late, never, or with an error."""
+    """Counts its calls, and returns their number: at once, late, never, or with an error."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -146,26 +146,26 @@ class Engine:
 
 
 async def timed(page: MetricsPage) -> tuple[dict[str, float], float]:
-    """A reader's page, and the seconds that it waited for it."""
+    """Return a reader's page, and the seconds that it waited for the page."""
     began = time.monotonic()
     text = await page.text()
     return values(text), time.monotonic() - began
 
 
 class TestNoReaderWaits:
-    """For an engine: counts are refreshed in the background, and the last ones shown."""
+    """No reader waits for an engine: counts are refreshed in the background, and the last counts are shown."""
 
     LIMIT_S = 0.05
-    """Of the median, as a busy machine makes a single answer late."""
+    """Limit of the median, because a busy machine may delay a single answer."""
     HANGING_S = 1.0
-    """A reader that waited for an engine would wait for longer."""
+    """A reader that waited for an engine would take longer."""
 
     def test_within_the_interval_the_last_counts_are_shown_at_once(self) -> None:
         async def scrapes() -> None:
             engine = Engine()
             page = open_page(Client({0: engine}), interval_s=60)
             await page.start()
-            engine.free.clear()  # whoever asks now, waits
+            engine.free.clear()  # from now on, readers wait
             pages = [await timed(page) for _ in range(20)]
             assert all(shown == {COUNT: 1, "up{engine=0}": 1} for shown, _ in pages)
             assert median(seconds for _, seconds in pages) < WAIT_S
@@ -200,8 +200,8 @@ class TestNoReaderWaits:
             pages = [await timed(page) for _ in range(100)]
             assert {shown[COUNT] for shown, _ in pages} == {1}
             assert median(seconds for _, seconds in pages) < self.LIMIT_S
-            assert engine.asked == 2  # while an answer is late, nothing else is asked
-            assert len(asyncio.all_tasks()) <= tasks + 2  # its question, and the other engine's
+            assert engine.asked == 2  # while an answer is late, no other call is made
+            assert len(asyncio.all_tasks()) <= tasks + 2  # its call, and the other engine's
             await asyncio.sleep(0.35)
             shown, waited = await timed(page)
             assert (shown["up{engine=0}"], shown[COUNT]) == (0, 1)
@@ -230,7 +230,7 @@ class TestNoReaderWaits:
         pages = asyncio.run(scrapes())
         assert [page["up{engine=0}"] for page in pages] == [1, 0, 0, 1]
         assert [page[COUNT] for page in pages] == [2, 2, 2, 5]
-        (line,) = lines  # once for as long as it is down
+        (line,) = lines  # once for the whole time that it is down
         assert "no new metrics from engine 0: RuntimeError: the engine is dead" in line
 
     def test_an_engine_that_has_never_answered_keeps_no_reader_and_not_the_start(
@@ -271,7 +271,7 @@ class TestNoReaderWaits:
             engine.free.set()
             left = await asyncio.gather(*readers[3::4])
             assert len({*left}) == 1
-            assert values(left[0])[COUNT] == 3  # asked for after they came
+            assert values(left[0])[COUNT] == 3  # requested after they arrived
             await asyncio.sleep(0.01)
             assert asyncio.all_tasks() == alone
 
@@ -279,7 +279,7 @@ class TestNoReaderWaits:
 
 
 class TestFresh:
-    """What tools ask for that compare counts before and after."""
+    """The page for tools that compare counts before and after."""
 
     def test_counts_are_asked_for_after_the_reader_came_and_questions_keep_apart(self) -> None:
         async def scrapes() -> None:
@@ -314,7 +314,7 @@ class TestFresh:
 
 
 class TestSeveralProcesses:
-    """Of one server, behind one port: Prometheus takes a counter that falls for a restart."""
+    """Several processes of a server behind the same port: Prometheus reads a counter that falls as a restart."""
 
     @staticmethod
     def pages(folder: Path, engine: Engine, interval_s: float = 60.0) -> list[MetricsPage]:
@@ -382,7 +382,7 @@ class TestSeveralProcesses:
 
 
 def test_every_metric_can_be_exported_and_is_documented() -> None:
-    """With all of its labels, under the name and of the type that docs/metrics.md gives."""
+    """Each metric has all of its labels, and the name and type from docs/metrics.md."""
     samples: Samples = [(name, ["x"] * len(m.labels), 1) for name, m in METRICS.items() if name != "up"]
     text = asyncio.run(open_page(Client({0: [worker(0, samples)]})).fresh_text()).decode()
     documented = DOCS.read_text()
@@ -396,7 +396,7 @@ def test_every_metric_can_be_exported_and_is_documented() -> None:
 
 
 class TestMiddleware:
-    """Around an app that answers as vLLM's does."""
+    """The middleware around an app that answers like vLLM's."""
 
     @staticmethod
     def app(
@@ -414,7 +414,7 @@ class TestMiddleware:
 
     @staticmethod
     def get(app: Any, path: str = "/metrics", **scope: Any) -> tuple[int, bytes, int]:
-        """Status, body, and the length that the headers state."""
+        """Return status, body, and the length in the headers."""
         sent: list[dict[str, Any]] = []
 
         async def send(message: dict[str, Any]) -> None:
@@ -444,7 +444,7 @@ class TestMiddleware:
         ("path", "scope"), [("/health", {}), ("/metrics", {"method": "POST"}), ("/v1/metrics", {}), ("/metrics", {})]
     )
     def test_nothing_else_is_touched(self, page: MetricsPage, path: str, scope: dict[str, str]) -> None:
-        """Nor anything of a server of another backend, whose page stays closed."""
+        """Other paths are unchanged, and so is a server of another backend, whose page stays closed."""
         mine = MetricsPage() if (path, scope) == ("/metrics", {}) else page
         _, body, _ = self.get(MetricsMiddleware(self.app(), mine), path, **scope)
         assert gzip.decompress(body) == b"vllm:up 1.0\n"
@@ -457,7 +457,7 @@ class TestMiddleware:
     def test_engines_answer_while_the_server_writes_its_own_part(
         self, page: MetricsPage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A slow page of vLLM's does not become slower by ours."""
+        """A slow page of vLLM does not become slower because of our part."""
         monkeypatch.setattr(metrics_endpoint, "WAIT_S", 0.5)
         inner = self.app()
 
@@ -484,6 +484,6 @@ class TestMiddleware:
 
     def test_the_servers_own_metrics_stay_whatever_becomes_of_ours(self) -> None:
         page = MetricsPage()
-        page.open(SimpleNamespace(), MODEL, 0.001)  # a client as no version of vLLM has it
+        page.open(SimpleNamespace(), MODEL, 0.001)  # a client that no version of vLLM has
         _, body, _ = self.get(MetricsMiddleware(self.app(), page))
         assert body == b"vllm:up 1.0\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a request was prefilled, for those that ask: what workers tally, and where the answer has it."""
+"""Reports of a request's prefill: the workers' tallies, and their place in the answer."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ MIN_TOKENS = 120
 
 class TestTally:
     def test_tokens_and_pairs_are_those_that_are_counted(self, built: Callable[..., Any], at_step: Any) -> None:
-        """Of a request that asks, beside one that does not; decodes are not prefilled."""
+        """For a request with a report next to a request without; decodes are not prefill."""
         params = {"sink_tokens": 16, "local_tokens": 64}
         layers, builder = built(0, 1, method="a_shape", params=params, min_tokens=MIN_TOKENS)
         at_step([DEFAULT] * 3)
@@ -44,12 +44,12 @@ class TestTally:
         assert 0 < tally["kept_pairs"] < tally["causal_pairs"]
 
     def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
-        """Whatever their ids, which clients choose: also such as begin with another's, or are another's."""
+        """Clients choose the ids, which may be equal to, or begin with, the id of another request."""
         tallies = RequestTallies()
         tickets = {"cmpl-a-0-ff00": "t", "cmpl-a-1-ff01": "t", "cmpl-a-1-1-ff02": "u", "cmpl-a-0": "tt", "t": "v"}
         for req_id, ticket in tickets.items():
             tallies.begin(req_id, DEFAULT, ticket)
-        tallies.begin("cmpl-a", DEFAULT)  # of one whose report is in the log alone
+        tallies.begin("cmpl-a", DEFAULT)  # a request whose report is only in the log
         assert [len(tallies.with_ticket(ticket)) for ticket in ("t", "u", "tt", "cmpl-a", "cmpl-a-0", "")] == [
             2,
             1,
@@ -79,7 +79,8 @@ def pairs(builder: Any) -> dict[str, float]:
 
 
 def test_each_http_request_has_a_report_of_its_own() -> None:
-    """Two clients at a time with the same id, of which one's begins as the other's: neither reads other counts."""
+    """Two concurrent clients use the same id, or an id that begins with the other's: neither reads the other's
+    counts."""
     sent: dict[str, list[bytes]] = {"a": [], "b": []}
     tallies = RequestTallies()
 
@@ -116,7 +117,7 @@ def test_each_http_request_has_a_report_of_its_own() -> None:
 
 @pytest.mark.parametrize("value", [True, 1, "forged", ["forged"]])
 def test_a_ticket_is_never_a_clients_own(value: Any) -> None:
-    """Where nothing waits for the report, as in the log alone, there is none."""
+    """If nothing waits for the report, as in the log alone, there is no ticket."""
     assert prefill_reports.plain_ticket({"sparse_prefill_report": value, "other": 1}) == {
         "sparse_prefill_report": True,
         "other": 1,
@@ -136,7 +137,7 @@ def test_ranks_and_stages_make_one_report() -> None:
 
 @pytest.mark.parametrize("body", [b'{"error": {}}', b"no JSON", b"[]"])
 def test_what_is_no_answer_stays_as_it_is(body: bytes) -> None:
-    """What is one, in a body and in a stream, a real server answers (tests/server/test_serve.py)."""
+    """tests/server/test_serve.py covers answers, in a body and in a stream."""
     sent: list[dict[str, Any]] = []
 
     async def keep(message: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One arena for all layers of a worker: its size, who allocates it when, and rows that do not fit all at once."""
+"""An arena for all layers of a worker: its size, when it is allocated and by which part, and rows that do not all
+fit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +52,7 @@ def needs(method: str = "vertical_slash", **params: Any) -> list[LayerNeed]:
 
 
 def in_turn(lengths: list[tuple[int, int]]) -> list[Row]:
-    """Rows of (context_len, query_len) with a token between them that is not theirs."""
+    """Return rows of (context_len, query_len) with an unused token between them."""
     rows: list[Row] = []
     for context_len, query_len in lengths:
         token = rows[-1].token + rows[-1].query_len + 1 if rows else 0
@@ -60,7 +61,7 @@ def in_turn(lengths: list[tuple[int, int]]) -> list[Row]:
 
 
 def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
-    """The rows of each slab, as they were cut, told by what the block table says of them."""
+    """Return the rows of each slab as they were cut, identified by the block table."""
     slabs = room.slabs(rows, torch.arange(len(rows), dtype=torch.int32)[:, None])
     parts = [
         (slab.rows.block_table[:, 0].tolist(), slab.rows.tokens, slab.rows.query_lens, slab.rows.context_lens)
@@ -70,7 +71,7 @@ def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
 
 
 def small_room(times: float) -> Room:
-    """So many times what a tile of the longest row needs."""
+    """Return room for a multiple of the memory that a tile of the longest row needs."""
     one_tile = Room(needs(), 0).needed(kernel_rows([Row(0, 0, 128, LONGEST - 128)]))
     return Room(needs(), int(one_tile * times))
 
@@ -79,7 +80,8 @@ class TestSlabs:
     @given(lengths=st.lists(LENGTHS, min_size=1, max_size=6), times=st.sampled_from([1.0, 1.1, 1.5, 4.0]))
     @settings(max_examples=60, deadline=None)
     def test_every_token_runs_once_and_every_slab_fits(self, lengths: list[tuple[int, int]], times: float) -> None:
-        """How a row is cut hangs on no other: one that fits whole alone is whole where the batch does not fit."""
+        """The cut of a row does not depend on other rows: a row that fits alone is not cut in a batch that does not
+        fit."""
         room, rows = small_room(times), in_turn(lengths)
         assert all(room.fits(row) for row in rows)
         slabs = dealt(room, rows)
@@ -106,7 +108,7 @@ class TestSlabs:
 
 
 class TestEveryStep:
-    """Of random steps of many workers, as `python -m benchmarks.arena` counts them over 10,000."""
+    """Random steps of many workers. `python -m benchmarks.arena` counts 10,000 of them."""
 
     def test_no_step_takes_more_than_the_arena(self) -> None:
         assert count_misses(200, seed=1) == 0
@@ -117,7 +119,7 @@ class TestEveryStep:
         assert count_misses(100, method, seed=2) == 0
 
     def test_a_step_that_does_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Rows that are taken unchecked into a smaller arena."""
+        """Rows run unchecked in a smaller arena."""
         worker = Worker((10, 2, 128), 8192, share=0.5)
         monkeypatch.setattr(Room, "slabs", lambda self, rows, table: (Slab(kernel_rows(rows, table)),))
         with without_launches():
@@ -142,7 +144,7 @@ class TestEveryStep:
     @settings(max_examples=40, deadline=None)
     @given(lengths=st.tuples(st.integers(1, 4096), st.integers(0, 65_536)), heads=st.sampled_from(WORKERS))
     def test_a_row_of_any_length_fits(self, method: str, lengths: tuple[int, int], heads: tuple[int, int, int]) -> None:
-        """Alone, and whole: the arena is sized by the row that takes most."""
+        """Alone, and uncut, because the arena is sized for the row that needs most."""
         params = {"cluster": 0} if method == "share_prefill" else {}
         shape = ModelShape("LlamaForCausalLM", 1, *heads)
         (groups,) = Plan.build(SparsePrefillConfig(method=method, params=params), shape).layers
@@ -167,7 +169,7 @@ class TestSize:
         for limits in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):  # nothing ever runs sparse
             assert list(largest_steps(8192, 256, *limits)) == []
         ((row,), *_) = largest_steps(8192, 256, 17_000, Thresholds(16_384, 1024))
-        assert row.query_len == 616  # no more positions are sparse
+        assert row.query_len == 616  # no further positions are sparse
 
     def test_it_is_no_larger_than_its_share_of_the_device(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -180,7 +182,7 @@ class TestSize:
 
 class TestReservation:
     def test_vllms_profile_run_allocates_it_and_all_layers_share_it(self, configured: Callable[..., Any]) -> None:
-        """There is no builder yet, and the run is in inference mode, outside of which steps may run all the same."""
+        """There is no builder yet, and the run is in inference mode. Steps may also run outside of it."""
         config = configured(method="dense", min_tokens=MIN_TOKENS)
         layers = make_layers(config, [0, 1, 2])
         query = torch.zeros(5, 4, 32)
@@ -197,7 +199,7 @@ class TestReservation:
         ("settings", "options"), [({"dense_layers": [9]}, {}), ({}, {"per_layer_sliding_window": 64})]
     )
     def test_who_reserves_nothing(self, configured: Callable[..., Any], settings: Any, options: Any) -> None:
-        """A part knows its own configuration alone, and the builder will know more; a layer may stay dense."""
+        """A part knows only its own configuration, and the builder will know more; or a layer stays dense."""
         (layer,) = make_layers(configured(method="dense", **settings), [0], **options)
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
         assert layer.impl.worker is None
@@ -205,7 +207,7 @@ class TestReservation:
     def test_a_part_whose_configuration_would_do_gives_the_arena_and_no_plan(
         self, configured: Callable[..., Any], tmp_path: Path
     ) -> None:
-        """As a draft model of fewer layers, if the profile run comes by it first."""
+        """For example a draft model with fewer layers, if the profile run reaches it first."""
         config = configured(method="dense", min_tokens=MIN_TOKENS)
         layers = make_layers(config, [0, 1, 2, 3])
         part = make_config(make_model(tmp_path, num_hidden_layers=1), config.additional_config["sparse_prefill"])
@@ -219,7 +221,7 @@ class TestReservation:
 
 
 def use_room(builder: SparsePrefillMetadataBuilder, room: Room) -> None:
-    """Let a builder's rows share another arena."""
+    """Make a builder's rows use another arena."""
     builder.room = room
     builder.row_classifier = replace(builder.row_classifier, room=room)
 
@@ -228,7 +230,7 @@ class TestForward:
     LENGTHS = ((333, 150), (40, 1), (1, 200), (100, 400), (701, 40))
 
     def test_a_row_that_is_cut_gives_what_its_chunks_give(self, built: Callable[..., Any]) -> None:
-        """An A-shape's tiles know of no other: chunks of whole tiles select as the row does."""
+        """Tiles of an A-shape are independent, so chunks of whole tiles select the same keys as the row."""
         params = {"sink_tokens": 64, "local_tokens": 128}
         (layer,), builder = built(0, method="a_shape", params=params, check_index=True)
         step, room = make_step(layer, self.LENGTHS), builder.room

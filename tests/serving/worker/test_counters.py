@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker counts: each row and pair once, and of one moment, without waiting for the device."""
+"""A worker's counts: each row and pair once, all from the same moment, without waiting for the device."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def full_index() -> Any:
 
 
 def found(recorder: Recorder, start: bool = True) -> dict[str, float]:
-    """Samples but those of time; of labels all but the level where it is the server's own."""
+    """Return samples without times. The only label is the level if it is the server's default."""
     samples, _ = recorder.samples(start)
     keys = [" ".join([name, *labels]).removesuffix(" default").strip() for name, labels, _ in samples]
     return {key: value for key, (_, _, value) in zip(keys, samples)}
@@ -76,7 +76,7 @@ def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
 
 
 class TestPendingCounts:
-    """A copy that takes its time, as from a device."""
+    """A copy that takes time, as from a device."""
 
     class Event:
         arrived = False
@@ -101,7 +101,7 @@ class TestPendingCounts:
         recorder.count_pairs(1, full_index())
         recorder.count_rows(SPARSE)
         assert recorder.samples() == ([], True)
-        recorder.count_pairs(1, full_index())  # past that moment, on the host and on the device
+        recorder.count_pairs(1, full_index())  # after that moment, on the host and on the device
         recorder.count_rows(SPARSE)
         assert recorder.samples() == ([], True)
         event.arrived = True
@@ -120,7 +120,7 @@ class TestPendingCounts:
 
 
 class TestCountsPastSixtyFourBits:
-    """Of a server that runs for years: messages between vLLM's processes hold no integer past 2^64."""
+    """A server that runs for years: messages between vLLM's processes hold no integer above 2^64."""
 
     MANY = 3 * 2**62
 
@@ -133,12 +133,12 @@ class TestCountsPastSixtyFourBits:
         assert sent(recorder.samples()) == [[["prefill_pairs", [], float(4 * self.MANY + 2**64)]], False]
 
     def test_the_devices(self) -> None:
-        """Its own counters have 64 bits, and a sign."""
+        """The device's counters are signed 64-bit integers."""
         recorder = make()
         recorder.count_pairs(1, full_index())
         counted = []
         for _ in range(8):
-            recorder._listed += self.MANY  # wraps
+            recorder._listed += self.MANY  # wraps around
             counted.append(found(recorder)["kept_pairs 1"])
         assert counted == [float(CAUSAL + n * self.MANY) for n in range(1, 9)]
         ((_, _, kept),) = (sample for sample in sent(recorder.samples())[0] if sample[0] == "kept_pairs")
@@ -154,7 +154,7 @@ class TestCountsPastSixtyFourBits:
 
 
 def sent(answer: Any) -> Any:
-    """An engine's answer as its server gets it."""
+    """Return an engine's answer as its server receives it."""
     serial_utils = pytest.importorskip("vllm.v1.serial_utils", reason="needs vLLM")
     buffers = serial_utils.MsgpackEncoder().encode(serial_utils.UtilityResult(answer))
     return serial_utils.MsgpackDecoder(serial_utils.UtilityResult).decode(buffers).result
@@ -175,7 +175,7 @@ def test_what_runs_for_no_request_is_not_counted() -> None:
 
 @pytest.mark.gpu
 def test_on_a_device() -> None:
-    """Counts set out behind the work that they are of, and nothing waits for either."""
+    """Counts are queued behind the work that they describe, and nothing waits for either."""
     device = torch.device("cuda", 0)
     recorder, index = Recorder(device), random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0)
     recorder.add_layers([1])

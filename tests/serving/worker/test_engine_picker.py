@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of engines at start-up: by refusal and by trial, in the log and in the error where none is left."""
+"""The choice of engines at start-up: refusals and trials, the log, and the error if no engine is left."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +38,7 @@ BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, str
 
 
 def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> Engine:
-    """An engine that is right, as the reference is, and then something done to its result."""
+    """Return an engine that computes the reference and then modifies its result."""
 
     def attend(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
         reference(q, cache, index, out, scale, lse, options=options, sinks=sinks)
@@ -67,13 +67,14 @@ def table(*available: Engine) -> dict[str, Engine]:
 def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | None) -> None:
     reason = failure(broken(change), BATCH, STRIPES, None, expected_attention(BATCH, STRIPES))
     assert reason is None if says is None else says in str(reason)
-    options = AttendOptions.from_heads([-1.0, None], [False, True], CPU)  # with these nothing but NaN can be found
+    options = AttendOptions.from_heads([-1.0, None], [False, True], CPU)  # a trial can only find NaN
     reason = failure(broken(change), BATCH, BLOCKS, options, None)
     assert reason is None if says is None or "off" in says else says in str(reason)
 
 
 def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:
-    """Refused or found wrong: ``flash`` supports no skipped products, whose trial can find nothing but NaN."""
+    """An engine is refused or gives wrong results. ``flash`` supports no skipped products, so a trial can only find
+    NaN."""
     wrong = broken(lambda out: out.mul_(1.01), "hopper")
     picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
     options = AttendOptions.from_heads([-1.0, None], [False, False], CPU)
@@ -104,7 +105,7 @@ LAYER = replace(Layer.of(layer_plan([METHOD, METHOD]), 64, CPU), by_kernels=True
 
 
 def select_engine(name: str, change: Callable[[SparseIndex], None] = lambda index: None) -> SelectEngine:
-    """A selection engine that keeps what the portable one keeps, and then something done to its lists."""
+    """Return a selection engine that keeps the portable engine's lists and then modifies them."""
 
     def select(method, q, cache, index, heads, scale) -> None:
         select_on_portable(method, q, cache, index, heads, scale)
@@ -118,7 +119,7 @@ def out_of_memory(index: SparseIndex) -> None:
 
 
 def keep_others(index: SparseIndex) -> None:
-    """Lists in order, with the diagonal, of other blocks than the heaviest."""
+    """Replace the lists with sorted lists that include the diagonal but not the heaviest blocks."""
     for i_tile, head in product(range(index.rows.num_tiles), range(index.num_heads)):
         tile = index.rows.tile_list[i_tile]
         kept = torch.ones(index.num_causal_blocks(tile), dtype=torch.bool)
@@ -128,7 +129,7 @@ def keep_others(index: SparseIndex) -> None:
 
 
 def offered(monkeypatch: pytest.MonkeyPatch, first: SelectEngine) -> None:
-    """``top_p`` has this engine before its portable one."""
+    """Offer this engine before the portable engine of ``top_p``."""
     monkeypatch.setattr(TopP, "select_engines", (first, select_engine("portable")))
 
 
@@ -142,7 +143,8 @@ def offered(monkeypatch: pytest.MonkeyPatch, first: SelectEngine) -> None:
     ],
 )
 def test_selection_is_tried_at_start_up(change, says: str | None, monkeypatch, lines: list[str]) -> None:
-    """The engine before the portable one is taken where its lists agree with the latter's; the log has the reason."""
+    """The engine before the portable engine is taken if its lists agree with the portable engine's; the log has the
+    reason."""
     offered(monkeypatch, select_engine("hopper", change))
     picker = EnginePicker(table=table(PORTABLE))
     (engine,) = picker.pick_selection(LAYER, SELECTED)
@@ -174,7 +176,8 @@ def test_out_of_memory_in_a_step_surfaces_and_the_layer_keeps_its_engine(monkeyp
 
 
 def test_tensor_parallel_ranks_take_the_same_engines(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    """One that fails on one rank alone, of selection and of attention, is taken on none, and each rank says so."""
+    """An engine for selection or attention that fails on a single rank is used on none, and each rank logs the
+    reason."""
     right = broken(lambda out: None, "hopper")
     pickers = [
         EnginePicker(table=table(right, PORTABLE)),

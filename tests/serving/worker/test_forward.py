@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention layer on vLLM's own cache: mixed batches against vLLM's attention, methods against their references."""
+"""An attention layer on vLLM's own cache: mixed batches against vLLM's attention, methods against their references."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +40,7 @@ BY_HEAD = (
 """The methods of each layer's heads."""
 LEAVE_NOTHING_OUT = {"dense"}
 QUICK = {"block_sparse", "sale"}
-"""One that keeps blocks, and the default."""
+"""A method that keeps blocks, and the default."""
 
 
 class TestCache:
@@ -94,7 +94,7 @@ class TestMixedBatches:
         torch.testing.assert_close(out, step.by_dense_backend(layer, builder), **CLOSE)
 
     def test_learnt_sinks_join_the_softmax_as_in_vllms(self, configured: Callable[..., Any]) -> None:
-        """Everything is kept: rows that run sparse beside those that run on vLLM's own implementation."""
+        """Everything is kept, so rows that run sparse equal rows on vLLM's own implementation."""
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         layers = make_layers(config, [0], sinks=torch.tensor([-20.0, 0.0, 4.0, 9.0]))
         builder, step = make_builder(config, layers), make_step(layers[0], MIXED)
@@ -114,7 +114,7 @@ class TestMethods:
         assert set(SETTINGS) == set(METHODS) == {name for names in BY_HEAD for name in names}
 
     def test_every_head_runs_the_method_that_the_profile_names(self, built: Callable[..., Any], tmp_path: Path) -> None:
-        """Of layers whose heads differ; SharePrefill's patterns reach over them. The reference knows no groups."""
+        """Heads of a layer have different methods; SharePrefill's patterns span layers. The reference has no groups."""
         specs = [[{"method": name, **SETTINGS[name]} for name in names] for names in BY_HEAD]
         specs[1][3]["cluster"] = specs[2][0]["cluster"] = 1
         layers = {i: {"heads": dict(enumerate(heads))} for i, heads in enumerate(specs)}
@@ -135,9 +135,9 @@ class TestMethods:
         "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SETTINGS]
     )
     def test_sparse_rows_are_the_reference_of_each_row_alone(self, built: Callable[..., Any], method: str) -> None:
-        """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives.
+        """Other rows, pages and other layers of the step do not change a row's selection and output.
 
-        Heads ask attention for what their methods say, and exactly the pairs are counted that the references keep.
+        Heads use the options of their methods, and the counted pairs are exactly the pairs that the references keep.
         """
         layers, builder = built(0, 1, method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, check_index=True)
         step = make_step(layers[0], MIXED)
@@ -156,7 +156,7 @@ class TestMethods:
             else:
                 assert torch.equal(first[tokens], dense[tokens])
         assert (min(density) == 1) if method in LEAVE_NOTHING_OUT else (min(density) < 0.8), density
-        if method != "share_prefill":  # there a layer's heads look at those of the layers before
+        if method != "share_prefill":  # a layer's heads read those of earlier layers here
             assert torch.equal(first, second)
         counted = {(name, *labels): count for name, labels, count in recorder_of(builder).samples()[0]}
         spans = [(max(MIXED[row][0], MIN_TOKENS), sum(MIXED[row])) for row in SPARSE_ROWS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in fp8 through the backend: vLLM's bytes and scales, and who may read them."""
+"""Caches in fp8 through the backend: vLLM's bytes and scales, and the engines that may read them."""
 
 import re
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scaled_layer(**changes: Any) -> Any:
-    """As much of vLLM's Attention as says what elements of a cache count."""
+    """The part of vLLM's Attention that defines the scales of a cache."""
     scales = {"_q_scale_float": Q_SCALE, "_k_scale_float": K_SCALE, "_v_scale_float": V_SCALE}
     return SimpleNamespace(**(scales | changes))
 
@@ -46,14 +46,14 @@ def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
 def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``forward`` with queries in fp8 and a cache of bytes, against softmax over what they count."""
+    """``forward`` with queries in fp8 and a cache of bytes, against softmax over the values that they represent."""
     impls = make_impls("dense", {}, CPU)
     seq_len, query_len, num_pages = 150, 70, 12
     heads, kv_heads, dim = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(seq_len, n, dim, generator=generator) for n in (heads, kv_heads, kv_heads))
     q = rounded(q[-query_len:], Q_SCALE)
-    # As vLLM has it: [pages, kv heads, tokens, keys beside values] of bytes, tokens before heads in memory.
+    # vLLM's form: [pages, kv heads, tokens, keys next to values] of bytes, tokens before heads in memory.
     physical = torch.zeros(num_pages, PAGE_TOKENS, kv_heads, 2 * dim, dtype=torch.uint8)
     table = torch.randperm(num_pages, generator=generator)[: -(-seq_len // PAGE_TOKENS)].int()
     positions = torch.arange(seq_len)
@@ -81,7 +81,7 @@ def test_other_caches_count_what_they_are(as_on_hopper: None) -> None:
 
 
 def test_scales_are_read_anew(as_on_hopper: None) -> None:
-    """Because vLLM may load weights again, and with them scales."""
+    """vLLM may load weights again, and their scales with them."""
     cache = compat.paged_cache(torch.zeros(2, 1, 16, 64, dtype=torch.uint8), 32)
     assert cache.keys.dtype == cache.values.dtype == FP8
     cache_of_layer, other = (

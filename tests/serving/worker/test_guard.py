@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The online guard: it sees what sparse attention loses, acts on it after a while, takes it back, and never waits.
+"""The online guard: it detects errors of sparse attention, acts on them after a delay, reverts, and never waits.
 
-A-shape with tiny windows starves on a long row, and keeps all of one that ends in its second block.
+A-shape with tiny windows loses much on a long row, and nothing on a row that ends in its second block.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ def make_guard(**settings: Any) -> Guard:
 
 
 def told(guard: Guard) -> dict[str, float]:
-    """What it tells of its place, by the metric's name."""
+    """Return the guard's samples for its place, by the metric's name."""
     return {name: value for name, labels, value in guard.recorder.samples()[0] if labels == LABELS}
 
 
@@ -55,7 +55,7 @@ def judge(guard: Guard, sparse: torch.Tensor, dense: torch.Tensor) -> None:
 
 
 def see(guard: Guard, *errors: float) -> None:
-    """Checks of two heads, each with that error."""
+    """Run checks of two heads with each of these errors."""
     for error in errors:
         dense = torch.ones(3, 2, 8)
         judge(guard, dense * (1 + error), dense)
@@ -63,7 +63,8 @@ def see(guard: Guard, *errors: float) -> None:
 
 class TestWhatIsChecked:
     def test_chunks_of_prompts_cannot_fall_in_step_with_it(self) -> None:
-        """Nor do layers with each other: each place of a period is met by each layer, and pairs of layers part."""
+        """Layers do not synchronise either: each layer is checked at each place of a period, and no two layers always
+        together."""
         guard = make_guard()
         due = [guard.layers_due(range(32), step) for step in range(2000)]
         steps = {layer: [step for step, layers in enumerate(due) if layer in layers] for layer in range(32)}
@@ -79,7 +80,7 @@ class TestWhatIsChecked:
         rows = [Row(0, 7, 300, 50), Row(1, 307, 20, 400), Row(2, 400, 128, 0)]
         slabs = [Slab(kernel_rows(rows[:2])), Slab(kernel_rows(rows[2:]))]
         picked = Counter((tokens.start, tokens.stop) for tokens in (pick_queries(s, slabs) for s in range(500)))
-        # Where a row ends within a tile, the tile before lends it queries.
+        # If a row ends within a tile, queries of the previous tile complete it.
         assert set(picked) == {(7, 135), (135, 263), (179, 307), (307, 327), (400, 528)}
         assert min(picked.values()) > 70
 
@@ -113,7 +114,7 @@ class TestJudgement:
         assert told(guard)["guard_dense"] == 0
         see(guard, between, between, between)
         assert guard.held == frozenset()
-        for trip in range(1, 10):  # each time it takes twice as long
+        for trip in range(1, 10):  # the duration doubles each time
             see(guard, 0.3)
             needed = 3 * 2 ** min(trip, MOST_DOUBLINGS)
             see(guard, *[good] * (needed - 1))
@@ -123,7 +124,8 @@ class TestJudgement:
         assert len(lines) == 21
 
     def test_errors_are_of_all_heads_together(self, lines: list[str]) -> None:
-        """Heads with small outputs count for little, as in what follows attention; the log names the furthest off."""
+        """Heads with small outputs count for little, as in the following projection; the log names the head with the
+        largest error."""
         guard = make_guard(bound=0.05, patience=1)
         dense = torch.randn(128, 3, 8) * torch.tensor([1.0, 2.0, 0.01])[:, None]
         sparse = dense + torch.randn_like(dense) * torch.tensor([0.1, 0.1, 0.01])[:, None]
@@ -148,7 +150,7 @@ class TestJudgement:
     @pytest.mark.parametrize(
         ("sparse", "dense", "error"),
         [
-            # What was no number before the layer is not its fault.
+            # Values that were NaN before the layer do not count against it.
             *((sparse, ONE_NAN, None) for sparse in (ONE_NAN, ONE_NAN * float("nan"), ONES)),
             (ONES * 0, ONES * 0, 0),
             (ONES * 1e-3, ONES * 0, 1),
@@ -193,7 +195,7 @@ class TestNothingWaits:
     def test_on_a_gpu_torch_sees_no_wait(self) -> None:
         guard = make_guard()
         sparse, dense = torch.randn(2, 128, 32, 128, dtype=torch.bfloat16, device="cuda")
-        judge(guard, sparse, dense)  # what is allocated for the first time may wait
+        judge(guard, sparse, dense)  # the first allocation may wait
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -222,7 +224,7 @@ class TestForward:
         "settings", [TINY, {"method": "share_prefill", "params": {"gamma": 0.5, "cluster": 0, "max_distance": 2.0}}]
     )
     def test_outputs_are_what_they_are_without_it(self, built: Callable[..., Any], settings: dict[str, Any]) -> None:
-        """To the bit, while nothing trips."""
+        """Outputs are equal to the bit while nothing trips."""
         outputs = []
         for guard in ({}, {"guard": {"rate": 1.0, "bound": 100.0}}):
             layers, builder = built(0, 1, **settings, **COMMON, **guard)
@@ -233,7 +235,7 @@ class TestForward:
         assert all(torch.equal(without, guarded) for without, guarded in zip(*outputs))
 
     def test_it_trips_on_rows_that_lose_and_comes_back_with_rows_that_do_not(self, built: Callable[..., Any]) -> None:
-        """While dense its sparse output is measured all the same, and that alone: outputs stay vLLM's."""
+        """While a layer is dense, its sparse output is still computed, only for the check: outputs equal vLLM's."""
         (layer,), builder = built(0, **TINY, **COMMON, guard={"rate": 1.0, "patience": 2, "recover": 4})
         held = []
         for lengths in [LONG] * 3 + [ALL_WITHIN_REACH] * 6:
@@ -259,11 +261,11 @@ class TestForward:
 
 @needs_cpu_build
 class TestRequestsWithTheirOwnP:
-    """They are one level, whose layers one client must not turn dense for the others."""
+    """All such requests share a level, and a single client must not make its layers dense for the others."""
 
     SERVER_P, STARVED, HONEST = 0.9, RequestLevel(SHARE, 1e-09), RequestLevel(SHARE, 0.95)
     BOUND = 0.25
-    """More than honest rows lose here, and less than starved ones do."""
+    """More than the loss of honest rows here, and less than that of starved rows."""
 
     @pytest.fixture
     def served(self, configured: Callable[..., Any], tmp_path: Path, request: Any) -> Any:
@@ -319,7 +321,7 @@ class TestRequestsWithTheirOwnP:
 
 @needs_cpu_build
 class TestLevels:
-    """Of two levels that each keep too little: every one is looked at, and judged by itself."""
+    """Two levels that each keep too little: each is checked and judged separately."""
 
     @pytest.fixture
     def served(self, configured: Callable[..., Any], tmp_path: Path) -> Any:
@@ -340,7 +342,7 @@ class TestLevels:
     def test_what_trips_at_one_level_stays_sparse_at_the_other(
         self, served: Any, at_step: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its rows are vLLM's to the bit, the others' what they were, and both go on being compared with vLLM's."""
+        """Its rows equal vLLM's to the bit, the others' are unchanged, and both are still compared with vLLM's."""
         (layer, _), builder, step = served
         guard = layer.impl.worker.guard
         at_step(["fast", DEFAULT, DEFAULT, "exact"])
@@ -378,7 +380,7 @@ class TestLevels:
         free = counts(set())
         assert free["rows", "sparse", "", "fast"] == free["rows", "sparse", "", DEFAULT] == 1
         assert free["rows", "dense", "requested", "exact"] == 1
-        held = counts({(0, "fast"), (0, DEFAULT)})  # of the own level one layer is left
+        held = counts({(0, "fast"), (0, DEFAULT)})  # a single layer of the default level is left
         assert held["rows", "dense", "guard", "fast"] == held["rows", "sparse", "", DEFAULT] == 1
         assert {key[1:] for key in held if key[0] != "rows"} == {("1", "fast"), ("1", DEFAULT)}
         assert all(held[key] == free[key] for key in held if key[0] != "rows")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of hybrid models: vLLM's own functions choose them for our backend, as they would on Hopper."""
+"""Pages of hybrid models: vLLM's functions choose them for our backend as on Hopper."""
 
 import inspect
 from pathlib import Path
@@ -36,7 +36,8 @@ def hybrid(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense backend takes multiples of 16, as FlashAttention does, and 128-token pages are faster."""
+    """Simulate Hopper: like FlashAttention, the dense backend supports multiples of 16, and pages of 128 tokens are
+    faster."""
     monkeypatch.setattr(compat.DenseBackend, "get_supported_kernel_block_sizes", lambda *_: [MultipleOf(16)])
     for module in ("compat", "worker.backend"):
         monkeypatch.setattr(f"vllm_sparse_backend.serving.{module}.prefers_bulk_pages", lambda: True)
@@ -46,7 +47,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def aligned(model: ModelConfig, block_size: int | None) -> VllmConfig:
-    """A configuration with this ``--block-size`` after vLLM has chosen its page size."""
+    """Return a configuration with this ``--block-size`` after vLLM has chosen its page size."""
     config = make_config(model)
     config.cache_config = CacheConfig(**({} if block_size is None else {"block_size": block_size}))
     Platform.update_block_size_for_backend(config)
@@ -61,7 +62,7 @@ def spec_of(model: ModelConfig, page_tokens: int) -> FullAttentionSpec:
 
 
 def kernel_page(page_tokens: int, spec: FullAttentionSpec | None = None) -> int:
-    """What vLLM makes of the manager's page for our kernels."""
+    """Return the page that vLLM gives our kernels for the manager's page."""
     specs = ([spec],) if spec is not None and PASSES_SPECS else ()
     page: int = select_common_block_size(page_tokens, [SparsePrefillBackend], *specs)
     return page
@@ -69,7 +70,7 @@ def kernel_page(page_tokens: int, spec: FullAttentionSpec | None = None) -> int:
 
 @pytest.mark.parametrize("block_size", [None, 16, 32, 64, 128, 256])
 def test_pages_are_on_the_fast_path_whatever_block_size_was_given(hybrid: ModelConfig, block_size: int | None) -> None:
-    """vllm#37467: pages of 528 tokens, which no block of 64 or 128 keys divides; with 128 as the unit it is 640."""
+    """vllm#37467: pages of 528 tokens, which no block of 64 or 128 keys divides; with units of 128, pages have 640."""
     assert hybrid.is_hybrid
     config = aligned(hybrid, block_size)
     page_tokens = config.cache_config.block_size
@@ -89,7 +90,7 @@ def test_a_model_of_another_kind_keeps_the_block_size_it_was_given(block_size: i
 
 
 def test_a_block_size_that_neither_divides_128_nor_is_a_multiple_still_runs(hybrid: ModelConfig) -> None:
-    """It is read by slower paths, and the log says what to do."""
+    """Slower code reads it, and the log has the remedy."""
     config = aligned(hybrid, 48)
     page_tokens = config.cache_config.block_size
     assert page_tokens % 48 == 0
@@ -100,9 +101,9 @@ def test_a_block_size_that_neither_divides_128_nor_is_a_multiple_still_runs(hybr
 
 @pytest.mark.parametrize("block_size", [None, 16, 256])
 def test_the_page_of_kernels_is_the_page_of_the_manager(hybrid: ModelConfig, block_size: int | None) -> None:
-    """vllm#27547: kernels that took the manager's page for their own read garbage; ours have no other page.
+    """vllm#27547: kernels that used the manager's page size read garbage; ours have no other page size.
 
-    Nothing splits pages for them: whichever specs vLLM passes, the page stays whole.
+    Nothing splits pages for our kernels: the page stays whole for all specs that vLLM passes.
     """
     config = aligned(hybrid, block_size)
     page_tokens = config.cache_config.block_size
@@ -115,7 +116,7 @@ def test_the_page_of_kernels_is_the_page_of_the_manager(hybrid: ModelConfig, blo
 
 @pytest.mark.skipif(not PASSES_SPECS, reason="this vLLM passes no specs")
 def test_a_page_that_exists_already_is_never_refused(hybrid: ModelConfig) -> None:
-    """A draft's or a packed group's page, which vLLM did not align to ours: the dense backend's sizes hold."""
+    """The page of a draft or a packed group, which vLLM did not align to ours: the dense backend's sizes apply."""
     config = aligned(hybrid, None)
     with set_current_vllm_config(config):
         assert kernel_page(16, spec_of(hybrid, 16)) == 16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a batch to what each row runs on."""
+"""The path of each row of a batch: sparse, dense or decode."""
 
 import dataclasses
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class TestClassification:
         assert kinds(builder, list(expected)) == list(expected.values())
 
     def test_where_sparse_never_pays_every_row_says_so(self, built: Callable[..., Any], tmp_path: Path) -> None:
-        """Not even the arena is there then; where the operator sets a number, that counts."""
+        """There is not even an arena then. A number set by the operator takes precedence."""
         table = tmp_path / "table.json"
         shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
         never = entry(None, None, device="cpu", engine="portable", method="dense", **shape)
@@ -68,7 +68,7 @@ class TestClassification:
         assert kinds(builder, [(0, 5000), (0, 2000)]) == [SPARSES, dense(Fallback.TOO_SHORT)]
 
     def test_rows_that_decode_are_no_prefill_at_any_length(self, builder: SparsePrefillMetadataBuilder) -> None:
-        """A request that was preempted recomputes its own output: vLLM says which rows are past their prompt."""
+        """A preempted request computes its own output again: vLLM marks the rows that are past their prompt."""
         got = kinds(builder, [(300, 50), (300, 50)], is_prefilling=torch.tensor([False, True]))
         assert got == [DECODES, SPARSES]
         assert kinds(builder, [(300, 50), (300, 1)], is_prefilling=None) == [SPARSES, DECODES]
@@ -104,7 +104,7 @@ class TestClassification:
         assert got == [SPARSES if reason is Fallback.PREFIX_LM else dense(reason), dense(reason), DECODES]
 
     def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
-        """The upper bound alone decides; without it, and off the CPU, nothing could."""
+        """Only the upper bound decides. Without it, and on a device, lengths are unknown."""
         common = make_common([(0, 200)], seq_lens=torch.zeros(1, dtype=torch.int32, device="meta"))
         classifier = builder.row_classifier
         assert [row.kind for row in classifier.classify(common, 0, max_decode_tokens=1)] == [SPARSES]
@@ -139,7 +139,7 @@ class TestMetadata:
     def test_each_token_belongs_to_one_part(
         self, builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]]
     ) -> None:
-        """And none of a position under min_tokens is sparse."""
+        """No position below min_tokens is sparse."""
         lengths = [*lengths, (0, 200)]
         sparse = builder.build(0, make_common(lengths)).sparse
         tokens = [t for run in sparse.dense_runs for t in range(run.tokens.start, run.tokens.stop)]
@@ -166,7 +166,7 @@ class TestMetadata:
     def test_decodes_beside_sparse_rows_may_be_as_long_as_drafts_get(
         self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Because vLLM may distribute drafts on the device: the host's query lengths are then only right in sum."""
+        """vLLM may distribute drafts on the device, so only the sum of the host's query lengths is then correct."""
         monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
         (run,) = builder.build(0, make_common([(40, 2), (40, 2), (100, 200)])).sparse.dense_runs
         assert run.metadata.max_query_len == 4
@@ -191,7 +191,8 @@ class TestMetadata:
     def test_schedules_are_kept_apart_where_the_delegate_has_one_buffer_for_all(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As FlashAttention has with graphs. The CPU build's holds pointers into itself: a copy's would dangle."""
+        """FlashAttention has a single buffer with graphs. Metadata of the CPU build has pointers into itself, which a
+        copy would break."""
         buffer = torch.arange(8)
         part = SimpleNamespace(scheduler_metadata=buffer[:5])
         compat.keep_schedule(part)
@@ -203,7 +204,8 @@ class TestMetadata:
         compat.keep_schedule(SimpleNamespace(scheduler_metadata=None))
 
     def test_ranges_that_attend_both_ways_follow_the_whole_batch(self) -> None:
-        """Per row or per token, whichever a version of vLLM has; a model clears the whole's for some layers."""
+        """Ranges are per row or per token, depending on vLLM's version; a model clears the whole batch's for some
+        layers."""
         rows, tokens = slice(1, 3), slice(10, 30)
 
         @dataclasses.dataclass

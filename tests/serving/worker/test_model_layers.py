@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers run sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
+"""Layers that run sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ Configure = Callable[..., Any]
 
 @pytest.fixture
 def config(configured: Configure) -> Any:
-    """Where all that can runs sparse early."""
+    """A configuration in which rows run sparse early."""
     return configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
 
 
@@ -49,7 +49,7 @@ def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
 
 class TestGroups:
     def test_pairs_of_all_layers_are_counted_whatever_they_run_on(self, config: Any) -> None:
-        """Over all keys, or those of a window; each chunk of a prompt by itself, and decodes not at all."""
+        """Over all keys, or those of a window; each chunk of a prompt separately, and no decodes."""
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
         make_builder(config, windowed)
         builder = make_builder(config, full)
@@ -63,7 +63,7 @@ class TestGroups:
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
         assert stays_dense(make_builder(config, windowed))
         assert f"sparse-prefill: layers 0,2 prefill dense: {Fallback.SLIDING_WINDOW.explain}" in lines
-        builder = make_builder(config, windowed + full)  # one group may hold both
+        builder = make_builder(config, windowed + full)  # a group may hold both
         assert builder.sparse_layers == (1, 3)
         step = make_step(windowed[0], [(150, 1), (0, 200), (3, 90)])
         metadata = builder.build(0, step.common)
@@ -82,7 +82,7 @@ class TestGroups:
         assert any("no layer of this model can prefill sparsely" in line for line in lines)
 
     def test_layers_that_the_plan_leaves_out(self, configured: Configure, lines: list[str]) -> None:
-        """By the configuration, or as they have other heads than the model's config states."""
+        """Layers left out by the configuration, or because their heads differ from the model's config."""
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1, dense_layers=[0, 2])
         layers = make_layers(config, range(3)) + make_layers(config, [3], num_heads=8)
         first, second, third = (make_builder(config, part) for part in (layers[:1], layers[1:3], layers[3:]))
@@ -101,7 +101,7 @@ class TestGroups:
         self, configured: Configure, monkeypatch: pytest.MonkeyPatch, lines: list[str], batched: int, threshold: int,
         chunk: int | None,
     ) -> None:  # fmt: skip
-        """Or too small beside as many decodes as there may be."""
+        """Including chunks that are too small next to the largest number of decodes."""
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1024)
         monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 256)
         monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", batched)
@@ -130,7 +130,7 @@ class TestGroups:
 
 class TestDrafts:
     def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, config: Any) -> None:
-        """Past the model's own numbers (EAGLE), or with the same numbers under another name (a model of its own)."""
+        """Numbers past the model's own (EAGLE), or equal numbers under another name (a separate model)."""
         served = make_layers(config, range(4))
         names = layer_name(4), "draft_model.model.layers.0.self_attn.attn"
         drafts = [vllm_objects.make_layer(config, name) for name in names]
@@ -140,7 +140,7 @@ class TestDrafts:
         assert [not layer.impl.is_adopted for layer in served + drafts] == [False] * 4 + [True] * 2
 
     def test_a_drafts_builder_with_the_drafts_configuration(self, config: Any, tmp_path: Any) -> None:
-        """Whose shape no profile of the served model would fit."""
+        """No profile of the served model fits the draft's shape."""
         make_layers(config, range(4))
         (draft,) = make_layers(config, [4])
         other = make_config(make_model(tmp_path, num_hidden_layers=1, num_attention_heads=2), backend=None)
@@ -153,17 +153,17 @@ class TestDrafts:
         config = configured()
         make_layers(config, [2, 3])
         vllm_objects.make_layer(config, "mtp.layers.0.self_attn.attn")
-        vllm_objects.make_layer(config, "model.layers.2.block.1.attn")  # two numbers: none that the plan could mean
+        vllm_objects.make_layer(config, "model.layers.2.block.1.attn")  # two numbers, neither of them the plan's
         monkeypatch.setattr(type(config.model_config), "get_layers_start_end_indices", lambda *_: (2, 4))
         layers = model_layers(config)
         assert {name: layer.number for name, layer in layers.items()} == {layer_name(2): 2, layer_name(3): 3}
 
 
 class TestDerived:
-    """Backends that vLLM derives from the chosen one."""
+    """Backends that vLLM derives from the chosen backend."""
 
     def test_chunked_attention(self, config: Any) -> None:
-        """Its builder cuts requests into chunks: lengths of its batches are not those of the requests."""
+        """Its builder cuts requests into chunks, so lengths in its batches are not those of the requests."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
@@ -182,7 +182,7 @@ class TestDerived:
         assert metadata.seq_lens.tolist() == [128, 4, 128, 128, 44]
 
     def test_layers_that_share_a_cache_and_prefill_fast(self, config: Any) -> None:
-        """Their builder keeps only the tokens that are sampled from: positions no longer follow each other."""
+        """Their builder keeps only the tokens that are sampled from, so positions are not contiguous."""
         from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
         from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
@@ -217,7 +217,7 @@ class TestCounting:
 
     @pytest.mark.parametrize("call", FOR_NO_REQUEST)
     def test_what_a_worker_runs_for_no_request_counts_nothing(self, built: Configure, call: str) -> None:
-        """As vLLM calls its workers: by name, through the wrapper around each of them."""
+        """vLLM calls its workers by name, through the wrapper around each worker."""
         from vllm.v1.serial_utils import run_method
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -239,7 +239,7 @@ class TestCounting:
     def test_every_pipeline_stage_counts_rows_and_its_own_layers(
         self, config: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The page takes the rows of one of them (tests/serving/frontend/test_metrics_endpoint.py)."""
+        """The page takes the rows from a single stage (tests/serving/frontend/test_metrics_endpoint.py)."""
         monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
         for stage in range(2):
             config.compilation_config.static_forward_context.clear()

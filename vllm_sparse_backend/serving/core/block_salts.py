@@ -2,7 +2,7 @@
 """Extra keys in the hashes of cached blocks. They keep requests of different levels from sharing sparse KV blocks.
 
 A block's hash includes the hash of the block before it. A key in the first block past the exact positions therefore
-separates all later blocks too.
+also separates all later blocks.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ ExtraKeys = tuple[Any, ...] | None
 def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx: int) -> ExtraKeys:
     """Add the key of a request's level to the extra keys of one of its blocks.
 
-    A request does not name its engine. If the process runs other engines, a marked request of such an engine gets
-    salted blocks as well. This changes no answer.
+    A request does not name its engine. If the process runs other engines, a marked request of such an engine also gets
+    salted blocks. This changes no answer.
 
     Args:
         keys: vLLM's own extra keys of the block.

@@ -15,7 +15,7 @@ from vllm_sparse_backend.serving import rust_frontend
 from vllm_sparse_backend.serving.level_policy import cached_choices
 
 WARNED = "sparse_prefill_warned_of_unmarked"
-"""Attribute of vLLM's ``EngineCore``: whether it has logged what is missing for such requests."""
+"""Attribute of vLLM's ``EngineCore``: whether it has logged the missing features for such requests."""
 
 
 def mark_new_request(core: Any, request: Any) -> VLLMValidationError | None:
@@ -53,7 +53,7 @@ def _refusal(why: str) -> VLLMValidationError:
 
 
 def _warn_once(core: Any) -> None:
-    """Log what is missing for requests of another front process, unless it was logged at start-up."""
+    """Log the missing features for requests of another front process, unless they were logged at start-up."""
     if not getattr(core, WARNED, False) and not rust_frontend.is_configured():
         rust_frontend.warn_of_missing()
     setattr(core, WARNED, True)

@@ -173,7 +173,7 @@ class Post:
         seen = (self._tail + chunk).lower()
         self._tail = chunk[-8:] if len(chunk) >= 8 else (self._tail + chunk)[-8:]
         self._may_hold_ours = any(part.encode() in seen for part in TYPO_PARTS) or (
-            # A NUL byte: JSON in UTF-16 or UTF-32, which vLLM accepts too.
+            # A NUL byte: JSON in UTF-16 or UTF-32, which vLLM also accepts.
             not self._is_form and (b"\0" in seen or ESCAPED_ASCII.search(seen) is not None)
         )
 
@@ -234,7 +234,7 @@ def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
         ValueError: The body has too many keys.
     """
     body = b"".join(chunks)
-    if b"\0" in body[:4]:  # UTF-16 or UTF-32, which vLLM accepts too
+    if b"\0" in body[:4]:  # UTF-16 or UTF-32, which vLLM also accepts
         with contextlib.suppress(ValueError):
             body = body.decode(json.detect_encoding(body)).encode()
     # The search is lazy, so that other threads run between two matches.
@@ -354,7 +354,7 @@ def read_keys(fields: Mapping[str, Any]) -> dict[str, BodyKey]:
             raise ValueError(f"{where}: given {body_key.key!r}, {expected}{hint}")
         if body_key.key in read:
             first = read[body_key.key]
-            raise ValueError(f"{first.place} {body_key.key}: given in {where} too, expected it in only one place")
+            raise ValueError(f"{first.place} {body_key.key}: also given in {where}, expected it in only one place")
         read[body_key.key] = body_key
     return read
 
@@ -380,7 +380,7 @@ class LevelsEndpoint:
         app.add_middleware(LevelsMiddleware, endpoint=self)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Compute what requests may choose, if the server runs this backend.
+        """Compute the levels that requests may choose, if the server runs this backend.
 
         Args:
             engine_client: vLLM's client of all engines of the server.

@@ -3,7 +3,7 @@
 
 The arena is sized on the host, from the configuration, and allocated in vLLM's profile run, so that vLLM counts it
 before it sizes the KV cache. It holds any row that the scheduler can form, and several rows at once up to half a GiB.
-Steps with more rows run in several slabs, and each slab selects and attends by itself. A row whose selection is larger
+Steps with more rows run in several slabs, and each slab selects and attends separately. A row whose selection is larger
 than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if single
 tiles of it do not fit. How a row is cut does not depend on other rows. The memory of every row is computed in every
 step, because it does not always grow with the row's length.
@@ -43,7 +43,7 @@ SLACK = 1.01
 methods distribute room for stripes among tiles."""
 
 KNOWN_LENGTHS = 1 << 14
-"""Number of cached answers to whether a row of some length fits by itself."""
+"""Number of row lengths for which the result of ``fits`` is cached."""
 
 DEVICE_SHARE = 1 / 16
 """Maximum size of the arena, as a share of the device's memory."""

@@ -56,7 +56,7 @@ def is_counting() -> bool:
     """Return whether this process is outside of any ``not_counting``.
 
     Returns:
-        Whether rows and pairs are to be counted.
+        Whether to count rows and pairs.
     """
     return _dummies == 0
 

@@ -34,7 +34,7 @@ FIELD = "--additional-config sparse_prefill.engine"
 
 
 Report = dict[str, dict[str, str]]
-"""Engines that a rank passed over: the reason by name, by subject. All ranks name a subject alike."""
+"""Engines that a rank passed over: the reason by name, by subject. All ranks use the same name for a subject."""
 
 
 class EnginePicker:

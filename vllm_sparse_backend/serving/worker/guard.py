@@ -5,7 +5,7 @@ In one of ``period_steps`` steps with sparse rows of a level, a layer is checked
 128 queries of one such row, over all keys, and the two outputs are compared. If the error is too large in several
 consecutive checks, the layer falls back to dense attention for rows of that level. It falls back at once if its output
 has NaN or infinity, because that is a fault rather than a loss of accuracy. The layer is still checked while it is held
-dense. Its sparse output is then computed for the check only, so that its recovery is measured as well.
+dense. Its sparse output is then computed for the check only, to measure its recovery.
 
 * **Queries**: any 128 consecutive sparse queries of the level in the step, not always the last of a row. Methods that
   estimate from a chunk's last queries are most accurate there.
@@ -13,10 +13,10 @@ dense. Its sparse output is then computed for the check only, so that its recove
   synchronise with the chunks of prompts, and no layer is left out by chance. Tensor-parallel ranks see the same steps
   and check the same queries.
 * **Requests**: a request that sets its own p is checked only if that p is at least the server's own. A request with a
-  smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is dense for
-  these requests too.
+  smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is also dense
+  for these requests.
 * **Ranks**: each rank judges its own heads. One rank may run a layer dense that another runs sparse. No head reads
-  another head, so the output of every rank is right, and what ranks exchange after attention does not change.
+  another head, so the output of every rank is right, and the exchange between ranks after attention does not change.
 * **No synchronisation**: sums are copied to the host asynchronously and judged in a later step.
 """
 

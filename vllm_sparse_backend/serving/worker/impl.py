@@ -213,7 +213,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             slab: The rows, all of one level.
             query: [num_tokens, num_heads, head_dim], of all rows of the step.
             cache: The layer's cache.
-            output: Of the shape of ``query``. The output of these rows is written into it.
+            output: Same shape as ``query``. The output of these rows is written into it.
             spans: Sparse tokens of requests that ask for a report.
         """
         assert self.worker is not None

@@ -119,7 +119,7 @@ def _number_of(name: str) -> int | None:
 
 
 def require_sparse_layer(vllm_config: VllmConfig) -> None:
-    """Check that some layer of this worker can run sparse.
+    """Check that at least one layer of this worker can run sparse.
 
     With pipeline parallelism other workers have other layers. A worker without such a layer then only logs a warning.
 

@@ -99,7 +99,7 @@ def copy_block_table_rows(block_table: torch.Tensor, ids: list[int]) -> torch.Te
         ids: Numbers of the rows, ascending, at least one.
 
     Returns:
-        [len(ids), max_pages] int32, in memory of its own.
+        [len(ids), max_pages] int32, in separate memory.
     """
     max_pages, device = block_table.shape[1], block_table.device
     padded = torch.empty(len(ids), ceil_div(max_pages, TABLE_STEP) * TABLE_STEP, dtype=torch.int32, device=device)

@@ -132,7 +132,7 @@ class RunnerRequests:
         """Update the levels and prompts of requests, and give builders the step while it runs.
 
         Args:
-            scheduler_output: What vLLM's scheduler decided for the step.
+            scheduler_output: The output of vLLM's scheduler for the step.
             runner: vLLM's runner.
 
         Yields:

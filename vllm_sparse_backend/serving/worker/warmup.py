@@ -116,7 +116,7 @@ class WarmUp:
         assert impl.worker.memory is not None
         self.impl, self.layer, self.memory = impl, layer, impl.worker.memory
         self.cache, self.table = cache, table
-        # Large enough that some sinks outweigh all keys, which occurs in models.
+        # Large enough for some sinks to outweigh all keys, as they do in models.
         self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
 
     def _batch(self, lengths: Sequence[tuple[int, int]]) -> Batch:

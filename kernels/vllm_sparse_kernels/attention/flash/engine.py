@@ -66,7 +66,7 @@ class FlashAttention:
         varlen: A function that is called like vLLM's ``flash_attn_varlen_func``, by keyword, with seqused_k and
             block_table, and returns (out, log-sum-exp [num_heads, num_tokens]). If it reads pages of one token, its
             log-sum-exp of a sequence without keys must be −∞.
-        page_multiple: Number of which the tokens of a page must be a multiple.
+        page_multiple: The tokens of a page must be a multiple of this number.
         max_seqlen_q: Value of the argument of that name.
         dtypes: Types of queries, keys and values that it reads.
     """
@@ -105,7 +105,7 @@ class FlashAttend:
     """``engine.Attend`` by FlashAttention.
 
     Attributes:
-        flash: The function to call; None if every call is to raise.
+        flash: The function to call; None to raise an error on every call.
     """
 
     flash: FlashAttention | None
@@ -173,7 +173,7 @@ def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
     if spec.has_stripes and flash.page_multiple > 1:
         return f"single keys need pages of 1 token, and it reads multiples of {flash.page_multiple}"
     if gcd(*spec.strides) * spec.dtype.itemsize % 16:
-        return f"the cache's strides {spec.strides} are no multiples of 16 bytes"
+        return f"the cache's strides {spec.strides} are not multiples of 16 bytes"
     return None
 
 

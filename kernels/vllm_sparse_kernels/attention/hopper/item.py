@@ -202,7 +202,7 @@ class Turns:
     """
 
     this: gl.shared_memory_descriptor  # the barrier that gives this group its turn; unused without turns
-    other: gl.shared_memory_descriptor  # the one that gives the other group its turn
+    other: gl.shared_memory_descriptor  # the barrier that gives the other group its turn
     ENABLED: gl.constexpr
 
     @gluon.jit

@@ -4,7 +4,7 @@
 A work item is one (query head, tile). The producer takes items from a counter. It loads a tile's queries, and then its
 keys and values in steps of 128 keys: one block of 128, two of 64 or four of 32 by bulk copies, or 128 gathered stripes.
 Each consumer group computes 64 of the tile's queries. While the scores of a step go through the softmax, the product of
-the previous step with its values runs. While the consumers write an item, the producer loads the next one. At head_dim
+the previous step with its values runs. While the consumers write an item, the producer loads the next item. At head_dim
 128, the two groups issue their products in turn, and one group's softmax also runs in parallel with the other's
 products.
 
@@ -24,7 +24,7 @@ An item's steps run from the diagonal backwards, then through the stripes:
     consumers in the SASS, and launch the kernel thousands of times on a card, also next to other processes.
 
     Items do not overlap: computing an item's first scores while the previous item is written gave NaN on a card that
-    ran other processes too.
+    also ran other processes.
 
     ptxas tends to hoist the wait for P·V above all exponents of the step, which undoes the overlap. A wait for the next
     step's keys between the two keeps the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
@@ -115,7 +115,7 @@ def hopper_kernel(
     barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, mended, turns)
     consumed = Channels(q_halves, k_steps, v_steps, items, barriers)
     produced = Channels(q_tiles, k_pieces, v_pieces, items, barriers)
-    # Gathering takes a warp group of producers. Registers are assigned by groups: 512 a thread for all three groups.
+    # Gathering takes a warp group of producers. Registers are assigned by group: the three groups share 512 per thread.
     WARPS: gl.constexpr = 4 if STRIPES else 1
     CONSUMER_REGISTERS: gl.constexpr = 232 if STRIPES else 240
     REGISTERS: gl.constexpr = 40 if STRIPES else 24

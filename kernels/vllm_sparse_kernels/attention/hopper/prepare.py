@@ -23,7 +23,7 @@ def prepare_kernel(
         index: ``IndexArgs``.
         cache: ``KeyArgs``.
         num_tiles: Tiles of the index's rows.
-        rows_per_page: Rows of the matrix from a page to the next one.
+        rows_per_page: Rows of the matrix from a page to the next page.
         counter: [1] int32, set to 0.
         places: int32, of the shape of ``index.block_ids``: first rows of blocks of kv head 0.
         stripe_places: int32, of the shape of ``index.stripe_positions``, or None: tokens of the cache.

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex by one Triton kernel on every device that Triton supports: the engine with all options.
 
-A program owns one (query head, tile), or a part of the tile's queries where all of them do not fit the GPU
-(``program_queries``). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
-masks only where a block touches the diagonal, then gathers the tile's stripes.
+A program owns one (query head, tile), or a part of the tile's queries if the GPU cannot hold all of them
+(``program_queries``). It walks the tile's blocks with FlashAttention's online softmax (in base 2), masks only where a
+block touches the diagonal, then gathers the tile's stripes.
 
 Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
 stay in the L2 cache while all of its readers run.
 
-Blocks are loaded in one of two ways. Where a block lies within a page, its *place*, a row of the cache seen as a
-matrix, is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers.
-Smaller pages cost a look-up in the block table for every key.
+Blocks are loaded in one of two ways. If a block lies within a page, its *place*, a row of the cache seen as a matrix,
+is looked up only once, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
+cost a look-up in the block table for every key.
 
 Heads may request the approximations of ``AttendOptions``. Without them, the kernel is compiled without their code. With
 them, one launch serves a layer of mixed heads, and each program uses its head's options:
 
-* SpargeAttn's skip of P·V tests all 128 queries of a tile together, where the paper tests the
-  queries of a warp (16 or 32): it skips less. (The authors' kernels, as they are compiled, test a block of 64 or 128.)
-  A branch must be one for all warps of a Triton program. Two products of 64 queries would not do: a warp group's matrix
-  instruction takes 64 rows, so that the two groups would share each half, its probabilities crossing between them
-  through shared memory.
+* SpargeAttn's skip of P·V tests all 128 queries of a tile together. The paper tests the queries of a warp (16 or 32)
+  and therefore skips more. (The authors' kernels, as compiled, test a block of 64 or 128.) All warps of a Triton
+  program must take the same branch. Two products of 64 queries would not help: a warp group's matrix instruction takes
+  64 rows, so the two groups would share each half, and its probabilities would cross between them through shared
+  memory.
 * 8-bit scores: ``smooth_keys.py``.
 """
 
@@ -46,10 +46,10 @@ STRIPE_STEP = 64
 """Stripes that are gathered per step."""
 
 MIN_QUERIES = 64
-"""Fewest queries of a program. Hopper's matrix instruction takes no fewer."""
+"""Fewest queries of a program: the minimum of Hopper's matrix instruction."""
 
 RESULT_ELEMENTS = 128 * 256
-"""Elements of a program's result, in float32, which its threads hold in registers: 128 for each of 8 warps."""
+"""Largest result of a program, in float32 elements held in registers: 128 per thread of 8 warps."""
 
 
 class MatrixArgs(NamedTuple):
@@ -93,7 +93,7 @@ def attend(
         index: The index to read.
         out: [num_tokens, num_heads, head_dim]; written for the index's rows.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        lse: [num_heads, num_tokens] float32, written too; or None.
+        lse: [num_heads, num_tokens] float32, also written; or None.
         options: Approximations that heads request; None without any.
         sinks: [num_heads], logits that join the softmax; or None.
 
@@ -194,8 +194,8 @@ def program_queries(head_dim: int, limit_bytes: int) -> int | None:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        All 128; or the largest power of two whose result fits the registers and which leaves shared memory for a block
-        of 64 keys. None if not even ``MIN_QUERIES`` do.
+        All 128 if they fit. Otherwise the largest power of two whose result fits in registers and that leaves shared
+        memory for a block of 64 keys. None if even ``MIN_QUERIES`` do not fit.
     """
     block_d, num_queries = triton.next_power_of_2(head_dim), TILE_TOKENS
     while num_queries >= MIN_QUERIES:
@@ -215,12 +215,12 @@ def _bytes_of(block_tokens: int, head_dim: int, num_buffers: int, num_queries: i
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_bytes: int) -> int:
-    """Return ``_bytes_of`` with as many queries as a program takes on a GPU with this shared memory."""
+    """Return ``_bytes_of`` for the number of queries that a program takes on a GPU with this shared memory."""
     return _bytes_of(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes) or MIN_QUERIES)
 
 
 def _num_warps(num_queries: int, block_d: int) -> int:
-    """Return the warps of a program, so that a thread holds at most 128 elements of the result."""
+    """Return the number of warps with which a thread holds at most 128 elements of the result."""
     return 8 if num_queries * block_d >= 128 * 128 else 4
 
 
@@ -233,7 +233,7 @@ def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
 def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
     """Return the number of buffers for whole steps.
 
-    Two buffers of keys and values need a third one of keys, which are loaded before the step's own.
+    Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier.
 
     Without room for them, 0 lets the compiler load keys and values separately, which margins do not allow.
     """

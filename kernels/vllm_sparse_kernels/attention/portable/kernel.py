@@ -122,7 +122,7 @@ def attend_kernel(
 ):  # fmt: skip
     """Compute O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's position.
 
-    If the queries of a tile do not fit the GPU, PARTS programs take BLOCK_M of them each.
+    If the GPU cannot hold all queries of a tile in one program, PARTS programs take BLOCK_M of them each.
 
     Online softmax in float32 and base 2. For each step, S = scale log₂e · Q Kᵀ, m' = max(m, max S),
     l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l, where a sink adds

@@ -293,9 +293,9 @@ def blocks_kernel(
     groups, index, heads, num_tiles,
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr,
 ):  # fmt: skip
-    """Write the list of blocks of one tile and head: the anchor region, and blocks that the group keeps whole.
+    """Write the list of blocks of a tile and head: the anchor region, and blocks of which the group keeps all keys.
 
-    With ANY, those of which it keeps any key, and the tile has no stripes.
+    With ANY, a block is listed if the group keeps at least one of its keys, and the tile has no stripes.
 
     Grid: (tiles, n). Bound by the latency of dependent loads; it reads a bit for each key.
 

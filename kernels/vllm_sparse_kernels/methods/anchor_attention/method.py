@@ -15,8 +15,8 @@ Choices where the paper is ambiguous, and deviations from it:
 * Algorithm 2 writes avgpool(Acc) for x_a. Equations 1 and 2 mean the row maxima, which Algorithm 1 returns in M. This
   module follows the equations.
 * Algorithm 2 tests "<", equation 2 "≤". This module follows the equation.
-* Algorithm 1 begins the window at 1-based block ⌊(i − 1)/step⌋·step, the last block before the group. Algorithm 2 votes
-  on that block too, so its keys would count twice. Here the window begins with the group, and the block before it is
+* Algorithm 1 begins the window at 1-based block ⌊(i − 1)/step⌋·step, the last block before the group. Algorithm 2 also
+  votes on that block, so its keys would count twice. Here the window begins with the group, and the block before it is
   subject to the vote. ``window_tokens`` = 128 adds it to the window. Larger values help short groups, whose windows are
   short.
 * The partial softmax of Algorithm 1 is not reused in step 3: ``attend`` is shared by all methods and computes the
@@ -33,7 +33,7 @@ Choices where the paper is ambiguous, and deviations from it:
 
 **The authors' released code** differs from the paper in five ways:
 
-* It runs on the first n − n mod span tokens of a prompt of n tokens only and attends the remaining queries densely.
+* It runs only on the first n − n mod span tokens of a prompt of n tokens, and attends the remaining queries densely.
   ``dense_tail`` does the same. Of 48 questions inside a prompt of 12,000 tokens (code-lm-29m-128k, θ = 12, step 16) the
   paper's rule answers 6 and the released code 26: all 15 that are asked in the dense tail, all 6 whose fact lies in the
   first 2,048 tokens, and none of the 22 that need other distant keys. So ``dense_tail`` helps the end of a prompt, and
@@ -49,8 +49,8 @@ Choices where the paper is ambiguous, and deviations from it:
 **dense_tail in a server.** The tail begins at n − n mod span, where n is the length of the request's prompt. A chunk
 cannot see that length, so ``Rows.prompt_lens`` passes it. Tail queries are therefore dense at any chunk size. Positions
 after the prompt, as a preempted request prefills them again, count as tail. A tile that begins before the tail and
-reaches into it is dense as a whole. As the tail depends on the prompt's length, cached keys and values of the last
-incomplete group do too: a longer prompt that shares this prefix reads what the shorter one wrote.
+reaches into it is dense as a whole. The tail depends on the prompt's length, and so do cached keys and values of the
+last incomplete group: a longer prompt that shares this prefix reads the keys and values of the shorter prompt.
 
 **What single queries look for.** A mean query cannot show it. In the layer of a trained model that copies
 (code-lm-29m-128k, layer 5; 6,144 tokens; queries that produce answers whose facts lie between initial block and group),
@@ -249,7 +249,8 @@ class Groups(NamedTuple):
         table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
         row_starts = [0, *accumulate(len(of_row) for of_row in of_rows)]
         tile_groups = [number for number, group in enumerate(groups) for _ in range(group.num_tiles)]
-        # One copy for all three. Each begins at a multiple of 16 bytes, else Triton would compile kernels anew.
+        # One copy for all three. Each begins at a multiple of 16 bytes, because Triton would otherwise compile new
+        # variants.
         row_starts_end = len(table) + len(row_starts)
         padding = [0] * (-row_starts_end % GROUP_FIELDS.value)
         on_device = to_device(table + row_starts + padding + tile_groups, torch.int32, rows.device)
@@ -357,7 +358,7 @@ class AnchorAttention(PerHead):
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+        """Return the memory that ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
             rows: The rows of a step.
@@ -373,13 +374,13 @@ class AnchorAttention(PerHead):
         return max(voted, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
 
         Args:
             head_dim: Elements of a head's query or key.
 
         Returns:
-            Bytes of ``anchor_kernel``, as compiled for Hopper above head_dim 256; 0 up to there.
+            Bytes that ``anchor_kernel`` needs above head_dim 256, as compiled for Hopper; 0 up to 256.
         """
         block_d = triton.next_power_of_2(head_dim)
         return 512 * block_d if block_d > 256 else 0
@@ -412,7 +413,7 @@ class AnchorAttention(PerHead):
         """Compute what each group keeps (equations 1 and 2), as the words of ``args``."""
         rows, group = index.rows, index.num_heads // cache.num_kv_heads
         block_d = triton.next_power_of_2(cache.head_dim)
-        narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, for what fits into shared memory
+        narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, to fit shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
         matrix, descriptor = _matrix(cache, block_n)
         keys = key_args(cache, rows.block_table), descriptor, matrix

@@ -151,7 +151,7 @@ class FlexVerticalSlash(PerHead):
         return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
 
         Args:
             head_dim: Elements of a head's query or key.
@@ -225,7 +225,7 @@ class LineLimits(NamedTuple):
     ROW_STRIPES: Any  # of all tiles together
     FEWEST: Any  # of a tile, however many there are
     TILE: Any  # queries of a tile
-    ALIGN: Any  # keys that a row is padded to a multiple of
+    ALIGN: Any  # a row is padded to a multiple of this many keys
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from vllm_sparse_kernels.selection import slabs
 PAIR_FIELDS = gl.constexpr(slabs.PAIR_FIELDS)
 
 STAGES = gl.constexpr(4)
-"""Steps of keys in shared memory, and of one round of the loop."""
+"""Number of steps of keys that shared memory holds and that each round of the loop handles."""
 
 STEP_TOKENS = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""
@@ -122,7 +122,7 @@ class Buffers:
 
 @gluon.jit
 def _local_start(end, sink_tokens, local_tokens):
-    """Return what ``rounding.local_start`` returns, which Gluon cannot call."""
+    """Return the same as ``rounding.local_start``, which Gluon cannot call."""
     between = (end + 31) // 32 * 32 - sink_tokens - local_tokens
     return gl.where(between >= 0, sink_tokens + between // 128 * 128, 0)
 

@@ -2,8 +2,9 @@
 """Statistics of a row for SALE's rounding: mean keys and queries and, for half the channels, the kept channels.
 
 The weight of a kv head's channel is its effect on scores: the variance of the row's keys in it times the second moment,
-about the mean query, of the step's queries of all heads that read it. The heavier half is kept, each channel by itself:
-keeping the two that rotary embedding turns together, or none of them, lost more on trained attention at every density.
+about the mean query, of the step's queries of all heads that read it. The heavier half of the channels is kept. The
+two channels that rotary embedding turns together are chosen independently: keeping both or neither lost more on trained
+attention at every density.
 """
 
 from itertools import accumulate
@@ -23,7 +24,7 @@ SPLIT_TOKENS = 512
 """Keys that one program adds up."""
 
 KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3}
-"""Keys of one step, and steps that are loaded ahead, by way of shared memory if more than one."""
+"""Keys of a step, and number of steps loaded ahead: through shared memory if more than one."""
 
 LEAST_CHANNELS = 32
 """Minimum number of channels of an 8-bit product, given by the matrix instructions."""

@@ -35,8 +35,8 @@ Choices where the paper is ambiguous, and deviations from it:
   index has the paper's blocks of 32 keys where all heads of a layer run SALE (``block_width.py``); elsewhere a block of
   64 keys keeps the union of its two, and more is attended. The second query block's local region never begins before
   the first's, so only keys before the first's local region are tested.
-* Both means, and the choice of channels, cover what this step sees. Selection therefore depends on the chunk size, and
-  on later queries of the same chunk.
+* Both means, and the choice of channels, cover the keys and queries of this step. Selection therefore depends on the
+  chunk size, and on later queries of the same chunk.
 * The paper computes attention over the selected blocks in 8 bits (SageAttention). Here that is an option of ``attend``,
   ``int8_scores``, off by default.
 * Beyond the paper, and off unless ``channels`` is "half": scores are estimated from the half of each kv head's channels
@@ -108,7 +108,8 @@ class Sale(PerHead):
 
     differing = ("tau", "int8_scores")
     finest_block_tokens = 32
-    """b_k. An index of blocks of 32 keeps what the paper keeps, one of 64 or 128 the union over each of its blocks."""
+    """b_k. An index with blocks of 32 keeps the paper's blocks; with blocks of 64 or 128, it keeps the union over each
+    block."""
 
     tau: float = 0.004
     """τ, in [0, 1): relative attention score from which a block is kept. 0 keeps every block. The paper calibrates it
@@ -124,11 +125,11 @@ class Sale(PerHead):
     """Multiply queries and keys of the kept blocks in 8 bits."""
 
     channels: CHANNELS = "all"
-    """What is multiplied in 4 bits. ``half`` goes beyond the paper: of each kv head the half of the channels that holds
-    most of the energy, and a threshold lower by the standard deviation of the rest. Half the product."""
+    """Channels that are multiplied in 4 bits. ``half`` goes beyond the paper: it multiplies the half of each kv head's
+    channels with most of the energy, and lowers the threshold by the standard deviation of the other half."""
 
     SEGMENT_TOKENS: ClassVar[int] = SEGMENT.value
-    """Four 32-key blocks: what lies between sink and local region is a multiple of this."""
+    """Four 32-key blocks: the number of keys between sink and local region is a multiple of this."""
 
     def __post_init__(self) -> None:
         require(0 <= self.tau < 1, "tau", self.tau, "a number in [0, 1)")
@@ -146,13 +147,13 @@ class Sale(PerHead):
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
 
         Args:
             head_dim: Elements of a head's query or key.
 
         Returns:
-            Bytes of the kernels that round, as compiled for Hopper above head_dim 256; 0 up to there.
+            Bytes that the rounding kernels need above head_dim 256, as compiled for Hopper; 0 up to 256.
         """
         block_d = triton.next_power_of_2(head_dim)
         return 640 * block_d if block_d > 256 else 0

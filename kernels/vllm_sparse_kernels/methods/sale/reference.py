@@ -77,7 +77,7 @@ def paper_blocks(
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
-                # Subtracting k̄ shifts all scores of a query alike, and the threshold with them.
+                # Subtracting k̄ shifts all scores of a query and the threshold by the same amount.
                 threshold = exact_threshold(setting, b_q, keys[:, kv], tile, scale) - b_q @ key_mean[kv]
                 b_q = b_q - query_mean[head]
                 threshold -= (b_q.square() @ left_out[kv]).sqrt()
@@ -150,8 +150,8 @@ def last_positions(tile: Tile) -> list[int]:
 def local_start(method: "Sale", last_position: int) -> int:
     """Return the start of the local region of a 64-query block.
 
-    Between sink and local region lie whole segments of four 32-key blocks: what is left over at the row's end joins the
-    local region (appendix C), which so has 128 to 224 tokens, the last block counted whole.
+    Between sink and local region lie whole segments of four 32-key blocks. The remaining blocks at the row's end join
+    the local region (appendix C), which therefore has 128 to 224 tokens if the last block counts as whole.
 
     Args:
         method: The method of the heads, possibly merged.

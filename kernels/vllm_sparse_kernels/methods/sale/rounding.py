@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SALE's first two steps: queries and keys in 4 bits, and every query's threshold. method.py has the paper's part.
 
-All rows of a step go through one launch of each kernel, but for keys, which are rounded a slab of rows at a time
-(``selection/slabs.py``). What is written about a row depends on that row alone.
+Each kernel handles all rows of a step in a single launch, except keys, which are rounded a slab of rows at a time
+(``selection/slabs.py``). The results for a row depend on that row alone.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from vllm_sparse_kernels.workspace import Workspace
 
 QUERY_BLOCK = tl.constexpr(64)  # b_q
 KEY_BLOCK = tl.constexpr(32)  # b_k
-SEGMENT = tl.constexpr(128)  # what lies between sink and local region is a multiple of four 32-key blocks
+SEGMENT = tl.constexpr(128)  # keys between sink and local region: a multiple of four 32-key blocks
 LEVELS = tl.constexpr(7.0)
 TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of zeros
 LEAST = tl.constexpr(-1e30)
@@ -34,7 +34,7 @@ ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
 """Keys of one program."""
 
 ROUND_QUERIES = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
-"""Keys of one step. Four stages: two for the keys, and two more for the pages that say where they are."""
+"""Keys of one step. Four stages: two for the keys, and two more for the pages that locate them."""
 
 
 class Selected(NamedTuple):
@@ -98,7 +98,7 @@ class RoundedKeys(NamedTuple):
     steps: Any  # [num_kv_heads, num_keys / 8] float32
     biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ in key steps
     half_biases: Any  # the same in half precision, infinite where it has no such number
-    squares: Any  # [num_kv_heads, num_keys / 64] float32, of the longest of 64 keys' integers
+    squares: Any  # [num_kv_heads, num_keys / 64] float32, largest squared length of 64 keys' integers
     largest_biases: Any  # [num_selected, num_keys / 64] float32, largest magnitude among those of 64 keys
     num_keys: int  # a multiple of 128
 

@@ -30,14 +30,14 @@ from vllm_sparse_kernels.selection.engine import HOPPER, SelectSpec
 from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
 
 TEST_TILES = 2
-"""Tiles that one program tests together: keys are read half as often as for one tile. L2 could not keep up
+"""Tiles that a program tests together, so keys are read half as often as for a single tile. L2 could not keep up
 otherwise."""
 
 TEST_WARPS = 4
 """A warp group's: a thread then holds 128 registers of scores, and two programs run on one multiprocessor."""
 
 SPAN_TOKENS = 8192
-"""Keys that one program tests: enough that its start (256 queries to load) does not show, few enough to fill a card."""
+"""Keys that a program tests: enough to hide its start (256 queries to load), and few enough to fill a card."""
 
 PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
 
@@ -48,7 +48,7 @@ except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a na
     MISSING_GLUON = str(error)
 else:
     MISSING_GLUON = ""
-"""What ``hopper.py`` needs and the installed Triton's Gluon lacks; None if it lacks nothing."""
+"""Features that ``hopper.py`` needs but the installed Triton's Gluon lacks; None if it has all of them."""
 
 
 class ScoreShape(NamedTuple):
@@ -79,7 +79,7 @@ class ScoreArgs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Some tiles of one head, and keys between sink and local region of any of them."""
+    """Tiles of a head, and the keys between sink and local region of at least one of these tiles."""
 
     i_group: Any  # place among the selected heads
     i_kv: Any
@@ -108,7 +108,7 @@ def _test_stages(kept_d: int, limit_bytes: int) -> int:
 
     Args:
         kept_d: Channels that are multiplied, in 8 bits.
-        limit_bytes: Shared memory of a program, which holds its queries too.
+        limit_bytes: Shared memory of a program, including its queries.
 
     Returns:
         4 for three buffered steps of 64 keys with their biases and steps; 3 or 2 if the GPU has room for fewer.

@@ -3,8 +3,8 @@
 
 A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all
 pairs is (mean q) · (mean k): nothing but means is needed. Blocks on the diagonal, few of each tile, are averaged over
-the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these score
-the last queries of a key head's query heads too. Maps follow in kernels.py, once it is known of which heads.
+the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these also
+score the last queries of a key head's query heads. kernels.py makes maps, once their heads are known.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_devi
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
 MEANS_AT_ONCE = tl.constexpr(128)
-"""Mean keys that are multiplied by a mean query at a time. As many, or twice as many, are buffered."""
+"""Mean keys that are multiplied by a mean query at a time. This number, or twice as many, are buffered."""
 
 
 class Spans(NamedTuple):
@@ -90,8 +90,8 @@ def _map_stages(head_dim: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        3 for two buffers of mean keys, 2 for one if two do not fit the GPU or head_dim exceeds 128, or 1 for loads that
-        are not buffered if not even one fits.
+        3 for two buffers of mean keys; 2 for one buffer if two do not fit or head_dim exceeds 128; 1 for loads without
+        a buffer if even one does not fit.
     """
     block_d = triton.next_power_of_2(head_dim)
     one_buffer = MEANS_AT_ONCE.value * block_d * 4
@@ -214,7 +214,7 @@ def _mean_keys_kernel(
 ):  # fmt: skip
     """Compute the mean key of one (kv head, block, row).
 
-    If the block is before the diagonal, its products with mean queries are computed too. A row's last block may be
+    If the block is before the diagonal, its products with mean queries are also computed. A row's last block may be
     short.
 
     Grid: (kv heads, blocks of the longest row, rows). Bound by memory: it reads each key once.

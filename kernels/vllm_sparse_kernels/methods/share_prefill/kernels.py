@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of SharePrefill (method.py): who shares, the maps of new pivots, what of them is kept, and the lists.
+"""Kernels of SharePrefill (method.py): sharing decisions, the maps of new pivots, their kept parts, and the lists.
 
-Few heads are new pivots: their maps are made by few programs, and what counts is how soon these are done. Hence they
-are in the launch of the decisions, and what does not depend on who shares, the first pass of radix.py, is done there.
+Few heads are new pivots, so few programs make their maps, and these must finish early. They therefore run in the launch
+of the decisions, together with the first pass of radix.py, which does not depend on the decisions.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, l
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
 VERTICAL_SLASH, SHARED, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
+"""The pattern of a head in a row: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
 
 CHUNK = tl.constexpr(CHUNK_BLOCKS)
 """Blocks of a step."""
@@ -51,7 +51,7 @@ class ShareArgs(NamedTuple):
     places: Any  # [n] each head's cluster among those of the layer, below 0: noise
     slots: Any  # [clusters of the layer]
     patterns: Any  # [n, num_rows]
-    shares: Any  # [n] of its pivot's map each head keeps so much
+    shares: Any  # [n] the share of its pivot's map that each head keeps
     estimates: Any
     sparsity: Any
     mean_keys: Any
@@ -68,7 +68,7 @@ class ShareArgs(NamedTuple):
 
 @triton.jit
 def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
-    """Return whether the cluster has a pivot, and the place in heads of the head that becomes it otherwise.
+    """Return whether the cluster has a pivot, and the index in heads of the head that becomes the pivot if it has none.
 
     This is the first head that is not too sparse; HEADS if all are too sparse.
     """
@@ -173,7 +173,7 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
     b_q = average_tile(queries, keys, index.tiles, i_tile, i_head, row, SHAPE)
     means = args.mean_keys + ((i_head // SHAPE.GROUP) * num_blocks + start_block) * SHAPE.HEAD_DIM
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    # For a single query, tensor cores, which take 8, need more instructions for a product that comes to float32.
+    # Tensor cores take at least 8 queries. For a single query, a float32 product needs fewer instructions without them.
     for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=SHAPE.MAP_STAGES):
         o_n = start + tl.arange(0, MEANS_AT_ONCE)
         in_keys = (o_n < diagonal)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]

@@ -42,8 +42,8 @@ it is implemented here:
 
 * *True mass.* Its map is the exact softmax mass of each block, by a second pass over the pivot's QK, which costs half
   of the pivot's dense attention or more.
-* *γ of each row.* It takes γ of the mass of each row of the map, not of the whole map. With the whole map all rows
-  weigh alike, and rows with many blocks, a chunk's last, are left short.
+* *γ of each row.* It takes γ of the mass of each row of the map, not of the whole map. With the whole map, all rows
+  have equal weight, and rows with many blocks, those at a chunk's end, keep too little.
 * *Comparison.* It compares heads by the true mass of the last queries, summed over columns and over diagonals: both
   distances to the pivot must be below 0.5. The paper compares estimates, and has τ = 0.2.
 * *Query-aware heads.* A head whose pooled estimate is close to the true one (a distance below 0.1) takes FlexPrefill's
@@ -58,8 +58,8 @@ recall → density were 0.864 → 0.131 with averages, 0.874 → 0.163 with γ o
 have not been measured.
 
 **Cost.** Which heads share is known before vertical-slash reads any key. Its work ends there for a head that shares,
-and for a key head all of whose query heads share. Query heads that share keys are stacked, so one of them costs as much
-as all.
+and for a key head all of whose query heads share. Query heads that share keys are stacked, so a single head costs as
+much as all of them.
 """
 
 from collections import Counter
@@ -90,7 +90,7 @@ from vllm_sparse_kernels.selection.parameters import on_device, require
 from vllm_sparse_kernels.selection.radix import DIGITS
 
 NOISE = -1
-"""Cluster id of heads that are like no other."""
+"""Cluster id of heads that resemble no other head."""
 
 State = TypeVar("State")
 
@@ -124,7 +124,7 @@ class SharePrefill(PerHead):
         require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1] (γ)")
         require(self.cluster >= NOISE, "cluster", self.cluster, f"a cluster's number >= 0, or {NOISE} for noise")
-        FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses what cannot be
+        FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses invalid values
 
     @property
     def sharing(self) -> "SharePrefill":
@@ -167,8 +167,8 @@ class SharePrefill(PerHead):
         if any(count > 1 for count in members.values()):
             return None
         return (
-            "share_prefill: no two heads can share a pattern, and without that it is flex_vertical_slash: expected a "
-            "profile that gives alike heads the same cluster, and thresholds above 0; or method flex_vertical_slash"
+            "share_prefill: no two heads can share a pattern, so it would only run as flex_vertical_slash: expected a "
+            "profile that gives similar heads the same cluster, and thresholds above 0; or method flex_vertical_slash"
         )
 
     @classmethod
@@ -206,7 +206,7 @@ class SharePrefill(PerHead):
         return self.fallback.stripe_layout(rows)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return what ``select`` takes: see ``Method.workspace_bytes``.
+        """Return the memory that ``select`` takes: see ``Method.workspace_bytes``.
 
         Args:
             rows: The rows of a step.
@@ -250,7 +250,7 @@ class SharePrefill(PerHead):
         return rows.state[key]
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
 
         Args:
             head_dim: Elements of a head's query or key.

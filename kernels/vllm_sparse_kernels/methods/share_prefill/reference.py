@@ -106,14 +106,14 @@ def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compute the terms of KL(a‖b) in natural logarithms; 0 · log 0 is 0.
+    """Compute KL(a‖b) in natural logarithms; 0 · log 0 is 0.
 
     Args:
         a: Shares.
         b: Shares.
 
     Returns:
-        Of the shape of a.
+        The sum over all elements, a scalar.
     """
     return torch.where(a > 0, a * (a / b).log(), 0).sum()
 

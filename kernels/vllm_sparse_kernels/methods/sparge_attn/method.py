@@ -169,7 +169,7 @@ class SpargeAttn(PerHead):
 
 
 class HeadLimits(NamedTuple):
-    """The parameters of the selected heads on the device, [n] float32 each; an argument of kernels too."""
+    """The parameters of the selected heads on the device, [n] float32 each; also an argument of kernels."""
 
     kept_mass: Any  # τ
     top_share: Any  # CUMULATIVE for heads with the cumulative cut; None if all heads have it
@@ -266,7 +266,7 @@ def _keep_top_blocks_kernel(
         num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
         target = tl.where(is_counted, num_top, total * kept_mass)
 
-    # The largest bits such that blocks of at least those bits reach the target; 1 to 1.0 takes 30 halvings.
+    # The largest bits for which all blocks with at least these bits reach the target; 1 to 1.0 takes 30 halvings.
     bits = tl.where(all_kept, ONE_BITS, 1)
     too_many = ONE_BITS + 1
     for _ in range(tl.where(all_kept, 0, 30)):
@@ -274,7 +274,7 @@ def _keep_top_blocks_kernel(
         is_reached = _weight(b_rank, row, num_blocks, middle, is_counted, CHUNK) >= target
         bits = tl.where(is_reached, middle, bits)
         too_many = tl.where(is_reached, too_many, middle)
-    # Keep the first blocks of just those bits, as many as it takes.
+    # Keep the first blocks with exactly these bits, as many as needed.
     missing = target - _weight(b_rank, row, num_blocks, bits + 1, is_counted, CHUNK)
     weight = _if_counted(is_counted, 1.0, bits.to(tl.float32, bitcast=True))
     num_equal = tl.ceil(missing / weight).to(tl.int32)
@@ -349,7 +349,7 @@ def _ranks(row, num_blocks, is_counted, CHUNK: tl.constexpr):
 
 @triton.jit
 def _weight(b_first, row, num_blocks, bits, is_counted, CHUNK: tl.constexpr):
-    """Sum the weights of ranks of at least these bits. The sum never decreases as more count, in floating point too."""
+    """Sum the weights of ranks of at least these bits. With more ranks it never decreases, even in floating point."""
     total = _chunk_weight(b_first, bits, is_counted)
     for first in range(CHUNK, num_blocks, CHUNK):
         total += _chunk_weight(_load(row, first, num_blocks, 0.0, CHUNK), bits, is_counted)
