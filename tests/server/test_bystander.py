@@ -111,6 +111,12 @@ def ask(server: Server, request: Hostile) -> Said:
     return said._replace(text=CHANGES.sub("", text.replace(server.url, "")))
 
 
+def ask_both(pair: "Pair", request: Hostile) -> tuple[Said, Said]:
+    with ThreadPoolExecutor(2) as pool:
+        without, bystander = pool.map(ask, pair, (request, request))
+    return without, bystander
+
+
 def stream_content(text: str) -> str:
     """Return the text of a stream of events. The number of tokens in an event depends on the machine's load."""
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
@@ -143,17 +149,24 @@ def pair(small_model: Path) -> Iterator[Pair]:
 
 
 def test_it_answers_as_a_server_without_plugins(pair: Pair) -> None:
-    """Both get the same requests in the same order, one at a time, so they cache the same blocks."""
-    statuses, differing = [], []
+    """Both get the same requests in the same order, one at a time, so they cache the same blocks.
+
+    A request with different answers is sent to both again. What this package does to a request, it does every time;
+    what two stock servers may differ in, such as how a busy machine splits a step, comes once in hundreds of requests.
+    """
+    statuses, differing, repeated = [], [], 0
     for number in range(REQUESTS):
         request = hostile(number)
-        with ThreadPoolExecutor(2) as pool:
-            expected, said = pool.map(ask, pair, (request, request))
+        expected, said = ask_both(pair, request)
         statuses.append(said.status)
         if said != expected:
-            differing.append((number, request.path, request.body[:500], expected, said))
-            assert pair.bystander.exit_code() is None, (differing[-1], pair.bystander.tail())
+            repeated += 1
+            again = ask_both(pair, request)
+            if again[0] != again[1]:
+                differing.append((number, request.path, request.body[:500], expected, said, again))
+            assert pair.bystander.exit_code() is None, (request, pair.bystander.tail())
     assert not differing, (len(differing), differing[:5])
+    assert repeated <= max(REQUESTS // 100, 1)
     assert [server.exit_code() for server in pair] == [None, None]
     assert statuses.count(200) > REQUESTS // 10
 
