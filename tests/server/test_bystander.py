@@ -124,8 +124,10 @@ def stream_content(text: str) -> str:
     deltas = [choice.get("text", choice.get("delta")) for choice in choices] + [event.get("delta") for event in events]
     words = "".join(delta.get("content") or "" if isinstance(delta, dict) else delta or "" for delta in deltas)
     reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-    keys = sorted({(str(event.get("type")), *sorted(event)) for event in events})
-    return json.dumps([words, reasons, keys, "data: [DONE]" in text])
+    keys: dict[str, set[str]] = {}  # by type: on a busy machine a stream's only event may be its last, with more keys
+    for event in events:
+        keys.setdefault(str(event.get("type")), set()).update(event)
+    return json.dumps([words, reasons, {name: sorted(keys[name]) for name in sorted(keys)}, "data: [DONE]" in text])
 
 
 class Pair(NamedTuple):
@@ -149,24 +151,16 @@ def pair(small_model: Path) -> Iterator[Pair]:
 
 
 def test_it_answers_as_a_server_without_plugins(pair: Pair) -> None:
-    """Both get the same requests in the same order, one at a time, so they cache the same blocks.
-
-    A request with different answers is sent to both again. What this package does to a request, it does every time;
-    what two stock servers may differ in, such as how a busy machine splits a step, comes once in hundreds of requests.
-    """
-    statuses, differing, repeated = [], [], 0
+    """Both get the same requests in the same order, one at a time, so they cache the same blocks."""
+    statuses, differing = [], []
     for number in range(REQUESTS):
         request = hostile(number)
         expected, said = ask_both(pair, request)
         statuses.append(said.status)
         if said != expected:
-            repeated += 1
-            again = ask_both(pair, request)
-            if again[0] != again[1]:
-                differing.append((number, request.path, request.body[:500], expected, said, again))
-            assert pair.bystander.exit_code() is None, (request, pair.bystander.tail())
+            differing.append((number, request.path, request.body[:500], expected, said))
+            assert pair.bystander.exit_code() is None, (differing[-1], pair.bystander.tail())
     assert not differing, (len(differing), differing[:5])
-    assert repeated <= max(REQUESTS // 100, 1)
     assert [server.exit_code() for server in pair] == [None, None]
     assert statuses.count(200) > REQUESTS // 10
 
