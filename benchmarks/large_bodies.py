@@ -5,7 +5,8 @@
 
 Stock vLLM and this backend serve a small model with an API key, one after the other. Bodies consist of many keys that
 look like ours, of a prompt, or of a prompt with a level. They go to a path that does not exist, to a guarded path, and
-to an open path that parses them.
+to an open path, which vLLM itself parses on the event loop before anything refuses them. There, the target is
+the time by which /health waits longer than on the stock server.
 """
 
 import http.client
@@ -29,7 +30,8 @@ from vllm_sparse_backend.evaluation.vllm_server import Server, device_name, spar
 
 SETTINGS = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}, "min_tokens": 128}
 ARGS = ("--max-model-len", "4096", "--api-key", "key")
-PATHS = ("/nothing", "/v1/completions", "/tokenize")
+OPEN_PATH = "/tokenize"
+PATHS = ("/nothing", "/v1/completions", OPEN_PATH)
 HEALTH_S = 0.2
 """Target: maximum wait of /health, in seconds."""
 
@@ -107,6 +109,7 @@ def main(
     """Measure both servers, and print the table."""
     report = Report("large_bodies", device_name(), json_path, results)
     posted = bodies(megabytes * 1_000_000)
+    stock_health_s: dict[tuple[str, str], float] = {}
     with TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         for name, args in ("stock", ()), ("ours", sparse_args(SETTINGS)):
@@ -117,9 +120,16 @@ def main(
                         slowest = max((post(address, path, body) for _ in range(3)), key=lambda wait: wait.health_s)
                         report.add_case({"server": name, "path": path, "body": kind, **slowest._asdict()})
                         figure = f"{megabytes} MB of {kind} to {path} without a key, {name}"
-                        bar = HEALTH_S if name == "ours" and path != "/tokenize" else None
-                        report.add_figure(f"{figure}: /health", slowest.health_s, "s", "lower", bar)
+                        is_bound = name == "ours" and path != OPEN_PATH
+                        report.add_figure(
+                            f"{figure}: /health", slowest.health_s, "s", "lower", HEALTH_S if is_bound else None
+                        )
                         report.add_figure(f"{figure}: answered", slowest.answer_s, "s", "lower")
+                        if name == "stock":
+                            stock_health_s[path, kind] = slowest.health_s
+                        elif path == OPEN_PATH:
+                            above_s = slowest.health_s - stock_health_s[path, kind]
+                            report.add_figure(f"{figure}: /health above stock's", above_s, "s", "lower", HEALTH_S)
     columns = {column: column for column in ("server", "path", "body", *Waiting._fields)}
     Console(width=140).print(table_of("Large bodies", columns, report.cases, ""))
 
