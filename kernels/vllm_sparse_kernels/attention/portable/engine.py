@@ -33,8 +33,9 @@ from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine,
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
-from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
@@ -252,8 +253,7 @@ def supports_bulk(cache: PagedCache) -> bool:
     """
     keys = cache.keys
     return (
-        keys.is_cuda
-        and torch.cuda.get_device_capability(keys.device) >= (9, 0)
+        capability_of(keys.device) >= HOPPER_CAPABILITY
         and cache.head_dim & (cache.head_dim - 1) == 0
         and keys.data_ptr() % 16 == 0
         and cache.values.data_ptr() % 16 == 0

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.engine_choice import gluon_refusal
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.rounding import (
     QUERY_BLOCK,
@@ -26,7 +27,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
 )
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection import slabs
-from vllm_sparse_kernels.selection.engine import HOPPER, SelectSpec
+from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
 
 TEST_TILES = 2
@@ -45,10 +46,9 @@ try:
     from vllm_sparse_kernels.gluon_compat import bulk_steps
     from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
-    MISSING_GLUON = str(error)
+    MISSING_GLUON: str | None = str(error)
 else:
-    MISSING_GLUON = ""
-"""Features that ``hopper.py`` needs but the installed Triton's Gluon lacks; None if it has all of them."""
+    MISSING_GLUON = None
 
 
 class ScoreShape(NamedTuple):
@@ -183,11 +183,7 @@ def half_refusal(spec: SelectSpec) -> str | None:
     Returns:
         Why it cannot, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if the sums fit.
     """
-    if MISSING_GLUON:
-        return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
-    if spec.capability != HOPPER:
-        return "it is for GPUs of compute capability 9.0 (H100, H200)"
-    return None
+    return gluon_refusal(spec.capability, MISSING_GLUON)
 
 
 @triton.jit
