@@ -75,9 +75,9 @@ def add_for_floor(
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
     """
-    num_heads, num_tiles, width = marks.shape
+    num_selected, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
-    _floor_kernel[(num_tiles, num_heads, TILE_TOKENS // QUERIES)](
+    _floor_kernel[(num_tiles, num_selected, TILE_TOKENS // QUERIES)](
         scratch, codes, marks, width, Targets(kept_mass, floors), tiles, first_tile, sink_tokens, local_tokens,
         scratch.parts.shape[2], codes.shape[2],
         QUERIES=QUERIES, STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,

@@ -334,17 +334,13 @@ def _select_run(
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
+    shares = Shares(selected.kept_mass, selected.most_share)
+    choice = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
     if floors is None:
-        write_block_lists(
-            masses, index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share,
-            method.sink_tokens, method.local_tokens,
-        )  # fmt: skip
+        write_block_lists(*choice)
         return
     marks = workspace.empty(*masses.shape, dtype=torch.uint8)
-    mark_blocks(
-        masses, index, run.first_tile, selected.heads, Shares(selected.kept_mass, selected.most_share),
-        method.sink_tokens, method.local_tokens, marks,
-    )  # fmt: skip
+    mark_blocks(*choice, marks)
     add_for_floor(
         kernels.stored(scratch), marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile,
         method.sink_tokens, method.local_tokens,
