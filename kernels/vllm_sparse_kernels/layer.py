@@ -82,7 +82,7 @@ def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> Laye
     selections = [method if counts[method.sharing] > 1 else method.unshared for method in methods]
     for head, selection in enumerate(selections):
         heads.setdefault(selection.group_key, []).append(head)
-    return tuple(HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids])) for alike, ids in heads.items())
+    return tuple(HeadGroup(tuple(ids), key.merged([selections[i] for i in ids])) for key, ids in heads.items())
 
 
 def methods_by_head(groups: LayerPlan) -> list[Method]:

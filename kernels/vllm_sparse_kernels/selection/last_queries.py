@@ -151,7 +151,7 @@ def last_query_sums(
         q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
         num_entries, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E,
     )  # fmt: skip
-    where = (step.block_table.stride(0), step.num_rows, first_row)
+    step_args = (step.block_table.stride(0), step.num_rows, first_row)
     shape = compile_time(
         StackShape(
             GROUP=group,
@@ -176,10 +176,10 @@ def last_query_sums(
     # stacked heads, which sums columns. Diagonals of keys are always summed within a warp.
     lse_registers = 64 if stacked > LAST.value and q.dtype != torch.float32 else None
     split_lse_kernel[grid](
-        args, *where, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
+        args, *step_args, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
     )
     sums_kernel[grid](
-        args, *where, capacity, values, shape, JOINED=JOINED, num_warps=4 if band > 1 else members,
+        args, *step_args, capacity, values, shape, JOINED=JOINED, num_warps=4 if band > 1 else members,
         num_stages=num_stages,
     )  # fmt: skip
     sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
@@ -214,11 +214,11 @@ def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
         3 for two buffered tiles, 2 for one if the queries are many or two do not fit the GPU, and 1 for loads that are
         not buffered if not even one fits.
     """
-    beside = limit_bytes - stack_bytes - JOIN_BYTES
-    if beside < tile_bytes:
+    free_bytes = limit_bytes - stack_bytes - JOIN_BYTES
+    if free_bytes < tile_bytes:
         return 1
     num_tiles = 2 if tile_bytes <= WIDE_TILE_BYTES else 3
-    return 3 if num_tiles * tile_bytes <= beside and stack_bytes <= QUERY_BYTES else 2
+    return 3 if num_tiles * tile_bytes <= free_bytes and stack_bytes <= QUERY_BYTES else 2
 
 
 def _sum_block_diagonals(

@@ -439,8 +439,8 @@ def block_diagonals_kernel(
         b_query = _query_places(o_r, query_len, last_queries, QUERIES, SPREAD)
         b_block = ((seq_len - query_len + b_query) // BAND)[None, :] - o_d[:, None]
         source = by_block + (place - num_entries.to(tl.int64) * capacity) * QUERIES
-        there = (b_query >= 0)[None, :] & (b_block >= 0)
-        b_x = tl.load(source + b_block * QUERIES + o_r[None, :], mask=there, other=0.0)
+        is_listed = (b_query >= 0)[None, :] & (b_block >= 0)
+        b_x = tl.load(source + b_block * QUERIES + o_r[None, :], mask=is_listed, other=0.0)
         tl.store(sums.totals + place + o_d, tl.sum(b_x, 1), mask=o_d < length)
 
 
