@@ -72,12 +72,12 @@ class Pooled(NamedTuple):
     similarity: torch.Tensor | None  # [heads, blocks] float32
 
 
-def pooled_slabs(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
+def pooled_slabs(rows: Rows, num_selected: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
     """Return the slabs of a step, computed by the first layer of a pass that needs them.
 
     Args:
         rows: The rows of a step.
-        num_entries: Number of heads to select.
+        num_selected: Number of heads to select.
         num_kv_heads: Number of kv heads.
         head_dim: Channels of a head.
         per_tile: Pooled queries of a tile.
@@ -85,7 +85,7 @@ def pooled_slabs(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int,
     Returns:
         Slabs in the order of their rows.
     """
-    most_products = SLAB_BYTES // (4 * num_entries * per_tile * ALIGNED.value)  # in units of ``ALIGNED``
+    most_products = SLAB_BYTES // (4 * num_selected * per_tile * ALIGNED.value)  # in units of ``ALIGNED``
     most_blocks = SLAB_BYTES // (4 * num_kv_heads * head_dim)
     key = _make_slabs, most_products, most_blocks
     return rows.once(key, lambda: _make_slabs(rows, most_products, most_blocks))
@@ -228,7 +228,7 @@ def pooled_products(
         the tile's causal reach, and −∞ for blocks less similar than ``min_similarity``; and the similarity of the
         queries of all tiles [n, num_tiles], or None. Runs share their memory: use each tensor before the next run.
     """
-    rows, num_entries, similar = index.rows, len(heads), min_similarity is not None
+    rows, num_selected, similar = index.rows, len(heads), min_similarity is not None
     queries = pool_queries(q, rows, heads, per_tile, index.workspace, similar)
     shape = ProductShape(
         GROUP=q.shape[1] // cache.num_kv_heads,
@@ -239,15 +239,15 @@ def pooled_products(
         BLOCK_D=32,
         BLOCK=KEY_BLOCK_TOKENS,
     )
-    for slab in pooled_slabs(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile):
+    for slab in pooled_slabs(rows, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
         with index.workspace.frame():
             keys = pool_keys(cache, rows, slab, heads, q.shape[1], index.workspace, similar, centered)
             operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
             for first, end in slab.runs:
                 with index.workspace.frame():
                     num_pooled = (end - first) * per_tile
-                    products = index.workspace.empty(num_entries, num_pooled, slab.width * ALIGNED.value)
-                    _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(num_pooled, 64), num_entries)](
+                    products = index.workspace.empty(num_selected, num_pooled, slab.width * ALIGNED.value)
+                    _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(num_pooled, 64), num_selected)](
                         operands, row_blocks(rows), rows.tiles, heads,
                         products, slab.width, first, end, rows.num_tiles, slab.first_row, slab.num_blocks, scale,
                         compile_time(shape),
@@ -349,8 +349,8 @@ def _pool_queries_kernel(
         POOL: Tokens of a pooled query.
         BLOCK: Queries of a step.
     """
-    i_entry, i_pooled = tl.program_id(0), tl.program_id(1)
-    i_head = tl.load(heads + i_entry)
+    i_selected, i_pooled = tl.program_id(0), tl.program_id(1)
+    i_head = tl.load(heads + i_selected)
     _, token, length, _ = load_tile(tiles, i_pooled // PER_TILE)
     begin = i_pooled % PER_TILE * POOL
     length = tl.minimum(length - begin, POOL)
@@ -364,7 +364,7 @@ def _pool_queries_kernel(
             b_sum += tl.sum(b_q, 0)
             if similarity is not None:
                 b_units += _units(b_q)
-        i_out = i_entry.to(tl.int64) * tl.num_programs(1) + i_pooled
+        i_out = i_selected.to(tl.int64) * tl.num_programs(1) + i_pooled
         tl.store(means + i_out * HEAD_DIM + o_d, b_sum / length, mask=o_d < HEAD_DIM)
         if similarity is not None:
             tl.store(similarity + i_out, _similarity(b_units, length.to(tl.float32)))
@@ -496,8 +496,8 @@ def _products_kernel(
         scale: Factor of the products.
         SHAPE: ProductShape.
     """
-    i_n, i_m, i_entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i_kv = tl.load(heads + i_entry) // SHAPE.GROUP
+    i_n, i_m, i_selected = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_kv = tl.load(heads + i_selected) // SHAPE.GROUP
     o_m = i_m * SHAPE.BLOCK_M + tl.arange(0, SHAPE.BLOCK_M)
     o_n = i_n * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
     o_tile = first_tile + o_m // SHAPE.PER_TILE
@@ -505,10 +505,10 @@ def _products_kernel(
     b_row = tl.load(tiles + o_tile * FIELDS, mask=in_slab, other=-1)
     b_end = tl.load(tiles + o_tile * FIELDS + 2, mask=in_slab, other=0)
     b_end += tl.load(tiles + o_tile * FIELDS + 3, mask=in_slab, other=0)
-    o_q = (i_entry * num_tiles * SHAPE.PER_TILE + first_tile * SHAPE.PER_TILE + o_m)[:, None] * SHAPE.HEAD_DIM
+    o_q = (i_selected * num_tiles * SHAPE.PER_TILE + first_tile * SHAPE.PER_TILE + o_m)[:, None] * SHAPE.HEAD_DIM
     target = (
         products
-        + (i_entry * (end_tile - first_tile) * SHAPE.PER_TILE + o_m)[:, None] * (width * ALIGNED)
+        + (i_selected * (end_tile - first_tile) * SHAPE.PER_TILE + o_m)[:, None] * (width * ALIGNED)
         + o_n[None, :]
     )
     least = tl.load(tiles + (first_tile + i_m * SHAPE.BLOCK_M // SHAPE.PER_TILE) * FIELDS)
@@ -533,5 +533,6 @@ def _products_kernel(
             b_s *= scale
             if operands.similarity is not None:
                 b_similar = tl.load(operands.similarity + o_block, mask=in_blocks, other=0.0)
-                b_s = tl.where((b_similar >= tl.load(operands.min_similarity + i_entry))[None, :], b_s, float("-inf"))
+                min_similarity = tl.load(operands.min_similarity + i_selected)
+                b_s = tl.where((b_similar >= min_similarity)[None, :], b_s, float("-inf"))
             tl.store(target, b_s, mask=(b_row == i_row)[:, None] & in_blocks[None, :])

@@ -251,19 +251,19 @@ def _keep_top_blocks_kernel(
         HALVES: Blocks of 64 keys in an index block.
         CHUNK: Ranks that stay in registers.
     """
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    row = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
+    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
+    row = scores + (i_selected * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
     _, num_blocks = tile_blocks(index.tiles, i_tile, BLOCK)
-    kept_mass = tl.load(limits.kept_mass + i_entry)
-    is_dissimilar = tl.load(similarity + i_entry * num_tiles + i_tile) < tl.load(limits.min_similarity + i_entry)
+    kept_mass = tl.load(limits.kept_mass + i_selected)
+    is_dissimilar = tl.load(similarity + i_selected * num_tiles + i_tile) < tl.load(limits.min_similarity + i_selected)
     all_kept = tl.where(kept_mass >= 1, 1, is_dissimilar.to(tl.int32)) != 0
     if limits.top_share is None:
         is_counted = None
         b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
         target = total * kept_mass
     else:
-        top_share = tl.load(limits.top_share + i_entry)
+        top_share = tl.load(limits.top_share + i_selected)
         all_kept = all_kept | (top_share >= 1)
         is_counted = top_share > 0
         b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)

@@ -182,20 +182,20 @@ def _choose_kernel(
         PARTS: Blocks of 32 keys in an index block.
         CHUNK: Masses that stay in registers.
     """
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    row = masses + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
+    row = masses + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     # Candidates are the blocks between the sink and the local region.
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
     _, _, _, position = load_tile(tiles, i_tile)
     end = tl.maximum(position - local, 0) // KEY_BLOCK
     _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
-    share = tl.load(shares.kept_mass + i_entry)
+    share = tl.load(shares.kept_mass + i_selected)
     whole = share >= 1
     if whole:
         begin = num_blocks
     b_first = tl.abs(_load(row, 0, begin, end, CHUNK))
-    most = tl.ceil(tl.load(shares.most_share + i_entry) * num_blocks).to(tl.int32)
+    most = tl.ceil(tl.load(shares.most_share + i_selected) * num_blocks).to(tl.int32)
     bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK)
 
     diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
@@ -212,7 +212,7 @@ def _choose_kernel(
         if marks is None:
             count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS)
         else:
-            target = marks + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+            target = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
             tl.store(target + o_n, tl.where(b_kept != 0, CHOSEN, 0).to(tl.uint8), mask=o_n < num_blocks)
     if marks is None:
         tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
@@ -247,9 +247,9 @@ def _list_kernel(
         stride_ids: Elements between two heads of ``lists.block_ids``.
         PARTS: Blocks of 32 keys in an index block.
     """
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    row = marks + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
+    row = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
     diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
     ids = lists.block_ids + i_head * stride_ids + tl.load(lists.block_offsets + i_tile)

@@ -113,14 +113,14 @@ def _floor_kernel(
         CHUNK: Codes that stay in registers.
     """
     AS_BYTES: tl.constexpr = codes.dtype.element_ty == tl.uint8
-    i_tile, i_entry, first_query = tl.program_id(0), tl.program_id(1), tl.program_id(2) * QUERIES
+    i_tile, i_selected, first_query = tl.program_id(0), tl.program_id(1), tl.program_id(2) * QUERIES
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
     end = tl.maximum(position - local, 0) // KEY_BLOCK
-    floor = tl.load(targets.floors + i_entry)
-    selects = (floor > 0) & (tl.load(targets.kept_mass + i_entry) < 1)
+    floor = tl.load(targets.floors + i_selected)
+    selects = (floor > 0) & (tl.load(targets.kept_mass + i_selected) < 1)
     if selects & (first_query < length) & (begin < end):
-        place = i_entry.to(tl.int64) * tl.num_programs(0) + i_tile
+        place = i_selected.to(tl.int64) * tl.num_programs(0) + i_tile
         row = marks + place * tl.multiple_of(width, 16)
         o_q = first_query + tl.arange(0, QUERIES)
         if AS_BYTES:

@@ -184,17 +184,17 @@ def _diagonal_kernel(
     Grid: (pairs of tiles, 4 halves, selected heads), 4 warps. The arguments are those of ``_scores_kernel``. Writes
     ``scratch.tops`` and ``scratch.diagonal``. Takes little time compared with that kernel: a few steps, with masks.
     """
-    i_entry = tl.program_id(2)
+    i_selected = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair) + tl.program_id(1) // 2
-    if (tl.program_id(1) // 2 < tl.load(pair + 1)) & (tl.load(kept_mass + i_entry) < 1):
+    if (tl.program_id(1) // 2 < tl.load(pair + 1)) & (tl.load(kept_mass + i_selected) < 1):
         _, _, length, position = load_tile(tiles, i_tile)
         o_m = tl.program_id(1) % 2 * HALF_TILE + tl.arange(0, HALF_TILE)
         o_d = tl.arange(0, KEPT_D)
-        o_q = i_entry.to(tl.int64) * rounded.num_queries + i_tile * TILE + o_m
+        o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * TILE + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
         b_factor = tl.load(rounded.factors + o_q)
-        first_key = (tl.load(heads + i_entry) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
+        first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
         diagonal = position // STEP
         num_diagonal = (position + length - 1) // STEP - diagonal + 1
         b_top = tl.full([HALF_TILE], float("-inf"), tl.float32)
@@ -210,7 +210,7 @@ def _diagonal_kernel(
             if i >= 2:
                 b_sum += tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
             b_top = b_new
-        o_t = (i_entry * num_tiles + i_tile - first_tile) * TILE + o_m
+        o_t = (i_selected * num_tiles + i_tile - first_tile) * TILE + o_m
         tl.store(scratch.tops + o_t, b_top)
         tl.store(scratch.diagonal + o_t, b_sum)
 
@@ -327,16 +327,16 @@ def _scores_kernel(
         num_rounds: Rounds of ``scratch.bytes``.
         GROUP: Query heads of a kv head.
     """
-    i_span, i_entry = gl.program_id(1), gl.program_id(2)
+    i_span, i_selected = gl.program_id(1), gl.program_id(2)
     pair = pairs + gl.program_id(0) * PAIR_FIELDS
     i_tile = gl.load(pair)
     num_pair = gl.load(pair + 1)
     first_step = i_span * (SPAN // STEP)
-    most = gl.where(gl.load(kept_mass + i_entry) < 1, SPAN // STEP, 0)
+    most = gl.where(gl.load(kept_mass + i_selected) < 1, SPAN // STEP, 0)
     steps_a = gl.minimum(tile_of(tiles, i_tile).position() // STEP - first_step, most)
     steps_b = gl.minimum(tile_of(tiles, i_tile + num_pair - 1).position() // STEP - first_step, most)
-    key = gl.load(heads + i_entry) // GROUP * rounded.num_keys + gl.load(pair + 2) + first_step * STEP
-    query = i_entry * rounded.num_queries + i_tile * TILE
+    key = gl.load(heads + i_selected) // GROUP * rounded.num_keys + gl.load(pair + 2) + first_step * STEP
+    query = i_selected * rounded.num_queries + i_tile * TILE
 
     KEPT_D: gl.constexpr = bulk_keys.block_type.shape[1]
     q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, TILE, KEPT_D], bulk_queries.layout)
@@ -346,7 +346,7 @@ def _scores_kernel(
     empty = new_barriers(STAGES, 2)
     fence_async_shared()
     barrier()
-    place = i_entry * num_tiles + i_tile - first_tile
+    place = i_selected * num_tiles + i_tile - first_tile
     shared = Shared(q_tiles, q_full, Channel(k_steps, full, empty))
     target = Target(rounded, scratch, num_spans, num_rounds)
     work = Pair(query, key, place, i_span, num_pair)
@@ -454,24 +454,24 @@ def _masses_kernel(
         stride_tile: Elements between two tiles of ``target``.
         ROUNDS: Rounds of one program.
     """
-    i_place, i_entry = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
+    i_place, i_selected = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
     tile = tile_of(tiles, first_tile + i_place)
     length, position = tile.length(), tile.position()
     num_blocks = position // STEP * STEP_BLOCKS  # before the tile's own keys
     begin = gl.program_id(0) * ROUNDS
     end = gl.minimum(begin + ROUNDS, (num_blocks + 15) // 16)
-    if ((begin == 0) | (begin < end)) & (gl.load(kept_mass + i_entry) < 1):
+    if ((begin == 0) | (begin < end)) & (gl.load(kept_mass + i_selected) < 1):
         WARPS: gl.constexpr = gl.num_warps()
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
         per_query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
         per_block: gl.constexpr = gl.SliceLayout(1, layout)
-        place = i_entry * num_tiles + i_place
+        place = i_selected * num_tiles + i_place
         line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         o_m = gl.arange(0, TILE, line)
         b_diagonal = gl.load(scratch.diagonal + place * TILE + o_m)
         spans = (position // STEP * STEP + SPAN - 1) // SPAN
         b_weight = _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m)
-        out = target + i_entry.to(gl.int64) * stride_head + i_place * stride_tile
+        out = target + i_selected.to(gl.int64) * stride_head + i_place * stride_tile
         if begin == 0:
             mass = gl.sum(gl.where(o_m < length, b_diagonal, 0.0) * b_weight, 0)
             num_diagonal = (position + length - 1) // KEY_BLOCK + 1 - num_blocks

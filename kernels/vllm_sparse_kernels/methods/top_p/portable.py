@@ -182,21 +182,21 @@ def _scores_kernel(
         BLOCK: Keys of a block.
         WIDEN: Whether to multiply in float32, as the interpreter does.
     """
-    i_span, i_entry = tl.program_id(1), tl.program_id(2)
+    i_span, i_selected = tl.program_id(1), tl.program_id(2)
     pair, i_second = pairs + tl.program_id(0) // 2 * PAIR_FIELDS, tl.program_id(0) % 2
     i_tile = tl.load(pair) + i_second
     length = tl.load(tiles + i_tile * FIELDS + 2, mask=i_second < tl.load(pair + 1), other=0)
     position = tl.load(tiles + i_tile * FIELDS + 3, mask=length > 0, other=0)
     begin = i_span * SPAN
     end = tl.minimum(begin + SPAN, position + length)
-    if (length > 0) & (begin < end) & (tl.load(kept_mass + i_entry) < 1):
+    if (length > 0) & (begin < end) & (tl.load(kept_mass + i_selected) < 1):
         o_m, o_n, o_d = tl.arange(0, TILE), tl.arange(0, STEP), tl.arange(0, KEPT_D)
         o_block = tl.arange(0, STEP_BLOCKS)
-        o_q = i_entry.to(tl.int64) * rounded.num_queries + i_tile * TILE + o_m
+        o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * TILE + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
         b_factor = tl.load(rounded.factors + o_q)
-        first_key = (tl.load(heads + i_entry) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
-        place = (i_entry * num_tiles + i_tile - first_tile).to(tl.int64)
+        first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
+        place = (i_selected * num_tiles + i_tile - first_tile).to(tl.int64)
         target = scratch.scores + place * num_blocks * TILE + o_m[:, None]
         b_top = tl.full([TILE], float("-inf"), tl.float32)
         b_sum = tl.zeros([TILE], tl.float32)
@@ -246,14 +246,14 @@ def _masses_kernel(
         SPAN: Keys of a span.
         BLOCKS: Blocks of a program.
     """
-    i_tile, i_entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_tile, i_selected = tl.program_id(1), tl.program_id(2).to(tl.int64)
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     reach = position + length
     num_causal = (reach + KEY_BLOCK - 1) // KEY_BLOCK
     o_b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept_mass + i_entry) < 1):
+    if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept_mass + i_selected) < 1):
         o_m = tl.arange(0, TILE)
-        place = i_entry * tl.num_programs(1) + i_tile
+        place = i_selected * tl.num_programs(1) + i_tile
         parts = scratch.parts + place * num_spans * (2 * TILE) + o_m
         b_top = tl.full([TILE], float("-inf"), tl.float32)
         b_sum = tl.zeros([TILE], tl.float32)
@@ -272,5 +272,5 @@ def _masses_kernel(
         b_share = tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :]
         b_mass = tl.sum(b_share, 1)
         b_mass = tl.where(tl.max(b_share, 1) * length >= peak, -b_mass, b_mass)
-        out = target + i_entry * stride_head + i_tile.to(tl.int64) * stride_tile
+        out = target + i_selected * stride_head + i_tile.to(tl.int64) * stride_tile
         tl.store(out + o_b, b_mass, mask=o_b < num_causal)
