@@ -45,7 +45,7 @@ from vllm_sparse_kernels.gluon_compat import (
     warpgroup_mma_wait,
 )
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
-from vllm_sparse_kernels.methods.top_p.floor import StoredShares
+from vllm_sparse_kernels.methods.top_p.floor import BYTE_BITS, UNIT, StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection import slabs
@@ -290,8 +290,8 @@ class Pair:
 
 
 @aggregate
-class Target:
-    """Inputs of ``_scores_kernel`` for queries and keys, and its outputs."""
+class ScoreTensors:
+    """Tensors that the consumers of ``_scores_kernel`` read and write."""
 
     rounded: gl.tuple  # Rounded
     scratch: gl.tuple  # Scratch
@@ -348,12 +348,12 @@ def _scores_kernel(
     barrier()
     place = i_selected * num_tiles + i_tile - first_tile
     shared = Shared(q_tiles, q_full, Channel(k_steps, full, empty))
-    target = Target(rounded, scratch, num_spans, num_rounds)
+    tensors = ScoreTensors(rounded, scratch, num_spans, num_rounds)
     work = Pair(query, key, place, i_span, num_pair)
     gl.warp_specialize(
         [
-            (_consume, (shared, target, work, steps_a, 0)),
-            (_consume, (shared, target, work, steps_b, 1)),
+            (_consume, (shared, tensors, work, steps_a, 0)),
+            (_consume, (shared, tensors, work, steps_b, 1)),
             (_produce, (shared, bulk_queries, bulk_keys, query, key, steps_b)),
         ],
         [4, 1],
@@ -378,10 +378,10 @@ def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
 
 
 @gluon.jit
-def _consume(shared, target, work, num_steps, W: gl.constexpr):
+def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
     """Score tile W of the pair. If it does not exist, keys are scored and nothing is stored."""
     keys = shared.keys
-    rounded, scratch = target.rounded, target.scratch
+    rounded, scratch = tensors.rounded, tensors.scratch
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
     zero = gl.zeros([TILE, STEP], gl.float16, mma)
     # The layout of the maxima, inferred from a tile of zeros that is never computed.
@@ -394,7 +394,7 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
     b_top = gl.load(scratch.tops + tile * TILE + o_m, valid, 0.0)
     b_sum = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     b_word = gl.zeros([TILE, STEP_BLOCKS], gl.int32, layout)
-    words = scratch.bytes + (tile.to(gl.int64) * target.num_rounds + work.i_span * (SPAN // ROUND)) * (TILE * 4)
+    words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (TILE * 4)
     words = words + (o_m[:, None] * 4 + o_t[None, :])
     steps = rounded.steps + work.key // KEY_BLOCK + o_t
     b_step = gl.load(steps)
@@ -414,7 +414,7 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
         if (i % 4 == 3) | (i + 1 == num_steps):
             gl.store(words + i // 4 * (TILE * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
         b_step = b_next
-    part = scratch.parts + (tile * target.num_spans + work.i_span) * TILE + o_m
+    part = scratch.parts + (tile * tensors.num_spans + work.i_span) * TILE + o_m
     gl.store(part, gl.sum(b_sum, 1), mask=valid & (o_m < num_steps * STEP))
 
 
@@ -476,7 +476,7 @@ def _masses_kernel(
             mass = gl.sum(gl.where(o_m < length, b_diagonal, 0.0) * b_weight, 0)
             num_diagonal = (position + length - 1) // KEY_BLOCK + 1 - num_blocks
             gl.store(out + num_blocks + o_m, gl.where(o_m == 0, mass, 0.0), mask=o_m < num_diagonal)
-        b_weight = gl.convert_layout(b_weight * 2.0**103, per_query)
+        b_weight = gl.convert_layout(b_weight * UNIT, per_query)
         o_r = gl.arange(0, WARPS, gl.SliceLayout(1, per_block))
         o_t = gl.arange(0, 4, gl.SliceLayout(0, per_block))
         o_b = o_r[:, None] * 16 + o_t[None, :]
@@ -489,9 +489,9 @@ def _masses_kernel(
             b_word = b_next
             b_next = gl.load(words + gl.minimum(i + WARPS + o_round, end - 1) * (TILE * 4))
             for slot in gl.static_range(4):
-                # The byte is placed at a float's lowest exponents, so the result is multiplied by 2^103.
+                # The byte is placed at a float's lowest exponents, so the result is multiplied by ``UNIT``.
                 b_bits = (b_word << (21 - 8 * slot)) if slot < 3 else (b_word >> 3)
-                b_x = (b_bits & 0x1FE00000).to(gl.float32, bitcast=True)
+                b_x = (b_bits & BYTE_BITS).to(gl.float32, bitcast=True)
                 b_x = b_x * b_weight[None, :, None]
                 b_mass = gl.sum(b_x, 1)
                 b_mass = gl.where(gl.max(b_x, 1) * length.to(gl.float32) >= peak, -b_mass, b_mass)
