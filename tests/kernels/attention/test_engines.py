@@ -280,6 +280,19 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
         engine.attend(q, batch.cache, index, out, 1.0)
 
 
+def test_tensors_without_the_rows_tokens(engine, device):
+    batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
+    index, out = random_index(batch, 64, 1.0), torch.zeros_like(batch.q)
+    for q, result, name in (
+        (batch.q[:4], out, "q"),
+        (batch.q, out[:4], "out"),
+        (batch.q, out.mT.contiguous().mT, "out"),
+    ):
+        expected = "expected at least 5 tokens, which the rows have, and contiguous elements of each head"
+        with pytest.raises(ValueError, match=f"attend: {name}: given shape .* with strides .*, {expected}"):
+            engine.attend(q, batch.cache, index, result, 1.0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
