@@ -33,6 +33,9 @@ DOCUMENTED = (
 PRONOUNS = frozenset({"one", "found", "given", "own", "of", "each", "both", "rest", "asked", "told"})
 """Names that describe a grammatical role instead of a value."""
 
+VAGUE = frozenset({"alike", "beside", "news", "off", "ours", "theirs", "there"})
+"""More such names, which the product does not have."""
+
 MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 8, 15
 MAX_COMMANDS, MAX_OPTIONS = 12, 80
 MAX_README_WORDS, MAX_README_NUMBERS = 800, 40
@@ -114,16 +117,21 @@ def _is_command(decorator: ast.expr) -> bool:
     return re.search(r"\.command(\(|$)", ast.unparse(decorator)) is not None
 
 
-def pronoun_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def pronoun_names(tree: ast.AST, words: frozenset[str] = PRONOUNS) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of each parameter, local and field that is named by a pronoun or participle."""
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.Lambda):
             arguments = node.args
             for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-                if argument.arg in PRONOUNS:
+                if argument.arg in words:
                     yield argument.lineno, argument.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS:
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in words:
             yield node.lineno, node.id
+
+
+def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the same for ``VAGUE``."""
+    return pronoun_names(tree, VAGUE)
 
 
 def vllm_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -219,7 +227,10 @@ def _may_import_vllm(path: str) -> bool:
 CODE_CHECKS: Mapping[str, Callable[[], list[Violation]]] = {
     "numeric tuple indices in jitted code": lambda: _violations(numeric_indices, EVERYTHING, _nothing_exempt),
     "functions with too many parameters": lambda: _violations(long_signatures, EVERYTHING, _nothing_exempt),
-    "names that are pronouns or participles": lambda: _violations(pronoun_names, EVERYTHING, _nothing_exempt),
+    "names that are pronouns or participles": lambda: [
+        *_violations(pronoun_names, EVERYTHING, _nothing_exempt),
+        *_violations(vague_names, PRODUCT, _nothing_exempt),
+    ],
     "modules outside serving/ that import vLLM": lambda: _violations(vllm_imports, PRODUCT, _may_import_vllm),
     "test modules imported by other test modules": lambda: _violations(imported_tests, ("tests",), _nothing_exempt),
     "public functions and classes without a complete docstring": lambda: _violations(

@@ -17,11 +17,9 @@ from collections.abc import Sequence
 import torch
 
 from vllm_sparse_kernels.attention.portable.engine import PORTABLE, widest_block
-from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
+from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.methods.base import Method
-
-HOPPER = (9, 0)
-"""Compute capability of the GPUs (H100, H200) whose engines take narrow blocks."""
 
 
 def index_block_tokens(methods: Sequence[Method], head_dim: int, device: torch.device, engine: str = "auto") -> int:
@@ -47,4 +45,4 @@ def index_block_tokens(methods: Sequence[Method], head_dim: int, device: torch.d
 def _narrow_blocks_pay(methods: Sequence[Method], device: torch.device, engine: str) -> bool:
     if engine == PORTABLE.name or any(method.int8_scores or method.skip_margin is not None for method in methods):
         return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER
+    return device.type != "cuda" or capability_of(device) == HOPPER_CAPABILITY

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from triton.compiler.compiler import max_shared_mem
 
+HOPPER_CAPABILITY = (9, 0)
+"""Compute capability of H100 and H200: the Hopper kernels run on no other."""
+
 
 class Card(NamedTuple):
     """GPUs of one compute capability.
@@ -44,7 +47,7 @@ CARDS = (
     Card((8, 0), "A100, A30", 163 << 10, False, ("flash", "portable")),
     Card((8, 6), "A10, A40, RTX A6000, RTX 3090", 99 << 10, False, ("flash", "portable")),
     Card((8, 9), "L4, L40S, RTX 4090", 99 << 10, False, ("flash", "portable")),
-    Card((9, 0), "H100, H200", 227 << 10, True, ("hopper", "flash", "portable")),
+    Card(HOPPER_CAPABILITY, "H100, H200", 227 << 10, True, ("hopper", "flash", "portable")),
     Card((10, 0), "B200, GB200", 227 << 10, False, ("flash", "portable")),
     Card((12, 0), "RTX 5090, RTX PRO 6000", 99 << 10, False, ("flash", "portable")),
 )

@@ -10,6 +10,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
+
 
 class Candidate(Protocol):
     """An engine, as far as ``choose_engine`` needs it."""
@@ -84,3 +86,20 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         (major, minor); (0, 0) if it is not a CUDA device.
     """
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def gluon_refusal(capability: tuple[int, int], missing_gluon: str | None) -> str | None:
+    """Check whether the Gluon kernels for Hopper can run.
+
+    Args:
+        capability: Compute capability of the layer's device.
+        missing_gluon: Why the kernels could not be imported, with the name that Gluon lacks; None if they were.
+
+    Returns:
+        Why they cannot run, as the end of a sentence; None if they can.
+    """
+    if capability != HOPPER_CAPABILITY:
+        return "it is for GPUs of compute capability 9.0 (H100, H200)"
+    if missing_gluon is not None:
+        return f"it needs Triton 3.6 to 3.9, whose Gluon has all names ({missing_gluon})"
+    return None

@@ -156,14 +156,14 @@ def failure(
             engine.attend(batch.q, batch.cache, index, out, batch.scale, options=options, sinks=batch.sinks)
         if out.is_cuda:
             torch.cuda.synchronize(out.device)
-    except Exception as error:  # the reason is any exception of a compiler, launch or library
-        return _reason(error)
+    except Exception as exception:  # of a compiler, launch or library
+        return _reason(exception)
     if bool(out.isnan().any()):
         return "its result in a trial holds NaN"
     if exact is not None:
-        off = float((out.double() - exact.out).abs().max())
-        if not off <= exact.out_budget:
-            return f"its result in a trial is off by {off:.2e}, expected at most {exact.out_budget:.2e}"
+        error = float((out.double() - exact.out).abs().max())
+        if not error <= exact.out_budget:
+            return f"its result in a trial is off by {error:.2e}, expected at most {exact.out_budget:.2e}"
     return None
 
 
@@ -233,8 +233,8 @@ def agreement(index: SparseIndex, other: SparseIndex, heads: Sequence[int]) -> f
     shared = total = 0
     for head in heads:
         for i_tile in range(index.rows.num_tiles):
-            ours, theirs = _kept(index, head, i_tile), _kept(other, head, i_tile)
-            shared, total = shared + len(ours & theirs), total + len(ours | theirs)
+            kept, other_kept = _kept(index, head, i_tile), _kept(other, head, i_tile)
+            shared, total = shared + len(kept & other_kept), total + len(kept | other_kept)
     return shared / total
 
 

@@ -10,6 +10,7 @@ Invariants, which ``SparseIndex.check`` verifies: lists are sorted, unique and c
 is present; no stripe lies inside a kept block; counts are within capacity.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -442,11 +443,12 @@ class SparseIndex:
         Raises:
             AssertionError: An invariant is broken; the message names it with head and tile.
         """
+        list_starts = [*self.stripe_offsets.unique().tolist(), len(self.stripe_positions)]
         for i_tile, tile in enumerate(self.rows.tile_list):
             for head in range(self.num_heads) if heads is None else heads:
                 where = f"head {head}, tile {i_tile} at position {tile.position}"
                 self._check_blocks(head, i_tile, tile, where)
-                self._check_stripes(head, i_tile, tile, where)
+                self._check_stripes(head, i_tile, tile, where, list_starts)
 
     def _check_blocks(self, head: int, i_tile: int, tile: Tile, where: str) -> None:
         count, capacity = int(self.block_counts[head, i_tile]), self.num_causal_blocks(tile)
@@ -458,10 +460,12 @@ class SparseIndex:
         diagonal = torch.arange(self.first_diagonal_block(tile), capacity, device=blocks.device)
         assert bool(torch.isin(diagonal, blocks).all()), f"{where}: a diagonal block is missing"
 
-    def _check_stripes(self, head: int, i_tile: int, tile: Tile, where: str) -> None:
+    def _check_stripes(self, head: int, i_tile: int, tile: Tile, where: str, list_starts: Sequence[int]) -> None:
+        """Check one list of stripes, which ends where the next of the ascending ``list_starts`` is."""
         count = int(self.stripe_counts[head, i_tile])
         start = int(self.stripe_offsets[head, i_tile])
-        capacity = len(self.stripe_positions) - start
+        i_next = bisect_right(list_starts, start)
+        capacity = list_starts[i_next] - start if i_next < len(list_starts) else 0
         assert 0 <= count <= capacity, f"{where}: given {count} stripes at offset {start}, expected at most {capacity}"
         stripes = self.stripes_of(head, i_tile)
         if count == 0:

@@ -82,7 +82,7 @@ def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> Laye
     selections = [method if counts[method.sharing] > 1 else method.unshared for method in methods]
     for head, selection in enumerate(selections):
         heads.setdefault(selection.group_key, []).append(head)
-    return tuple(HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids])) for alike, ids in heads.items())
+    return tuple(HeadGroup(tuple(ids), key.merged([selections[i] for i in ids])) for key, ids in heads.items())
 
 
 def methods_by_head(groups: LayerPlan) -> list[Method]:
@@ -226,10 +226,12 @@ class Layer:
             scale: Factor from q·k to scores.
 
         Raises:
-            ValueError: The index and the queries have different numbers of heads.
+            ValueError: The index and the queries have different numbers of heads, or the queries lack tokens of the
+                index's rows.
         """
         if index.num_heads != query.shape[1]:
             raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {query.shape[1]}")
+        index.rows.check_tokens("query", query)
         for group, heads, engine in zip(self.groups, self.head_ids, self.select_engines, strict=True):
             select = engine.select if self.by_kernels else METHODS[name_of(group.method)].reference
             with index.workspace.frame():

@@ -149,6 +149,27 @@ class Rows:
         return self.block_table.device
 
     @cached_property
+    def end_token(self) -> int:
+        """Index in q after the last query of all rows."""
+        return max((token + query_len for token, query_len in zip(self.tokens, self.query_lens)), default=0)
+
+    def check_tokens(self, name: str, x: torch.Tensor) -> None:
+        """Check that kernels can read or write the tokens of all rows in a tensor.
+
+        Args:
+            name: Name of the tensor, for the error message.
+            x: [num_tokens, num_heads, head_dim].
+
+        Raises:
+            ValueError: It has too few tokens, or the elements of a head are not contiguous.
+        """
+        if len(x) < self.end_token or x.stride(2) != 1:
+            raise ValueError(
+                f"{name}: given shape {tuple(x.shape)} with strides {x.stride()}, expected at least {self.end_token} "
+                "tokens, which the rows have, and contiguous elements of each head"
+            )
+
+    @cached_property
     def seq_lens(self) -> tuple[int, ...]:
         """Per row, its cached and new tokens together."""
         return tuple(c + q for c, q in zip(self.context_lens, self.query_lens, strict=True))

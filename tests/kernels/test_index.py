@@ -163,6 +163,12 @@ def put_stripes(place: int, *positions: int):
     return lambda index: put(index.stripe_positions, index.stripe_offsets[1, 1] + place, positions)
 
 
+def overflow_stripes(index: SparseIndex) -> None:
+    """Write 11 stripes of head 1 for its first tile, which has room for 10, into the list of the second tile."""
+    put(index.stripe_positions, index.stripe_offsets[1, 0], tuple(range(11)))
+    index.stripe_counts[1] = torch.tensor([11, 0], dtype=torch.int32)
+
+
 NOT_UNIQUE, NOT_CAUSAL = (
     "head 1, tile 1 .* stripes are not sorted and unique",
     "head 1, tile 1 .* a stripe is not causal",
@@ -181,6 +187,7 @@ NOT_UNIQUE, NOT_CAUSAL = (
         (put_blocks(1, 1, 0, 2, 4), r"head 1, tile 1 .* a diagonal block is missing"),
         (count("stripe_counts", 1, 1, -1), "head 1, tile 1 .* -1 stripes"),
         (count("stripe_counts", 1, 1, 100), "head 1, tile 1 .* 100 stripes"),
+        (overflow_stripes, "head 1, tile 0 .* given 11 stripes at offset 20, expected at most 10"),
         (put_stripes(0, 5, 3, 70), NOT_UNIQUE),
         (put_stripes(0, 3, 3, 70), NOT_UNIQUE),
         (put_stripes(0, -1, 5, 70), NOT_CAUSAL),

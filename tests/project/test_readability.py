@@ -53,7 +53,7 @@ class Thing:
     def size(self) -> int:
         """The size."""
 
-    def method(self, own):
+    def method(self, own, ours):
         return lambda told: told
 
 
@@ -80,6 +80,7 @@ CASES = [
     (readability.numeric_indices, ["sizes[1]", "x[0]"]),
     (readability.long_signatures, ["kernel has 16 parameters, at most 15", "nine has 9 parameters, at most 8"]),
     (readability.pronoun_names, ["given", "one", "own", "rest", "told"]),
+    (readability.vague_names, ["ours"]),
     (readability.vllm_imports, ["from vllm import LLM", "import vllm.config"]),
     (
         readability.imported_tests,

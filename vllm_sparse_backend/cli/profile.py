@@ -138,8 +138,8 @@ def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
         for method in level.methods_of(layer, shape.num_heads):
             heads[method.group_key].append(method)
     total = shape.num_layers * shape.num_heads
-    for alike in sorted(heads.values(), key=len, reverse=True):
-        say(f"{start}{len(alike)} of {total} heads: {summarize(alike)}")
+    for methods in sorted(heads.values(), key=len, reverse=True):
+        say(f"{start}{len(methods)} of {total} heads: {summarize(methods)}")
     if dense := total - len(sparse_layers) * shape.num_heads:
         say(f"{start}{dense} of {total} heads: in dense_layers, always dense")
     if level.crossover is not None:
@@ -182,8 +182,8 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
             f"{max(error):.4g}" if error else "",
         )
 
-    for alike, layers in groupby(range(shape.num_layers), row):
-        yield format_ranges(layers), *alike
+    for cells, layers in groupby(range(shape.num_layers), row):
+        yield format_ranges(layers), *cells
 
 
 def _setting_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:

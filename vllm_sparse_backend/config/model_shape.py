@@ -85,7 +85,7 @@ class ModelShape:
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         if None in pairs["rope_theta"]:
             del pairs["rope_theta"]
-        return [name for name, (mine, theirs) in pairs.items() if mine != theirs]
+        return [name for name, (value, other_value) in pairs.items() if value != other_value]
 
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":

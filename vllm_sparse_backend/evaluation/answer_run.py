@@ -171,9 +171,11 @@ def missing_requests(
         raise BenchError(
             f"labels {', '.join(contestant.label for contestant in contestants)}, expected each label only once"
         )
-    there = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
+    answered = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
     return {
-        contestant.label: [prompt_key for prompt_key in workload.wanted if (contestant.label, *prompt_key) not in there]
+        contestant.label: [
+            prompt_key for prompt_key in workload.wanted if (contestant.label, *prompt_key) not in answered
+        ]
         for contestant in contestants
     }
 

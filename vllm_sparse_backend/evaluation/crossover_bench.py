@@ -211,8 +211,8 @@ def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[En
         layers[0].run(engines[0])
 
     dense: list[Run] = [card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
-    ours: list[Run] = [first, *(partial(layer.run, engine) for layer, engine in list(zip(layers, engines))[1:])]
-    taken = card.wall_ms({"dense": dense * STEPS, "ours": ours * STEPS}, PASSES_S)
+    sparse: list[Run] = [first, *(partial(layer.run, engine) for layer, engine in list(zip(layers, engines))[1:])]
+    taken = card.wall_ms({"dense": dense * STEPS, "ours": sparse * STEPS}, PASSES_S)
     dense_ms, ms = median(taken["dense"]), median(taken["ours"])
     kept = sum(int(layer.index.kept_pairs()) for layer in layers)
     causal = sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)

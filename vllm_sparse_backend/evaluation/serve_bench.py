@@ -130,15 +130,15 @@ def _ask(
 
 
 def case_of(
-    label: str, length: Length, stock: ServerResults, ours: ServerResults, first: str = STOCK
+    label: str, length: Length, stock: ServerResults, sparse: ServerResults, first: str = STOCK
 ) -> dict[str, Any]:
     """Return the case that compares server ``label`` with the first server. A server without answers has no ratios."""
-    taken_by_name = {STOCK: stock, OURS: ours}
+    taken_by_name = {STOCK: stock, OURS: sparse}
     labels = {STOCK: first, OURS: OURS}
     case: dict[str, Any] = {
         "part": "latency", "label": label, "first": first, "case": str(length), "new_tokens": length.new_tokens,
-        "cached_tokens": length.cached_tokens, "repeats": len(ours.answers), **ours.pairs.figures,
-        "failures": len(stock.failures) + len(ours.failures),
+        "cached_tokens": length.cached_tokens, "repeats": len(sparse.answers), **sparse.pairs.figures,
+        "failures": len(stock.failures) + len(sparse.failures),
         "said": [f"{labels[name]}: {said}" for name, taken in taken_by_name.items() for said in taken.failures][:10],
         "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in taken_by_name.items()},
     }  # fmt: skip

@@ -150,10 +150,10 @@ def _end_in_one_line(error: ConfigurationError) -> None:
 
 
 def _in_one_line(
-    ours: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
+    refusal: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
 ) -> None:
     """``sys.excepthook``: print only the message of our error, without a traceback; pass other errors on."""
-    if error is ours:
+    if error is refusal:
         print(f"sparse-prefill: {error}", file=sys.stderr)
     else:
         others(kind, error, trace)

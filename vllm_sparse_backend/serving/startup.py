@@ -21,6 +21,7 @@ from vllm_sparse_backend.serving import compat, rust_frontend
 from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
+from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -144,7 +145,7 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
     """
     if capability is None:
         return None
-    if capability < (9, 0):
+    if capability < HOPPER_CAPABILITY:
         return (
             f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bulk copies: blocks of keys are "
             "gathered token by token; no action, unless another GPU can be used"

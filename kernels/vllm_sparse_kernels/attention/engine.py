@@ -187,14 +187,14 @@ def check_shapes(
     """Check that the tensors fit the index and each other.
 
     Args:
-        q: [num_tokens, num_heads, head_dim] queries.
+        q: [num_tokens, num_heads, head_dim] queries; num_tokens includes all queries of the index's rows.
         out: Like q.
         cache: Keys and values of the layer.
         index: The layer's index.
         sinks: [num_heads], contiguous; or None.
 
     Raises:
-        ValueError: A shape does not fit.
+        ValueError: A shape does not fit, or a head's elements are not contiguous.
     """
     num_heads = index.num_heads
     if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
@@ -202,5 +202,7 @@ def check_shapes(
             f"attend: given q {tuple(q.shape)} and out {tuple(out.shape)}, expected both as [num_tokens, {num_heads}, "
             f"{cache.head_dim}], with a multiple of the cache's {cache.num_kv_heads} kv heads"
         )
+    index.rows.check_tokens("attend: q", q)
+    index.rows.check_tokens("attend: out", out)
     if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
         raise ValueError(f"attend: given sinks {tuple(sinks.shape)}, expected [{num_heads}], contiguous")

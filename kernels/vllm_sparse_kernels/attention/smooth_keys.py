@@ -31,7 +31,7 @@ ALIGN_TOKENS = 128
 INT8_MAX = tl.constexpr(127.0)
 TINY = tl.constexpr(1e-20)  # replaces the largest magnitude of a block of zeros
 
-VARYING = ("i_row", "seq_len", "start", "num_keys")
+UNSPECIALIZED = ("i_row", "seq_len", "start", "num_keys")
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
@@ -124,7 +124,7 @@ def _is_read(int8_heads, i_kv, GROUP: tl.constexpr, HEADS: tl.constexpr):
         return tl.max(b_flag.to(tl.int32), 0) > 0
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _round_keys_kernel(
     keys, int8_heads, means, integers, steps, i_row, seq_len, start, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,

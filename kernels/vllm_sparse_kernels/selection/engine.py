@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 PORTABLE = "portable"
 """Name of every method's last engine, which runs on every device that Triton supports."""
 
-HOPPER = (9, 0)
-"""Compute capability of H100 and H200."""
-
 
 @dataclass(frozen=True)
 class SelectSpec:

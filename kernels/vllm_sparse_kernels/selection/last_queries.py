@@ -68,7 +68,7 @@ class Sums(NamedTuple):
     values: torch.Tensor
     patterns: torch.Tensor | None
     capacity: int
-    num_entries: int
+    num_selected: int
     band: int
     first_row: int
     end_row: int
@@ -86,7 +86,7 @@ class Sums(NamedTuple):
         Returns:
             (``SumArgs``, number of heads, first row, number of rows, capacity).
         """
-        places = self.num_entries, self.first_row, rows.num_rows, self.capacity
+        places = self.num_selected, self.first_row, rows.num_rows, self.capacity
         return SumArgs(self.values, rows.row_table, self.patterns), *places
 
 
@@ -131,7 +131,7 @@ def last_query_sums(
     """
     step, room, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
     first_row, end_row = rows
-    num_rows, num_entries = end_row - first_row, len(heads)
+    num_rows, num_selected = end_row - first_row, len(heads)
     capacity = step.key_starts[end_row] - step.key_starts[first_row]
     group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
     num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
@@ -144,14 +144,14 @@ def last_query_sums(
     # The longest row's splits may be longer, and therefore fewer, than those of a shorter row.
     num_splits = max(ceil_div(n, max(least_tiles, ceil_div(n, most_splits))) for n in num_tiles)
 
-    values = room(num_entries * (capacity + capacity // band))
-    partial = room(num_rows, num_entries, most_splits, num_queries)
-    by_block = room(num_entries, capacity // band, num_queries) if band > 1 else None
+    values = room(num_selected * (capacity + capacity // band))
+    partial = room(num_rows, num_selected, most_splits, num_queries)
+    by_block = room(num_selected, capacity // band, num_queries) if band > 1 else None
     args = LastArgs(
         q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
-        num_entries, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E,
+        num_selected, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E,
     )  # fmt: skip
-    where = (step.block_table.stride(0), step.num_rows, first_row)
+    step_args = (step.block_table.stride(0), step.num_rows, first_row)
     shape = compile_time(
         StackShape(
             GROUP=group,
@@ -162,7 +162,7 @@ def last_query_sums(
             HEAD_DIM=cache.head_dim,
             BLOCK_D=block_d,
             PAGE=cache.page_size,
-            ENTRIES=triton.next_power_of_2(num_entries),
+            SELECTED=triton.next_power_of_2(num_selected),
             FIELDS=ROW_FIELDS,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )
@@ -176,13 +176,13 @@ def last_query_sums(
     # stacked heads, which sums columns. Diagonals of keys are always summed within a warp.
     lse_registers = 64 if stacked > LAST.value and q.dtype != torch.float32 else None
     split_lse_kernel[grid](
-        args, *where, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
+        args, *step_args, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
     )
     sums_kernel[grid](
-        args, *where, capacity, values, shape, JOINED=JOINED, num_warps=4 if band > 1 else members,
+        args, *step_args, capacity, values, shape, JOINED=JOINED, num_warps=4 if band > 1 else members,
         num_stages=num_stages,
     )  # fmt: skip
-    sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
+    sums = Sums(values, patterns, capacity, num_selected, band, first_row, end_row, by_block)
     if by_block is not None:
         _sum_block_diagonals(sums, by_block, index, max(num_tiles), last_queries, spread)
     return sums
@@ -214,11 +214,11 @@ def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
         3 for two buffered tiles, 2 for one if the queries are many or two do not fit the GPU, and 1 for loads that are
         not buffered if not even one fits.
     """
-    beside = limit_bytes - stack_bytes - JOIN_BYTES
-    if beside < tile_bytes:
+    free_bytes = limit_bytes - stack_bytes - JOIN_BYTES
+    if free_bytes < tile_bytes:
         return 1
     num_tiles = 2 if tile_bytes <= WIDE_TILE_BYTES else 3
-    return 3 if num_tiles * tile_bytes <= beside and stack_bytes <= QUERY_BYTES else 2
+    return 3 if num_tiles * tile_bytes <= free_bytes and stack_bytes <= QUERY_BYTES else 2
 
 
 def _sum_block_diagonals(
@@ -230,7 +230,7 @@ def _sum_block_diagonals(
     """
     num_queries = by_block.shape[2]
     block = 4096 // num_queries
-    block_diagonals_kernel[(ceil_div(most_tiles, block), sums.num_entries, sums.end_row - sums.first_row)](
+    block_diagonals_kernel[(ceil_div(most_tiles, block), sums.num_selected, sums.end_row - sums.first_row)](
         by_block, *sums.args(index.rows), last_queries,
         QUERIES=num_queries, SPREAD=spread, BAND=sums.band, FIELDS=ROW_FIELDS, BLOCK=block,
     )  # fmt: skip

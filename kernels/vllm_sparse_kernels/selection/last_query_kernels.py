@@ -46,7 +46,7 @@ class LastArgs(NamedTuple):
     block_table: Any
     rows: Any
     heads: Any
-    num_entries: int
+    num_selected: int
     last_queries: int
     patterns: Any
     partial: Any
@@ -67,7 +67,7 @@ class StackShape(NamedTuple):
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     PAGE: Any  # tokens of a page
-    ENTRIES: Any  # selected heads rounded up to a power of two
+    SELECTED: Any  # selected heads rounded up to a power of two
     FIELDS: Any  # columns of the rows' table
     PRECISION: Any  # of float32 products, for ``tl.dot``
 
@@ -98,13 +98,13 @@ def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREA
 def _stack(args, i_kv, i_part, i_row, num_rows, SHAPE):
     """Return the places in ``heads`` of this program's query heads [MEMBERS], -1 for heads without work."""
     b_member = i_part * SHAPE.MEMBERS + tl.arange(0, SHAPE.MEMBERS)
-    o_entry = tl.arange(0, SHAPE.ENTRIES)
-    listed = o_entry < args.num_entries
+    o_selected = tl.arange(0, SHAPE.SELECTED)
+    listed = o_selected < args.num_selected
     if args.patterns is not None:
-        listed = listed & (tl.load(args.patterns + o_entry * num_rows + i_row, mask=listed, other=1) == 0)
-    b_listed = tl.load(args.heads + o_entry, mask=listed, other=-1)
+        listed = listed & (tl.load(args.patterns + o_selected * num_rows + i_row, mask=listed, other=1) == 0)
+    b_listed = tl.load(args.heads + o_selected, mask=listed, other=-1)
     b_same = (b_listed[None, :] == (i_kv * SHAPE.GROUP + b_member)[:, None]) & (b_member < SHAPE.GROUP)[:, None]
-    return tl.max(tl.where(b_same, o_entry[None, :], -1), 1)
+    return tl.max(tl.where(b_same, o_selected[None, :], -1), 1)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.constexpr):
-    """Write partial[row, entry, split, query], the log-sum-exp in base 2 of one query over one split of the keys.
+    """Write partial[row, head, split, query], the log-sum-exp in base 2 of one query over one split of the keys.
 
     A row's scores lie in LANES threads, pairs of keys in turn. Each thread keeps the maximum and the sum of its scores.
     They are joined at the end, so nothing moves between threads before that.
@@ -265,7 +265,7 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
             b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.sum(b_p, 3), 1)
             b_max = b_new
     b_place = _of_rows(b_place, SHAPE)
-    o_partial = (tl.program_id(2) * args.num_entries + b_place) * args.most_splits + i_split
+    o_partial = (tl.program_id(2) * args.num_selected + b_place) * args.most_splits + i_split
     target = args.partial + o_partial.to(tl.int64) * SHAPE.QUERIES + _row_queries(SHAPE)
     b_most = tl.max(b_max, 1)
     b_shift = tl.where(b_most == float("-inf"), 0.0, b_most)
@@ -278,7 +278,7 @@ def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE)
     """Join the splits of each stacked row, in order. Empty rows get +inf, which makes all weights 0."""
     b_place, o_r = _of_rows(b_place, SHAPE), _row_queries(SHAPE)
     valid = (b_place >= 0) & (b_query >= 0)
-    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
+    o_first = (tl.program_id(2) * args.num_selected + b_place).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
     b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES], tl.float32)
     for start in range(0, num_splits, SPLITS):
@@ -327,12 +327,12 @@ def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE
     table = args.block_table + i_row.to(tl.int64) * stride_table
 
     begin = tl.load(args.rows + i_row * SHAPE.FIELDS + 3) - tl.load(args.rows + first_row * SHAPE.FIELDS + 3)
-    b_entry = tl.maximum(b_place, 0).to(tl.int64)
-    columns = values + (b_entry * capacity + begin)
-    lines = columns + tl.cast(args.num_entries, tl.int64) * capacity
+    b_selected = tl.maximum(b_place, 0).to(tl.int64)
+    columns = values + (b_selected * capacity + begin)
+    lines = columns + tl.cast(args.num_selected, tl.int64) * capacity
     listed = b_place >= 0
     if SHAPE.BAND > 1:
-        b_first = _of_rows((b_entry * capacity + begin) // SHAPE.BAND, SHAPE)
+        b_first = _of_rows((b_selected * capacity + begin) // SHAPE.BAND, SHAPE)
         by_block = args.by_block + b_first * SHAPE.QUERIES + _row_queries(SHAPE)
         b_listed = _of_rows(listed.to(tl.int32), SHAPE) != 0
     else:
@@ -407,9 +407,9 @@ def _turned(b_x, MEMBERS: tl.constexpr):
     return tl.sum(tl.gather(b_x, b_source, 2), 1)
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_entries", "last_queries"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_selected", "last_queries"])
 def block_diagonals_kernel(
-    by_block, sums, num_entries, first_row, num_rows, capacity, last_queries,
+    by_block, sums, num_selected, first_row, num_rows, capacity, last_queries,
     QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum BLOCK diagonals of blocks. Diagonal d contains, for each query, the block that is d blocks before its own.
@@ -419,7 +419,7 @@ def block_diagonals_kernel(
     Args:
         by_block: [n, capacity / 64, QUERIES] float32, weight of each block for each query.
         sums: SumArgs; totals of diagonals are written.
-        num_entries: Number n of heads to select.
+        num_selected: Number n of heads to select.
         first_row: First row of the slab.
         num_rows: Rows of the step.
         capacity: Keys of the slab's rows, each row padded to a multiple of 64.
@@ -430,32 +430,32 @@ def block_diagonals_kernel(
         FIELDS: Columns of the rows' table.
         BLOCK: Diagonals of a program.
     """
-    i_entry, i_row = tl.program_id(1), first_row + tl.program_id(2)
-    place, length = sums_of(sums, 1, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS)
+    i_selected, i_row = tl.program_id(1), first_row + tl.program_id(2)
+    place, length = sums_of(sums, 1, i_selected, num_selected, i_row, first_row, num_rows, capacity, BAND, FIELDS)
     o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < length:
         query_len, seq_len = tl.load(sums.rows + i_row * FIELDS + 1), tl.load(sums.rows + i_row * FIELDS + 2)
         o_r = tl.arange(0, QUERIES)
         b_query = _query_places(o_r, query_len, last_queries, QUERIES, SPREAD)
         b_block = ((seq_len - query_len + b_query) // BAND)[None, :] - o_d[:, None]
-        source = by_block + (place - num_entries.to(tl.int64) * capacity) * QUERIES
-        there = (b_query >= 0)[None, :] & (b_block >= 0)
-        b_x = tl.load(source + b_block * QUERIES + o_r[None, :], mask=there, other=0.0)
+        source = by_block + (place - num_selected.to(tl.int64) * capacity) * QUERIES
+        is_listed = (b_query >= 0)[None, :] & (b_block >= 0)
+        b_x = tl.load(source + b_block * QUERIES + o_r[None, :], mask=is_listed, other=0.0)
         tl.store(sums.totals + place + o_d, tl.sum(b_x, 1), mask=o_d < length)
 
 
 @triton.jit
 def sums_of(
-    sums, i_kind, i_entry, num_entries, i_row, first_row, num_rows, capacity,
+    sums, i_kind, i_selected, num_selected, i_row, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Return the place of the sums of one entry and row.
+    """Return the place of the sums of one selected head and row.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
         i_kind: 0: columns; 1: diagonals, or bands of them.
-        i_entry: Place of the head in ``heads``.
-        num_entries: Number n of heads to select.
+        i_selected: Place of the head in ``heads``.
+        num_selected: Number n of heads to select.
         i_row: Number of the row.
         first_row: First row of the slab.
         num_rows: Rows of the step.
@@ -470,7 +470,7 @@ def sums_of(
     start = tl.load(sums.rows + i_row * FIELDS + 3) - tl.load(sums.rows + first_row * FIELDS + 3)
     length = (tl.load(sums.rows + i_row * FIELDS + 2) + width - 1) // width
     if sums.patterns is not None:
-        length = tl.where(tl.load(sums.patterns + i_entry * num_rows + i_row) == 0, length, 0)
-    first = (i_kind * num_entries).to(tl.int64) * capacity  # lines follow the columns of all entries
-    place = first + (i_entry.to(tl.int64) * capacity + start) // width
+        length = tl.where(tl.load(sums.patterns + i_selected * num_rows + i_row) == 0, length, 0)
+    first = (i_kind * num_selected).to(tl.int64) * capacity  # lines follow the columns of all heads
+    place = first + (i_selected.to(tl.int64) * capacity + start) // width
     return place, length

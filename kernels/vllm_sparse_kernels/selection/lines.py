@@ -145,16 +145,16 @@ def _write_lines_kernel(
         CHUNK: Blocks or columns of a step.
         ROW_FIELDS: Columns of the rows' table.
     """
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
+    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
     i_row, _, length, first = load_tile(index.tiles, i_tile)
-    pattern = 0 if patterns is None else tl.load(patterns + i_entry * num_rows + i_row)
+    pattern = 0 if patterns is None else tl.load(patterns + i_selected * num_rows + i_row)
     if pattern != 0:
         return
     last = first + length - 1
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     start = tl.load(rows + i_row * ROW_FIELDS + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)
-    upto = lines.bands_upto + (i_entry * capacity + start) // BAND
+    upto = lines.bands_upto + (i_selected * capacity + start) // BAND
 
     count = 0
     target = list_of(index, i_head, i_tile)
@@ -163,14 +163,14 @@ def _write_lines_kernel(
         causal = o_n < num_causal
         b_kept = _is_crossed(upto, o_n, first, last, BAND, BLOCK_N, causal) | (o_n >= diagonal)
         if lines.whole is not None:
-            whole = lines.whole + (i_entry * capacity + start) // 64
+            whole = lines.whole + (i_selected * capacity + start) // 64
             b_kept |= tl.load(whole + o_n, mask=causal, other=0) != 0
         count = append(target, count, o_n, causal & b_kept)
     tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
 
     count = 0
     target = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
-    i_list = (i_row - first_row) * tl.num_programs(1) + i_entry
+    i_list = (i_row - first_row) * tl.num_programs(1) + i_selected
     columns = lines.columns + i_list * max_columns
     num_columns = tl.load(lines.num_columns + i_list)
     for start_column in range(0, num_columns, CHUNK):

@@ -108,8 +108,8 @@ def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexp
         BLOCK_N: Keys of an index block.
         CHUNK: Blocks of a step.
     """
-    i_tile, i_group = tl.program_id(0), tl.program_id(1)
-    i_head = tl.load(heads + i_group).to(tl.int64)
+    i_tile, i_selected = tl.program_id(0), tl.program_id(1)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     start = tl.load(index.block_offsets + i_tile)
     target = list_of(index, i_head, i_tile)
@@ -120,6 +120,6 @@ def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexp
         if kept is None:
             count = append(target, count, o_n, causal)
         else:
-            flags = tl.load(kept + i_group.to(tl.int64) * stride_kept + start + o_n, mask=causal, other=0)
+            flags = tl.load(kept + i_selected.to(tl.int64) * stride_kept + start + o_n, mask=causal, other=0)
             count = append(target, count, o_n, causal & ((flags != 0) | (o_n >= diagonal)))
     tl.store(index.block_counts + i_head * tl.num_programs(0) + i_tile, count)

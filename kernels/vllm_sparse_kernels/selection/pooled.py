@@ -35,7 +35,7 @@ SPLIT_BLOCKS = 8
 ALIGNED = tl.constexpr(64)
 """Rows of products are padded to a multiple of this, which allows wide loads."""
 
-ROW_FIELDS = tl.constexpr(3)
+ROW_BLOCK_FIELDS = tl.constexpr(3)
 """Columns of the rows' table on the device: a row's keys, its first block and first split, counted over all rows."""
 
 HEADS_AT_ONCE = tl.constexpr(128)
@@ -72,12 +72,12 @@ class Pooled(NamedTuple):
     similarity: torch.Tensor | None  # [heads, blocks] float32
 
 
-def pooled_slabs(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
+def pooled_slabs(rows: Rows, num_selected: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
     """Return the slabs of a step, computed by the first layer of a pass that needs them.
 
     Args:
         rows: The rows of a step.
-        num_entries: Number of heads to select.
+        num_selected: Number of heads to select.
         num_kv_heads: Number of kv heads.
         head_dim: Channels of a head.
         per_tile: Pooled queries of a tile.
@@ -85,7 +85,7 @@ def pooled_slabs(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int,
     Returns:
         Slabs in the order of their rows.
     """
-    most_products = SLAB_BYTES // (4 * num_entries * per_tile * ALIGNED.value)  # in units of ``ALIGNED``
+    most_products = SLAB_BYTES // (4 * num_selected * per_tile * ALIGNED.value)  # in units of ``ALIGNED``
     most_blocks = SLAB_BYTES // (4 * num_kv_heads * head_dim)
     key = _make_slabs, most_products, most_blocks
     return rows.once(key, lambda: _make_slabs(rows, most_products, most_blocks))
@@ -102,7 +102,7 @@ def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Pooled
     return slabs
 
 
-def row_table(rows: Rows) -> torch.Tensor:
+def row_blocks(rows: Rows) -> torch.Tensor:
     """Return the lengths of rows as a table on the device.
 
     Args:
@@ -116,9 +116,11 @@ def row_table(rows: Rows) -> torch.Tensor:
         blocks = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens]
         splits = [ceil_div(n, SPLIT_BLOCKS) for n in blocks]
         columns = rows.seq_lens, accumulate(blocks, initial=0), accumulate(splits, initial=0)
-        return to_device([n for row in zip(*columns) for n in row], torch.int32, rows.device).view(-1, ROW_FIELDS.value)
+        return to_device([n for row in zip(*columns) for n in row], torch.int32, rows.device).view(
+            -1, ROW_BLOCK_FIELDS.value
+        )
 
-    return rows.once(row_table, make)
+    return rows.once(row_blocks, make)
 
 
 def _warps(head_dim: int) -> int:
@@ -187,7 +189,7 @@ def pool_keys(
         centers: torch.Tensor | None,
     ) -> None:  # fmt: skip
         _pool_keys_kernel[(num_kv_heads, max(splits), num_rows)](
-            key_args(cache, rows.block_table), row_table(rows), slab.first_row, slab.num_blocks, sum(splits),
+            key_args(cache, rows.block_table), row_blocks(rows), slab.first_row, slab.num_blocks, sum(splits),
             heads if len(heads) < num_heads else None, len(heads), means, sums, similarity, centers,
             shape, GROUP=num_heads // num_kv_heads,
             STAGES=3 if similarity is None else 2, num_warps=_warps(head_dim),
@@ -199,7 +201,7 @@ def pool_keys(
     sums, centers = empty(num_kv_heads, sum(splits), head_dim), empty(num_rows, num_kv_heads, head_dim)
     launch(pooled.means, sums, None, None)
     _centers_kernel[(num_kv_heads, num_rows)](
-        sums, centers, row_table(rows), slab.first_row, sum(splits), shape, CHUNK=64
+        sums, centers, row_blocks(rows), slab.first_row, sum(splits), shape, CHUNK=64
     )
     launch(None, None, pooled.similarity, centers)
     return pooled
@@ -226,7 +228,7 @@ def pooled_products(
         the tile's causal reach, and −∞ for blocks less similar than ``min_similarity``; and the similarity of the
         queries of all tiles [n, num_tiles], or None. Runs share their memory: use each tensor before the next run.
     """
-    rows, num_entries, similar = index.rows, len(heads), min_similarity is not None
+    rows, num_selected, similar = index.rows, len(heads), min_similarity is not None
     queries = pool_queries(q, rows, heads, per_tile, index.workspace, similar)
     shape = ProductShape(
         GROUP=q.shape[1] // cache.num_kv_heads,
@@ -237,16 +239,16 @@ def pooled_products(
         BLOCK_D=32,
         BLOCK=KEY_BLOCK_TOKENS,
     )
-    for slab in pooled_slabs(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile):
+    for slab in pooled_slabs(rows, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
         with index.workspace.frame():
             keys = pool_keys(cache, rows, slab, heads, q.shape[1], index.workspace, similar, centered)
             operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
             for first, end in slab.runs:
                 with index.workspace.frame():
                     num_pooled = (end - first) * per_tile
-                    products = index.workspace.empty(num_entries, num_pooled, slab.width * ALIGNED.value)
-                    _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(num_pooled, 64), num_entries)](
-                        operands, row_table(rows), rows.tiles, heads,
+                    products = index.workspace.empty(num_selected, num_pooled, slab.width * ALIGNED.value)
+                    _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(num_pooled, 64), num_selected)](
+                        operands, row_blocks(rows), rows.tiles, heads,
                         products, slab.width, first, end, rows.num_tiles, slab.first_row, slab.num_blocks, scale,
                         compile_time(shape),
                     )  # fmt: skip
@@ -347,8 +349,8 @@ def _pool_queries_kernel(
         POOL: Tokens of a pooled query.
         BLOCK: Queries of a step.
     """
-    i_entry, i_pooled = tl.program_id(0), tl.program_id(1)
-    i_head = tl.load(heads + i_entry)
+    i_selected, i_pooled = tl.program_id(0), tl.program_id(1)
+    i_head = tl.load(heads + i_selected)
     _, token, length, _ = load_tile(tiles, i_pooled // PER_TILE)
     begin = i_pooled % PER_TILE * POOL
     length = tl.minimum(length - begin, POOL)
@@ -362,7 +364,7 @@ def _pool_queries_kernel(
             b_sum += tl.sum(b_q, 0)
             if similarity is not None:
                 b_units += _units(b_q)
-        i_out = i_entry.to(tl.int64) * tl.num_programs(1) + i_pooled
+        i_out = i_selected.to(tl.int64) * tl.num_programs(1) + i_pooled
         tl.store(means + i_out * HEAD_DIM + o_d, b_sum / length, mask=o_d < HEAD_DIM)
         if similarity is not None:
             tl.store(similarity + i_out, _similarity(b_units, length.to(tl.float32)))
@@ -370,7 +372,7 @@ def _pool_queries_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _pool_keys_kernel(
-    keys, row_table, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers, SHAPE,
+    keys, row_blocks, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers, SHAPE,
     GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Pool SPLIT blocks of one kv head of one row: means, their sum and similarity. Tensors that are None are skipped.
@@ -381,7 +383,7 @@ def _pool_keys_kernel(
 
     Args:
         keys: KeyArgs.
-        row_table: [num_rows, 3] int32: keys, first block and first split of each row.
+        row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
         first_row: First row of the slab.
         num_blocks: Blocks of 64 keys in the slab.
         num_splits: Splits of all rows of the slab.
@@ -401,13 +403,13 @@ def _pool_keys_kernel(
         # The keys that the previous launch read last are still in the cache.
         i_kv, i_split = tl.num_programs(0) - 1 - i_kv, tl.num_programs(1) - 1 - i_split
         i_row = tl.num_programs(2) - 1 - i_row
-    row = row_table + (first_row + i_row) * ROW_FIELDS
+    row = row_blocks + (first_row + i_row) * ROW_BLOCK_FIELDS
     seq_len = tl.load(row)
     begin = i_split * SHAPE.SPLIT * SHAPE.BLOCK
     if (begin < seq_len) & is_read(i_kv, heads, num_heads, GROUP, HEADS_AT_ONCE):
         o_d = tl.arange(0, SHAPE.BLOCK_D)
         in_d = o_d < SHAPE.HEAD_DIM
-        first_block = tl.load(row + 1) - tl.load(row_table + first_row * ROW_FIELDS + 1)
+        first_block = tl.load(row + 1) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 1)
         o_block = i_kv.to(tl.int64) * num_blocks + first_block
         b_center = tl.zeros([SHAPE.BLOCK_D], tl.float32)
         if centers is not None:
@@ -433,13 +435,13 @@ def _pool_keys_kernel(
                     b_k = tl.where(in_row[:, None], b_k - b_center[None, :], 0.0)
                 tl.store(similarity + i_out, _similarity(_units(b_k), count))
         if sums is not None:
-            first_split = tl.load(row + 2) - tl.load(row_table + first_row * ROW_FIELDS + 2)
+            first_split = tl.load(row + 2) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 2)
             o_split = i_kv.to(tl.int64) * num_splits + first_split + i_split
             tl.store(sums + o_split * SHAPE.HEAD_DIM + o_d, b_sum, mask=in_d)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUNK: tl.constexpr):
+def _centers_kernel(sums, centers, row_blocks, first_row, num_splits, SHAPE, CHUNK: tl.constexpr):
     """Compute the mean key of one row and kv head.
 
     Grid: (kv heads, rows). Bound by latency: it reads 4 bytes a channel for each 512 keys.
@@ -447,23 +449,23 @@ def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUN
     Args:
         sums: [kv heads, num_splits, HEAD_DIM] float32.
         centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
-        row_table: [num_rows, 3] int32: keys, first block and first split of each row.
+        row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
         first_row: First row of the slab.
         num_splits: Splits of all rows of the slab.
         SHAPE: PoolShape.
         CHUNK: Splits of a step.
     """
     i_kv, i_row = tl.program_id(0), tl.program_id(1)
-    row = row_table + (first_row + i_row) * ROW_FIELDS
+    row = row_blocks + (first_row + i_row) * ROW_BLOCK_FIELDS
     seq_len = tl.load(row)
-    first_split = tl.load(row + 2) - tl.load(row_table + first_row * ROW_FIELDS + 2)
+    first_split = tl.load(row + 2) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 2)
     source = sums + (i_kv.to(tl.int64) * num_splits + first_split) * SHAPE.HEAD_DIM
-    num_own_splits = tl.cdiv(seq_len, SHAPE.SPLIT * SHAPE.BLOCK)
+    num_row_splits = tl.cdiv(seq_len, SHAPE.SPLIT * SHAPE.BLOCK)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     b_sum = tl.zeros([CHUNK, SHAPE.BLOCK_D], tl.float32)
-    for i in range(0, num_own_splits, CHUNK):
+    for i in range(0, num_row_splits, CHUNK):
         o_n = i + tl.arange(0, CHUNK)
-        mask = (o_n < num_own_splits)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+        mask = (o_n < num_row_splits)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
         b_sum += tl.load(source + o_n[:, None] * SHAPE.HEAD_DIM + o_d[None, :], mask=mask, other=0.0)
     o_out = (i_row * tl.num_programs(0) + i_kv) * SHAPE.HEAD_DIM
     tl.store(centers + o_out + o_d, tl.sum(b_sum, 0) / seq_len, mask=o_d < SHAPE.HEAD_DIM)
@@ -471,7 +473,7 @@ def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUN
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _products_kernel(
-    operands, row_table, tiles, heads, products, width, first_tile,
+    operands, row_blocks, tiles, heads, products, width, first_tile,
     end_tile, num_tiles, first_row, num_blocks, scale, SHAPE,
 ):  # fmt: skip
     """Multiply BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row to which the queries belong.
@@ -481,7 +483,7 @@ def _products_kernel(
 
     Args:
         operands: Operands.
-        row_table: [num_rows, 3] int32: keys, first block and first split of each row.
+        row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         heads: [n] int32 on the device, numbers of the selected query heads.
         products: [n, pooled queries of the run, width · 64] float32; written.
@@ -494,8 +496,8 @@ def _products_kernel(
         scale: Factor of the products.
         SHAPE: ProductShape.
     """
-    i_n, i_m, i_entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i_kv = tl.load(heads + i_entry) // SHAPE.GROUP
+    i_n, i_m, i_selected = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_kv = tl.load(heads + i_selected) // SHAPE.GROUP
     o_m = i_m * SHAPE.BLOCK_M + tl.arange(0, SHAPE.BLOCK_M)
     o_n = i_n * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
     o_tile = first_tile + o_m // SHAPE.PER_TILE
@@ -503,18 +505,18 @@ def _products_kernel(
     b_row = tl.load(tiles + o_tile * FIELDS, mask=in_slab, other=-1)
     b_end = tl.load(tiles + o_tile * FIELDS + 2, mask=in_slab, other=0)
     b_end += tl.load(tiles + o_tile * FIELDS + 3, mask=in_slab, other=0)
-    o_q = (i_entry * num_tiles * SHAPE.PER_TILE + first_tile * SHAPE.PER_TILE + o_m)[:, None] * SHAPE.HEAD_DIM
+    o_q = (i_selected * num_tiles * SHAPE.PER_TILE + first_tile * SHAPE.PER_TILE + o_m)[:, None] * SHAPE.HEAD_DIM
     target = (
         products
-        + (i_entry * (end_tile - first_tile) * SHAPE.PER_TILE + o_m)[:, None] * (width * ALIGNED)
+        + (i_selected * (end_tile - first_tile) * SHAPE.PER_TILE + o_m)[:, None] * (width * ALIGNED)
         + o_n[None, :]
     )
     least = tl.load(tiles + (first_tile + i_m * SHAPE.BLOCK_M // SHAPE.PER_TILE) * FIELDS)
     for i_row in range(least, tl.max(b_row, 0) + 1):
         if i_n * SHAPE.BLOCK_N * SHAPE.BLOCK < tl.max(tl.where(b_row == i_row, b_end, 0), 0):
-            row = row_table + i_row * ROW_FIELDS
+            row = row_blocks + i_row * ROW_BLOCK_FIELDS
             in_blocks = o_n < tl.cdiv(tl.load(row), SHAPE.BLOCK)
-            first_block = tl.load(row + 1) - tl.load(row_table + first_row * ROW_FIELDS + 1)
+            first_block = tl.load(row + 1) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 1)
             o_block = i_kv.to(tl.int64) * num_blocks + first_block + o_n
             b_s = tl.zeros([SHAPE.BLOCK_M, SHAPE.BLOCK_N], tl.float32)
             for start in range(0, SHAPE.HEAD_DIM, SHAPE.BLOCK_D):
@@ -531,5 +533,6 @@ def _products_kernel(
             b_s *= scale
             if operands.similarity is not None:
                 b_similar = tl.load(operands.similarity + o_block, mask=in_blocks, other=0.0)
-                b_s = tl.where((b_similar >= tl.load(operands.min_similarity + i_entry))[None, :], b_s, float("-inf"))
+                min_similarity = tl.load(operands.min_similarity + i_selected)
+                b_s = tl.where((b_similar >= min_similarity)[None, :], b_s, float("-inf"))
             tl.store(target, b_s, mask=(b_row == i_row)[:, None] & in_blocks[None, :])

@@ -45,7 +45,7 @@ HALF_EQUAL = tl.constexpr(1 << 12)
 LEAST_KEY = tl.constexpr((127 - 57) << 10)
 """Values below 2⁻⁵⁷ also count as equal, which leaves 16 bits for keys of masses up to 2⁷."""
 
-UNSPECIALIZED = ("num_entries", "first_row", "num_rows", "capacity", "chunks", "max_columns")
+UNSPECIALIZED = ("num_selected", "first_row", "num_rows", "capacity", "chunks", "max_columns")
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
@@ -90,7 +90,7 @@ def most_chunks(index: SparseIndex, sums: Sums) -> int:
 
 
 def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
-    num_rows, num_jobs, chunks = sums.end_row - sums.first_row, 2 * sums.num_entries, most_chunks(index, sums)
+    num_rows, num_jobs, chunks = sums.end_row - sums.first_row, 2 * sums.num_selected, most_chunks(index, sums)
     room = index.workspace.empty
     return Digits(
         room(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
@@ -118,7 +118,7 @@ def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch
     digits = _room(index, sums, torch.float32 if forced is None else torch.int32)
     chunks = digits.weights.shape[3]
     for i in range(PASSES):
-        _digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
+        _digits_kernel[(chunks, 2 * sums.num_selected, sums.end_row - sums.first_row)](
             *sums.args(index.rows), goals, forced, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS,
             CHUNK=CHUNK,
         )  # fmt: skip
@@ -127,14 +127,14 @@ def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch
 
 @triton.jit
 def job_of(
-    sums, num_entries, first_row, num_rows, capacity,
+    sums, num_selected, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return this program's job: its number is on axis 1, its row on axis 2, its chunk on axis 0.
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: Number n of heads to select.
+        num_selected: Number n of heads to select.
         first_row: First row of the slab.
         num_rows: Rows of the step.
         capacity: Keys of the slab's rows, each row padded to a multiple of 64.
@@ -148,7 +148,7 @@ def job_of(
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     place, length = sums_of(
-        sums, i_job // num_entries, i_job % num_entries, num_entries, first_row + tl.program_id(2), first_row,
+        sums, i_job // num_selected, i_job % num_selected, num_selected, first_row + tl.program_id(2), first_row,
         num_rows, capacity, BAND, FIELDS,
     )  # fmt: skip
     blocks = (length + CHUNK - 1) // CHUNK
@@ -214,7 +214,7 @@ def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constex
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _digits_kernel(
-    sums, num_entries, first_row, num_rows, capacity, goals, forced, digits, chunks,
+    sums, num_selected, first_row, num_rows, capacity, goals, forced, digits, chunks,
     PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Run one pass over one chunk: of counts, or of masses if ``forced`` is None.
@@ -223,7 +223,7 @@ def _digits_kernel(
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: Number n of heads to select.
+        num_selected: Number n of heads to select.
         first_row: First row of the slab.
         num_rows: Rows of the step.
         capacity: Keys of the slab's rows, each row padded to a multiple of 64.
@@ -237,7 +237,7 @@ def _digits_kernel(
         CHUNK: Values of a step.
     """
     place, length, first, end, used, i_all = job_of(
-        sums, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
+        sums, num_selected, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
     )
     if first >= end:
         return

@@ -29,15 +29,21 @@ from tests.helpers.engine_cases import (
     same,
 )
 from tests.helpers.paged_varlen import paged_varlen
+from vllm_sparse_kernels import engine_choice
 from vllm_sparse_kernels.attention import HOPPER, PORTABLE, AttendSpec, Engine, FlashAttention
 from vllm_sparse_kernels.attention.flash import engine as flash_module
 from vllm_sparse_kernels.attention.flash.engine import PART_SEQUENCES, flash_engine
+from vllm_sparse_kernels.attention.hopper import engine as hopper_module
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.top_p import method as top_p
 from vllm_sparse_kernels.paged import FP8
+from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.workspace import Workspace
 
 EACH_DTYPE = [DTYPES[0], pytest.param(DTYPES[1], marks=FULL)]
@@ -274,6 +280,19 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
         engine.attend(q, batch.cache, index, out, 1.0)
 
 
+def test_tensors_without_the_rows_tokens(engine, device):
+    batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
+    index, out = random_index(batch, 64, 1.0), torch.zeros_like(batch.q)
+    for q, result, name in (
+        (batch.q[:4], out, "q"),
+        (batch.q, out[:4], "out"),
+        (batch.q, out.mT.contiguous().mT, "out"),
+    ):
+        expected = "expected at least 5 tokens, which the rows have, and contiguous elements of each head"
+        with pytest.raises(ValueError, match=f"attend: {name}: given shape .* with strides .*, {expected}"):
+            engine.attend(q, batch.cache, index, result, 1.0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
@@ -412,6 +431,16 @@ def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
     changes = {"head_dim": head_dim, "block_tokens": block_tokens, "page_size": 128, "strides": strides}
     why = HOPPER.refusal(dataclasses.replace(SPEC, **changes))
     assert (why is None) if says is None else (says in why)
+
+
+def test_all_kernels_in_gluon_name_what_gluon_lacks(monkeypatch):
+    monkeypatch.setattr(engine_choice, "HOPPER_CAPABILITY", (0, 0))  # of a CPU
+    for module in (hopper_module, sale_scores, top_p):
+        monkeypatch.setattr(module, "MISSING_GLUON", "cannot import name 'tma'")
+    refusals = [hopper_module.refusal(SPEC)]
+    for refusal, method in ((sale_scores.half_refusal, Sale()), (top_p.hopper_refusal, top_p.TopP())):
+        refusals.append(refusal(SelectSpec(method, SPEC.device, SPEC.head_dim)))
+    assert set(refusals) == {"it needs Triton 3.6 to 3.9, whose Gluon has all names (cannot import name 'tma')"}
 
 
 class TestChoice:

@@ -116,7 +116,7 @@ from tests.helpers.offline_compiler import Code, Recorder, compiling_for
 from vllm_sparse_kernels.workspace import Workspace
 
 kept_d = int(sys.argv[1])
-names = ("_own_kernel", "_scores_kernel", "_masses_kernel")
+names = ("_diagonal_kernel", "_scores_kernel", "_masses_kernel")
 recorders = {name: Recorder(getattr(hopper, name)) for name in names}
 for name, recorder in recorders.items():
     setattr(hopper, name, recorder)

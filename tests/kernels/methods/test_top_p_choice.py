@@ -31,10 +31,8 @@ def check_choice(method: TopP, sizes: list[int], reach: int) -> None:
     masses = torch.full((1, 1, width), torch.nan, device=DEVICE)
     masses[0, 0, :num_blocks] = torch.tensor(repeated, device=DEVICE) * UNIT
     index = SparseIndex.allocate(rows, 1, 32)
-    kept_mass, most_share = (torch.tensor([x], device=DEVICE) for x in (method.kept_mass, method.most_share))
-    choice.write_block_lists(
-        masses, index, 0, int32([0]), kept_mass, most_share, method.sink_tokens, method.local_tokens
-    )
+    shares = choice.Shares(*(torch.tensor([x], device=DEVICE) for x in (method.kept_mass, method.most_share)))
+    choice.write_block_lists(masses, index, 0, int32([0]), shares, method.sink_tokens, method.local_tokens)
     expected = fewest(method, masses[0, 0, :num_blocks].abs().double(), reach - 1) | (masses[0, 0, :num_blocks] < 0)
     assert kept_blocks(index, 0, 0).tolist() == expected.tolist(), (repeated, method)
 

@@ -49,11 +49,11 @@ def _strided_kernel(
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the list of a tile and head. ``numbers`` [3, n] has the sink, window and stride of each head."""
-    i_tile, i_entry, num_entries = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    sink_tokens = tl.load(numbers + i_entry).to(tl.int32)
-    local_tokens = tl.load(numbers + num_entries + i_entry).to(tl.int32)
-    stride_tokens = tl.load(numbers + 2 * num_entries + i_entry).to(tl.int32)
+    i_tile, i_selected, num_selected = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
+    sink_tokens = tl.load(numbers + i_selected).to(tl.int32)
+    local_tokens = tl.load(numbers + num_selected + i_selected).to(tl.int32)
+    stride_tokens = tl.load(numbers + 2 * num_selected + i_selected).to(tl.int32)
     _, _, _, position = load_tile(tiles, i_tile)  # of the tile's first query
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N)
     target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.helpers.kernel_keys import HOPPER, Key, recorded_keys
 from tests.helpers.method_cases import uncomputed
 from tests.helpers.worker_layers import CPU, HAS_CUDA, LARGEST_CHUNK, LONGEST, SHAPE, make_impls
+from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
@@ -175,6 +176,18 @@ class TestKeys:
         served = check_keys(impls, 128, engine, random_steps(seed=5, number=8), monkeypatch, in_fp8=True)
         assert {impl.layer.engine.name for impl in impls} == {engine}
         assert any("fp8" in key for _, key in served)
+
+    def test_the_log_reports_the_engines_of_levels_at_which_layers_run_sparse(
+        self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        impls = make_impls("top_p", {}, CPU)
+        dense = make_impls("dense", {}, CPU)
+        by_plan, left_dense = impls[0].levels[DEFAULT], replace(dense[0].levels[DEFAULT], stays_dense=True)
+        impls[0].levels = {DEFAULT: by_plan, "careful": left_dense}
+        impls[1].levels = {DEFAULT: left_dense, "fast": by_plan}
+        with recorded_keys(monkeypatch):
+            _warm_up(impls, 128, "auto", CPU, in_fp8=False)
+        assert "sparse-prefill: selection by top_p: layers 0-1 on portable" in lines
 
 
 def check_keys(

@@ -40,11 +40,11 @@ def worker_numbers(worker: Any) -> dict[str, Any]:
     return {"rank": worker.rank, "device": compat.device_name(), "numbers": resolved.numbers()}
 
 
-def refuse_disagreement(ours: Numbers, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def refuse_disagreement(expected: Numbers, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Compare the front process's numbers with those of all workers.
 
     Args:
-        ours: Lengths that the front process resolved.
+        expected: Lengths that the front process resolved.
         answers: By engine, ``worker_numbers`` of its workers.
 
     Raises:
@@ -52,13 +52,14 @@ def refuse_disagreement(ours: Numbers, answers: Mapping[str, Sequence[Mapping[st
     """
     for engine, workers in answers.items():
         for worker in workers:
-            theirs: Numbers = worker["numbers"]
-            if theirs != ours:
+            reported: Numbers = worker["numbers"]
+            if reported != expected:
                 raise ConfigurationError(
                     f"sparse-prefill: engine {engine}, rank {worker['rank']}, on {worker['device']}: rows run sparse "
-                    f"from {_differing(theirs, ours)} (min_tokens, min_query_tokens by level and engine), expected "
-                    f"{_differing(ours, theirs)} as in the server's front process; start all nodes with the same "
-                    "settings and the same version, and set min_tokens and min_query_tokens where their devices differ"
+                    f"from {_differing(reported, expected)} (min_tokens, min_query_tokens by level and engine), "
+                    f"expected {_differing(expected, reported)} as in the server's front process; start all nodes "
+                    "with the same settings and the same version, and set min_tokens and min_query_tokens where their "
+                    "devices differ"
                 )
 
 

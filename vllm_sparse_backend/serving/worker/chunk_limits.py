@@ -13,7 +13,7 @@ class ChunkLimits(NamedTuple):
 
     alone: int
     """In a step without other requests."""
-    beside_decodes: int
+    with_decodes: int
     """In a step with as many decodes as the scheduler allows."""
 
     @staticmethod

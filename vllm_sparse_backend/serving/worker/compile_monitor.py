@@ -65,8 +65,8 @@ def counts() -> dict[str, int]:
     """
     from triton import knobs
 
-    ours = knobs.compilation.listener
-    return ours.counts if isinstance(ours, Listener) else {"warmup": 0, "serving": 0}
+    current = knobs.compilation.listener
+    return current.counts if isinstance(current, Listener) else {"warmup": 0, "serving": 0}
 
 
 @contextmanager
@@ -76,10 +76,10 @@ def warming_up() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    ours = listener()
-    was_warming_up = ours.warming_up
-    ours.warming_up = True
+    current = listener()
+    was_warming_up = current.warming_up
+    current.warming_up = True
     try:
         yield
     finally:
-        ours.warming_up = was_warming_up
+        current.warming_up = was_warming_up

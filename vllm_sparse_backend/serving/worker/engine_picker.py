@@ -152,13 +152,13 @@ class EnginePicker:
         if all(passed_over.keys() == merged.get(subject, {}).keys() for subject, passed_over in decided):
             return True
         for subject, passed_over in self.passed_over.items():
-            news = {name: why for name, why in merged.get(subject, {}).items() if name not in passed_over}
-            for name, why in news.items():
+            new_reasons = {name: why for name, why in merged.get(subject, {}).items() if name not in passed_over}
+            for name, why in new_reasons.items():
                 logger.warning(
                     "sparse-prefill: engine %s is not used for %s, as all tensor-parallel ranks must use the same: %s",
                     name, subject, why,
                 )  # fmt: skip
-            self._excluded.setdefault(subject, {}).update(news)
+            self._excluded.setdefault(subject, {}).update(new_reasons)
         self._attention = {k: v for k, v in self._attention.items() if not self._changes(k, v)}
         self._selection = {k: v for k, v in self._selection.items() if not self._changes(k, v)}
         return False

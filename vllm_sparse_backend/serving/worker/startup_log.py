@@ -72,10 +72,10 @@ def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> No
         logger.warning("sparse-prefill: requests have at most %d tokens, so all of them run dense", max_len)
         return
     limits = ChunkLimits.of(vllm_config)
-    if limits.beside_decodes < thresholds.min_query_tokens:
+    if limits.with_decodes < thresholds.min_query_tokens:
         logger.warning(
             "sparse-prefill: a step has at most %d new tokens of a request, and %d next to the maximum number of "
             "decodes, but rows with fewer than %d run dense: raise --max-num-batched-tokens (and "
             "--long-prefill-token-threshold, if it is set), or lower min_query_tokens",
-            limits.alone, limits.beside_decodes, thresholds.min_query_tokens,
+            limits.alone, limits.with_decodes, thresholds.min_query_tokens,
         )  # fmt: skip

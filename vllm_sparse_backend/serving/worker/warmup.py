@@ -95,10 +95,15 @@ def warm_up(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to allocate the free memory for the KV cache
-    layers = {impl.number: level.layer for impl in impls for level in impl.levels.values()}
+    layers = {impl.number: _first_sparse_layer(impl) for impl in impls}
     picker.report({number: layer.engine for number, layer in layers.items()})
     picker.report_selection(layers)
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(kinds), time.monotonic() - start)
+
+
+def _first_sparse_layer(impl: SparsePrefillImpl) -> Layer:
+    """Return the layer at the server's own level, or at the first other level if the server's own leaves it dense."""
+    return next(level.layer for level in impl.levels.values() if not level.stays_dense)
 
 
 class WarmUp:

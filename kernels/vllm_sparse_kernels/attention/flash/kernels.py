@@ -11,7 +11,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.selection.lists import load_tile
 
-VARYING = ("first", "first_token", "num_tiles", "num_tokens")
+UNSPECIALIZED = ("first", "first_token", "num_tiles", "num_tokens")
 TABLES = ("block_table", "stride_block_table", "stride_table", "stride_stripe_table")
 """Arguments whose value or alignment changes from step to step. Triton must not compile new variants for them.
 """
@@ -67,7 +67,7 @@ def _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE):
     return Slice(i_head, i_kv, i_tile, i_row, o_q, o_s, o_m < length, start, length, last)
 
 
-@triton.jit(do_not_specialize=VARYING + TABLES)
+@triton.jit(do_not_specialize=UNSPECIALIZED + TABLES)
 def prepare_kernel(
     queries, lists, starts, places, sequences, first, first_token, num_tiles, num_tokens,
     block_table, stride_block_table, stride_table, stride_stripe_table, UNITS, SHAPE,
@@ -140,7 +140,7 @@ def _unit_number(places, pages, i_kv, b_position, mask):
     return b_page * places.page_granules + b_in_page * places.token_granules + i_kv * places.head_granules
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def finish_kernel(
     queries, lists, starts, block_out, block_lse, stripe_out, stripe_lse, value_scale,
     first, first_token, num_tiles, num_tokens, SHAPE,

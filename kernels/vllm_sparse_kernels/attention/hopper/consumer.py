@@ -18,7 +18,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @aggregate
-class Whole:
+class NoMask:
     """The mask of a step in which all queries attend to all keys."""
 
     @gluon.jit
@@ -47,7 +47,7 @@ class Whole:
 
 
 @aggregate
-class Diagonal:
+class CausalMask:
     """The causal mask of a step that begins ``to_end`` blocks before the list's end.
 
     The list ends with consecutive diagonal blocks; all queries attend to all keys before these. Columns past the list's
@@ -93,7 +93,7 @@ class Diagonal:
 
 
 @aggregate
-class FirstColumns:
+class ColumnLimit:
     """The mask of a step with only ``num`` keys."""
 
     num: gl.tensor
@@ -125,7 +125,7 @@ class FirstColumns:
 
 
 @aggregate
-class Walk:
+class StepPlan:
     """The steps of a consumer group over an item's keys."""
 
     first_blocks: gl.tensor  # blocks of step 0
@@ -138,7 +138,7 @@ class Walk:
     position: gl.tensor
 
     @gluon.jit
-    def diagonal(self, to_end, config):
+    def causal_mask(self, to_end, config):
         """Return the mask of the step that begins ``to_end`` blocks before the list's end.
 
         Args:
@@ -146,9 +146,9 @@ class Walk:
             config: ``Config``.
 
         Returns:
-            A ``Diagonal``.
+            A ``CausalMask``.
         """
-        return Diagonal(to_end, self.last_block, self.num_diagonal, self.position, config.BLOCK_N)
+        return CausalMask(to_end, self.last_block, self.num_diagonal, self.position, config.BLOCK_N)
 
 
 @aggregate
@@ -156,7 +156,7 @@ class Softmax:
     """The online softmax of 64 queries after a step. The step's product with values has not been added yet.
 
     All fields are float32, except exponents in the variant with stripes, which are 16-bit operands (see
-    ``Group.step``).
+    ``Consumer.process_step``).
     """
 
     b_p: gl.tensor  # [64, STEP] exponents of the step
@@ -166,7 +166,7 @@ class Softmax:
 
 
 @aggregate
-class Group:
+class Consumer:
     """A consumer group, which computes half of the queries of every tile."""
 
     config: Config
@@ -176,8 +176,8 @@ class Group:
     W: gl.constexpr  # half of the tile's queries that the group computes
 
     @gluon.jit
-    def walk(self, slot, length, step):
-        """Compute the steps over an item.
+    def plan_steps(self, slot, length, step):
+        """Count the steps over an item.
 
         Args:
             slot: Slot of the item.
@@ -185,7 +185,7 @@ class Group:
             step: Counter at the item's first step.
 
         Returns:
-            A ``Walk``.
+            A ``StepPlan``.
         """
         config, items = self.config, self.channels.items
         position, num_blocks = items.position(slot), items.num_blocks(slot)
@@ -200,16 +200,16 @@ class Group:
             num_stripes = items.num_stripes(slot)
             end += (num_stripes + config.STEP - 1) // config.STEP
         position += self.W * HALF
-        return Walk(first_blocks, num_steps, num_masked, num_stripes, end, last_block, num_diagonal, position)
+        return StepPlan(first_blocks, num_steps, num_masked, num_stripes, end, last_block, num_diagonal, position)
 
     @gluon.jit
-    def first_step(self, b_q, step, walk):
+    def first_step(self, b_q, step, plan):
         """Compute the scores of step 0.
 
         Args:
             b_q: Shared memory of the queries.
             step: Counter at the step.
-            walk: The ``Walk`` of the item.
+            plan: The ``StepPlan`` of the item.
 
         Returns:
             (counter at the next step, ``Softmax`` without products).
@@ -223,7 +223,7 @@ class Group:
         self.turns.release()
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         keys.release(step)
-        mask = walk.diagonal(walk.first_blocks, config)
+        mask = plan.causal_mask(plan.first_blocks, config)
         b_s = mask.apply(b_s)
         b_max = gl.max(b_s, 1) * self.scale
         b_p = gl.exp2(b_s * self.scale - mask.shift(b_max)[:, None])
@@ -232,38 +232,38 @@ class Group:
         if config.STRIPES:
             b_p = self._operand(b_p)
         following = step.next()
-        keys.acquire_full(following, pred=following.count < walk.end)
+        keys.acquire_full(following, pred=following.count < plan.end)
         return following, Softmax(b_p, b_acc, b_max, b_sum)
 
     @gluon.jit
-    def block_steps(self, b_q, walk, step, state):
+    def block_steps(self, b_q, plan, step, state):
         """Process the other steps over blocks, masked steps first.
 
         Args:
             b_q: Shared memory of the queries.
-            walk: The ``Walk`` of the item.
+            plan: The ``StepPlan`` of the item.
             step: Counter at the first of these steps.
             state: ``Softmax`` of the step before.
 
         Returns:
             (counter after these steps, ``Softmax`` of the last one).
         """
-        for i in range(1, walk.num_masked):
-            mask = walk.diagonal(walk.first_blocks + i * self.config.BLOCKS, self.config)
-            state = self.step(b_q, step, walk.end, mask, state, False)
+        for i in range(1, plan.num_masked):
+            mask = plan.causal_mask(plan.first_blocks + i * self.config.BLOCKS, self.config)
+            state = self.process_step(b_q, step, plan.end, mask, state, False)
             step = step.next()
-        for _ in range(walk.num_masked, walk.num_steps):
-            state = self.step(b_q, step, walk.end, Whole(), state, False)
+        for _ in range(plan.num_masked, plan.num_steps):
+            state = self.process_step(b_q, step, plan.end, NoMask(), state, False)
             step = step.next()
         return step, state
 
     @gluon.jit
-    def stripe_steps(self, b_q, walk, step, state):
+    def stripe_steps(self, b_q, plan, step, state):
         """Process the steps over stripes; the last one is masked if it is not full.
 
         Args:
             b_q: Shared memory of the queries.
-            walk: The ``Walk`` of the item.
+            plan: The ``StepPlan`` of the item.
             step: Counter at the first of these steps.
             state: ``Softmax`` of the step before.
 
@@ -271,16 +271,16 @@ class Group:
             (counter after these steps, ``Softmax`` of the last one).
         """
         STEP: gl.constexpr = self.config.STEP
-        for _ in range(walk.num_stripes // STEP):
-            state = self.step(b_q, step, walk.end, Whole(), state, True)
+        for _ in range(plan.num_stripes // STEP):
+            state = self.process_step(b_q, step, plan.end, NoMask(), state, True)
             step = step.next()
-        if walk.num_stripes % STEP != 0:
-            state = self.step(b_q, step, walk.end, FirstColumns(walk.num_stripes % STEP), state, True)
+        if plan.num_stripes % STEP != 0:
+            state = self.process_step(b_q, step, plan.end, ColumnLimit(plan.num_stripes % STEP), state, True)
             step = step.next()
         return step, state
 
     @gluon.jit
-    def step(self, b_q, step, end, mask, state, GATHERED: gl.constexpr):
+    def process_step(self, b_q, step, end, mask, state, GATHERED: gl.constexpr):
         """Compute the scores of this step while the product of the previous step runs. This step's keys have arrived.
 
         Exponents stay in float32 until the next step, in the registers of their scores, and are converted to an operand
@@ -294,7 +294,7 @@ class Group:
             b_q: Shared memory of the queries.
             step: Counter at this step.
             end: Count of steps after the item's last one.
-            mask: ``Whole``, ``Diagonal`` or ``FirstColumns``.
+            mask: ``NoMask``, ``CausalMask`` or ``ColumnLimit``.
             state: ``Softmax`` of the step before.
             GATHERED: Whether the step's keys and values were gathered by ordinary copies.
 
@@ -385,7 +385,7 @@ def consume(out, scale, channels, config, W: gl.constexpr):
     """
     turns = channels.barriers.turns
     turns = Turns(turns.index(W), turns.index(1 - W), config.TURNS)
-    group = Group(config, channels, turns, scale, W)
+    consumer = Consumer(config, channels, turns, scale, W)
     queries, items = channels.queries(), channels.items
     uses, step = new_counter(config.SLOTS), new_counter(config.STAGES)
     queries.acquire_full(uses)
@@ -394,13 +394,13 @@ def consume(out, scale, channels, config, W: gl.constexpr):
         slot = uses.slot()
         b_q = queries.buffers.index(slot * 2 + W)
         token, length = items.token(slot), items.length(slot)
-        walk = group.walk(slot, length, step)
-        step, state = group.first_step(b_q, step, walk)
-        step, state = group.block_steps(b_q, walk, step, state)
+        plan = consumer.plan_steps(slot, length, step)
+        step, state = consumer.first_step(b_q, step, plan)
+        step, state = consumer.block_steps(b_q, plan, step, state)
         if config.STRIPES:
-            step, state = group.stripe_steps(b_q, walk, step, state)
+            step, state = consumer.stripe_steps(b_q, plan, step, state)
         queries.release(uses)
-        b_acc = group.last_product(step.previous(), state)
+        b_acc = consumer.last_product(step.previous(), state)
         _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, state.b_max, state.b_sum, config)
         uses = uses.next()
         queries.acquire_full(uses)

@@ -14,6 +14,7 @@ import torch
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.engine import LOG2_E, MatrixArgs, matrix_args
+from vllm_sparse_kernels.engine_choice import gluon_refusal
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
@@ -26,9 +27,10 @@ try:
     from vllm_sparse_kernels.gluon_compat import TensorDescriptor, gl
 
     GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-    LACKS: str | None = None
-except (ImportError, AttributeError) as error:  # Gluon's names change between releases of Triton
-    LACKS = str(error)
+except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
+    MISSING_GLUON: str | None = str(error)
+else:
+    MISSING_GLUON = None
 
 RANKING = {"RANKED": 8, "OTHERS": 1024}
 """Number of items that a program ranks, and of other items with which it compares them at a time."""
@@ -63,10 +65,9 @@ def refusal(spec: AttendSpec) -> str | None:
     Returns:
         Why it cannot, as the end of a sentence; None if it can.
     """
-    if spec.capability != (9, 0):
-        return "it is for GPUs of compute capability 9.0 (H100, H200)"
-    if LACKS is not None:
-        return f"it needs Triton 3.6 to 3.9, whose Gluon has all names ({LACKS})"
+    reason = gluon_refusal(spec.capability, MISSING_GLUON)
+    if reason is not None:
+        return reason
     if spec.skips or spec.int8:
         return "it supports neither skipped products nor 8-bit scores"
     if spec.dtype not in GLUON_DTYPES or spec.head_dim not in ROOM:

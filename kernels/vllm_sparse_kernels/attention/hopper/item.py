@@ -232,9 +232,7 @@ class Barriers:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
-    mended: (
-        gl.shared_memory_descriptor
-    )  # a single barrier: values have arrived, and the producer still has to zero some of them
+    mended: gl.shared_memory_descriptor  # values have arrived, and the producer still has to zero some of them
     turns: gl.shared_memory_descriptor  # see ``Turns``
 
 

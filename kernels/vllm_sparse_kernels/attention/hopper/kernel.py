@@ -18,19 +18,19 @@ An item's steps run from the diagonal backwards, then through the stripes:
     block steps       all queries see all keys
     stripe steps      the last step is masked if it is not full
 
-    One thread of a group arrives at a barrier for all four warps, and all four wait. Before a group releases a slot,
-    its warps must therefore have synchronised since they read it. Triton synchronises consumers between their wait for
-    a product and the arrival, and a group of producers synchronises after each wait for a slot. Tests check the
-    consumers in the SASS, and launch the kernel thousands of times on a card, also next to other processes.
+One thread of a group arrives at a barrier for all four warps, and all four wait. Before a group releases a slot, its
+warps must therefore have synchronised since they read it. Triton synchronises consumers between their wait for a
+product and the arrival, and a group of producers synchronises after each wait for a slot. Tests check the consumers in
+the SASS, and launch the kernel thousands of times on a card, also next to other processes.
 
-    Items do not overlap: computing an item's first scores while the previous item is written gave NaN on a card that
-    also ran other processes.
+Items do not overlap: computing an item's first scores while the previous item is written gave NaN on a card that also
+ran other processes.
 
-    ptxas tends to hoist the wait for P·V above all exponents of the step, which undoes the overlap. A wait for the next
-    step's keys between the two keeps the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
-    ``make compile-matrix`` checks the output of each release.
+ptxas tends to hoist the wait for P·V above all exponents of the step, which undoes the overlap. A wait for the next
+step's keys between the two keeps the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
+``make compile-matrix`` checks the output of each release.
 
-``hopper_item`` has the types that the kernel, its producer and its consumers share: ``Config``, ``Channels``, ``Item``.
+``item.py`` has the types that the kernel, its producer and its consumers share: ``Config``, ``Channels``, ``Item``.
 """
 
 from vllm_sparse_kernels.attention.hopper.consumer import consume

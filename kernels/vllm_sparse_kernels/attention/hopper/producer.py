@@ -257,8 +257,8 @@ def produce(q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, chann
         uses = uses.next()
         item = _load_item(index, work.order, rank, num_tiles, config)
     queries.acquire_empty(uses)
-    none = gl.to_tensor(0)
-    channels.items.write(uses.slot(), Item(none - 1, none, none, none, none, none, none))
+    zero = gl.to_tensor(0)
+    channels.items.write(uses.slot(), Item(zero - 1, zero, zero, zero, zero, zero, zero))
     queries.mark_full(uses)
 
 

@@ -33,9 +33,10 @@ from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine,
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
-from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
-from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
+from vllm_sparse_kernels.engine_choice import capability_of
+from vllm_sparse_kernels.index import IndexArgs, LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
 from vllm_sparse_kernels.workspace import padded_bytes
@@ -107,7 +108,7 @@ def attend(
     cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
     descriptors: list[TensorDescriptor] | tuple[None, None] = (None, None)
     if matrix is not None:
-        index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index))
+        index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index, index_args))
         if bulk:
             descriptors = descriptors_of(cache, matrix, index.block_tokens)
     block_d, limit_bytes = triton.next_power_of_2(head_dim), shared_bytes(q.device)
@@ -252,8 +253,7 @@ def supports_bulk(cache: PagedCache) -> bool:
     """
     keys = cache.keys
     return (
-        keys.is_cuda
-        and torch.cuda.get_device_capability(keys.device) >= (9, 0)
+        capability_of(keys.device) >= HOPPER_CAPABILITY
         and cache.head_dim & (cache.head_dim - 1) == 0
         and keys.data_ptr() % 16 == 0
         and cache.values.data_ptr() % 16 == 0
@@ -325,14 +325,14 @@ def _option_args(
     return options.skip_margins, int8_heads, smooth, matrix if bulk else None
 
 
-def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
+def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex, index_args: IndexArgs) -> torch.Tensor:
     """Compute each block's first row in the matrix, without the kv head's part.
 
     The result is int32, laid out like ``index.block_ids``.
     """
     places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
-        index.args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
+        index_args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
         BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
     )  # fmt: skip
     return places

@@ -188,20 +188,20 @@ class FlexVerticalSlash(PerHead):
         Returns:
             The kept lines, in the index's workspace.
         """
-        rows, room, num_entries = index.rows, index.workspace.empty, sums.num_entries
-        num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_entries)
+        rows, room, num_selected = index.rows, index.workspace.empty, sums.num_selected
+        num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_selected)
         most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
         lines = Lines(
-            columns=room(num_rows, num_entries, max(1, most), dtype=torch.int32),
-            num_columns=room(num_rows, num_entries, dtype=torch.int32),
-            whole=room(num_entries, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
-            bands_upto=room(num_entries, sums.capacity // BAND, dtype=torch.int32),
+            columns=room(num_rows, num_selected, max(1, most), dtype=torch.int32),
+            num_columns=room(num_rows, num_selected, dtype=torch.int32),
+            whole=room(num_selected, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
+            bands_upto=room(num_selected, sums.capacity // BAND, dtype=torch.int32),
         )
         shares = on_device(tuple(head.kernel_share for head in settings) * 2, sums.values.device)
         digits = digits_of(index, sums, shares)
         chunks = digits.weights.shape[3]
-        left = room(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
-        grid = (chunks, 2 * num_entries, num_rows)
+        left = room(num_rows, 2 * num_selected, chunks, index.block_tokens, dtype=torch.int32)
+        grid = (chunks, 2 * num_selected, num_rows)
         where = (*sums.args(rows), shares, digits, chunks, left)
         shape = compile_time(LineShape(BAND, index.block_tokens, CHUNK, ROW_FIELDS))
         limits = compile_time(LineLimits(ROW_STRIPES, FEWEST_STRIPES, TILE_TOKENS, KEY_ALIGN))
@@ -267,7 +267,7 @@ def _band_flags(row, start, end, threshold, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, SHAPE):
+def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, left, SHAPE):
     """Count the lines of one chunk.
 
     left[row, job, chunk, c - 2] becomes the number of columns that remain if blocks with c or more are kept whole; for
@@ -277,7 +277,7 @@ def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: Number n of heads to select.
+        num_selected: Number n of heads to select.
         first_row: First row of the slab.
         num_rows: Rows of the step.
         capacity: Keys of the slab's rows, each row padded to a multiple of 64.
@@ -288,7 +288,7 @@ def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares
         SHAPE: LineShape.
     """
     place, _, first, end, used, i_all = job_of(
-        sums, num_entries, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
+        sums, num_selected, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
     )
     if first >= end:
         return
@@ -296,7 +296,7 @@ def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares
     o_c = tl.arange(0, SHAPE.BLOCK_N)
     b_left = tl.zeros([SHAPE.BLOCK_N], tl.int32)
     for start in range(first, end, SHAPE.CHUNK):
-        if tl.program_id(1) < num_entries:
+        if tl.program_id(1) < num_selected:
             b_count = _column_counts(sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK)
             b_left += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
         else:
@@ -307,7 +307,7 @@ def _count_lines_kernel(sums, num_entries, first_row, num_rows, capacity, shares
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_lines_kernel(
-    sums, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left, max_stripes, lines, max_columns,
+    sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, left, max_stripes, lines, max_columns,
     SHAPE, LIMITS,
 ):  # fmt: skip
     """Write the kept lines of one chunk: whole blocks, the other kept columns, and running counts of kept bands.
@@ -316,7 +316,7 @@ def _keep_lines_kernel(
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: Number n of heads to select.
+        num_selected: Number n of heads to select.
         first_row: First row of the slab.
         num_rows: Rows of the step.
         capacity: Keys of the slab's rows, each row padded to a multiple of 64.
@@ -331,9 +331,9 @@ def _keep_lines_kernel(
         LIMITS: LineLimits.
     """
     i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
-    i_entry = i_job % num_entries
+    i_selected = i_job % num_selected
     place, _, first, end, used, i_all = job_of(
-        sums, num_entries, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
+        sums, num_selected, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
     )
     if first >= end:
         return
@@ -342,7 +342,7 @@ def _keep_lines_kernel(
     o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * SHAPE.BLOCK_N + o_c[None, :]
     b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)
     b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_left, 0), 0)
-    if i_job < num_entries:
+    if i_job < num_selected:
         # The largest count c that fits if blocks with c or more columns are kept whole; with 1, no columns remain.
         num_tiles = (tl.load(sums.rows + i_row * SHAPE.FIELDS + 1) + LIMITS.TILE - 1) // LIMITS.TILE
         room = tl.minimum(max_stripes, tl.maximum(LIMITS.FEWEST, LIMITS.ROW_STRIPES // num_tiles))
@@ -351,7 +351,7 @@ def _keep_lines_kernel(
         if i_chunk > 0:  # the first block is always kept whole
             b_first = (mass_keys(tl.load(sums.totals + place + o_c)) >= threshold).to(tl.int32)
             count -= tl.where(tl.sum(b_first, 0) < most, tl.sum(b_first, 0), 0)
-        i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
+        i_list = (tl.program_id(2) * num_selected + i_selected).to(tl.int64)
         for start in range(first, end, SHAPE.CHUNK):
             o_n, b_kept, b_count = _kept_columns(sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK)
             o_block = start // SHAPE.BLOCK_N + tl.arange(0, SHAPE.CHUNK // SHAPE.BLOCK_N)
@@ -365,6 +365,6 @@ def _keep_lines_kernel(
         count = tl.max(b_before, 0)
         for start in range(first, end, SHAPE.CHUNK):
             o_band, b_band = _kept_bands(sums.totals + place, start, end, threshold, SHAPE.CHUNK)
-            upto = lines.bands_upto + (place - num_entries.to(tl.int64) * capacity)
+            upto = lines.bands_upto + (place - num_selected.to(tl.int64) * capacity)
             tl.store(upto + o_band, count + tl.cumsum(b_band, 0), mask=o_band < end)
             count += tl.sum(b_band, 0)

@@ -76,11 +76,11 @@ def write_top_blocks(
         first_tile: First tile of the run.
         heads: [n] int32 on the device, numbers of the selected query heads.
     """
-    num_entries, num_q, width = scores.shape
+    num_selected, num_q, width = scores.shape
     counts = on_device(
-        tuple(min(head_method.top_blocks, MOST) for head_method in method.of_heads(num_entries)), scores.device
+        tuple(min(head_method.top_blocks, MOST) for head_method in method.of_heads(num_selected)), scores.device
     )
-    _top_blocks_kernel[(num_q // PER_TILE, num_entries)](
+    _top_blocks_kernel[(num_q // PER_TILE, num_selected)](
         scores, width // ALIGNED.value, counts, heads, first_tile, index.args, index.rows.num_tiles,
         BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
@@ -109,12 +109,12 @@ def _top_blocks_kernel(
         HELD: Scores of a row that stay in registers.
         CHUNK: Blocks of a step.
     """
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    top_blocks = tl.load(counts + i_entry).to(tl.int32)
+    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
+    top_blocks = tl.load(counts + i_selected).to(tl.int32)
     _, _, length, first = load_tile(index.tiles, i_tile)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    row_0 = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * 2 * (width * ALIGNED)
+    row_0 = scores + (i_selected * tl.num_programs(0) + tl.program_id(0)) * 2 * (width * ALIGNED)
     row_1 = row_0 + width * ALIGNED
     num_0 = (first + tl.minimum(length, POOL) - 1) // POOL + 1
     num_1 = tl.where(length > POOL, (first + length - 1) // POOL + 1, 0)

@@ -131,19 +131,19 @@ class VerticalSlash(PerHead):
         Returns:
             The kept lines, in the index's workspace.
         """
-        settings, device, room = self.of_heads(sums.num_entries), sums.values.device, index.workspace.empty
+        settings, device, room = self.of_heads(sums.num_selected), sums.values.device, index.workspace.empty
         counts, first = (
             on_device(tuple(min(getattr(s, name), MOST) for name in names for s in settings), device)
             for names in (("vertical_tokens", "slash_tokens"), ("forced_verticals", "forced_slashes"))
         )
         rows, num_rows = index.rows, sums.end_row - sums.first_row
         most = min(self.most_verticals, max(rows.seq_lens[sums.first_row : sums.end_row]))
-        columns = room(num_rows, sums.num_entries, max(1, most), dtype=torch.int32)
-        num_columns = room(num_rows, sums.num_entries, dtype=torch.int32)
-        upto = room(sums.num_entries, sums.capacity, dtype=torch.int32)
+        columns = room(num_rows, sums.num_selected, max(1, most), dtype=torch.int32)
+        num_columns = room(num_rows, sums.num_selected, dtype=torch.int32)
+        upto = room(sums.num_selected, sums.capacity, dtype=torch.int32)
         digits = digits_of(index, sums, counts, first)
         chunks = digits.weights.shape[3]
-        _keep_largest_kernel[(chunks, 2 * sums.num_entries, num_rows)](
+        _keep_largest_kernel[(chunks, 2 * sums.num_selected, num_rows)](
             *sums.args(rows), counts, first, digits, chunks, columns, columns.shape[2], num_columns, upto,
             FIELDS=ROW_FIELDS, CHUNK=CHUNK, num_warps=8, maxnreg=128,
         )  # fmt: skip
@@ -152,7 +152,7 @@ class VerticalSlash(PerHead):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_largest_kernel(
-    sums, num_entries, first_row, num_rows, capacity, counts, forced,
+    sums, num_selected, first_row, num_rows, capacity, counts, forced,
     digits, chunks, columns, max_columns, num_columns, upto, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the kept lines of one chunk and job: places of verticals, or running counts of slashes.
@@ -161,7 +161,7 @@ def _keep_largest_kernel(
 
     Args:
         sums: SumArgs, sums of Â by key and by diagonal.
-        num_entries: Number n of heads to select.
+        num_selected: Number n of heads to select.
         first_row: First row of the slab.
         num_rows: Rows of the step.
         capacity: Keys of the slab's rows, each row padded to a multiple of 64.
@@ -177,8 +177,8 @@ def _keep_largest_kernel(
         CHUNK: Values of a step.
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
-    is_slash, i_entry = i_job >= num_entries, i_job % num_entries
-    place, length, first, end, used, i_all = job_of(sums, num_entries, first_row, num_rows, capacity, 1, FIELDS, CHUNK)
+    is_slash, i_selected = i_job >= num_selected, i_job % num_selected
+    place, length, first, end, used, i_all = job_of(sums, num_selected, first_row, num_rows, capacity, 1, FIELDS, CHUNK)
     if first >= end:
         return
     goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
@@ -191,8 +191,8 @@ def _keep_largest_kernel(
     ties = tl.sum(tl.sum(tl.where((o_digit == digit)[None, :], b_w, 0), 1), 0)
 
     num_forced = tl.load(forced + i_job).to(tl.int32)
-    i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
-    slashes = upto + (place - num_entries.to(tl.int64) * capacity)  # the counts of slashes follow those of columns
+    i_list = (tl.program_id(2) * num_selected + i_selected).to(tl.int64)
+    slashes = upto + (place - num_selected.to(tl.int64) * capacity)  # the counts of slashes follow those of columns
     for start in range(first, end, CHUNK):
         b_key = load_count_keys(sums.totals + place, start, end, num_forced, CHUNK)
         b_kept, b_upto, above, ties = kept_in_chunk(b_key, threshold, num_ties, above, ties)

@@ -40,7 +40,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS
 class Span:
     """Work of one program: up to two tiles of one head, and the keys [begin, end). All fields are scalars."""
 
-    i_group: gl.tensor  # place of the head among the selected heads
+    i_selected: gl.tensor  # place of the head among the selected heads
     i_kv: gl.tensor
     i_tile: gl.tensor  # the first one; the other follows
     num_tiles: gl.tensor  # 1 or 2
@@ -181,7 +181,7 @@ def _fits_half(queries, keys, span, first, SPAN: gl.constexpr):
     """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_m = gl.arange(0, 2 * STEP_TOKENS, line)
-    o_q = span.i_group.to(gl.int64) * queries.num_queries + span.i_tile * STEP_TOKENS + o_m
+    o_q = span.i_selected.to(gl.int64) * queries.num_queries + span.i_tile * STEP_TOKENS + o_m
     in_tiles = o_m < span.num_tiles * STEP_TOKENS
     square = gl.max(gl.load(queries.squares + o_q, mask=in_tiles, other=0.0), 0)
     inverse = gl.max(gl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0), 0)
@@ -190,7 +190,7 @@ def _fits_half(queries, keys, span, first, SPAN: gl.constexpr):
     o_n += span.shift // 64
     num_parts = keys.num_keys // 64
     longest = square * gl.max(gl.load(keys.squares + span.i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
-    bias = gl.max(gl.load(keys.largest_biases + span.i_group * num_parts + o_n, mask=tested, other=0.0), 0)
+    bias = gl.max(gl.load(keys.largest_biases + span.i_selected * num_parts + o_n, mask=tested, other=0.0), 0)
     in_range = (inverse <= 32768) & (bias <= 32768) & (inverse * bias <= 2048.0)
     return in_range & (longest <= 2048.0 * 2048.0)
 
@@ -225,7 +225,7 @@ def half_kernel(
         INDEX_N: Keys of an index block.
         SPAN: Keys of one program, a multiple of 128.
     """
-    i_group = gl.program_id(2)
+    i_selected = gl.program_id(2)
     pair = pairs + gl.program_id(0) * PAIR_FIELDS
     i_tile = gl.load(pair)
     num_tiles = gl.load(pair + 1)
@@ -236,22 +236,22 @@ def half_kernel(
     first = gl.program_id(1) * SPAN
     begin = gl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N * INDEX_N, first)
     end = gl.minimum(stop_b * INDEX_N, first + SPAN)
-    tests = (begin < end) & (gl.load(log_taus + i_group) > float("-inf"))
+    tests = (begin < end) & (gl.load(log_taus + i_selected) > float("-inf"))
     leaves = False
     if tests:
         shift = gl.multiple_of(gl.load(pair + 2), STEP_TOKENS)
-        i_kv = gl.load(heads + i_group) // GROUP
-        span = Span(i_group, i_kv, i_tile, num_tiles, begin, end, shift)
+        i_kv = gl.load(heads + i_selected) // GROUP
+        span = Span(i_selected, i_kv, i_tile, num_tiles, begin, end, shift)
         leaves = not _fits_half(queries, keys, span, first, SPAN)
         if not leaves:
-            target = kept + i_group.to(gl.int64) * index.stride_blocks
+            target = kept + i_selected.to(gl.int64) * index.stride_blocks
             target_a = target + gl.load(index.block_offsets + i_tile)
             target_b = target + gl.load(index.block_offsets + i_tile + num_tiles - 1)
             # The last round may have steps past the end.
             flags_a = Flags(target_a, gl.minimum(stop_a, end // INDEX_N))
             flags_b = Flags(target_b, gl.where(num_tiles > 1, gl.minimum(stop_b, end // INDEX_N), 0))
             _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, INDEX_N)
-    i_program = (i_group * gl.num_programs(0) + gl.program_id(0)) * gl.num_programs(1) + gl.program_id(1)
+    i_program = (i_selected * gl.num_programs(0) + gl.program_id(0)) * gl.num_programs(1) + gl.program_id(1)
     gl.store(left + i_program, gl.cast(leaves, gl.uint8))
 
 
@@ -266,16 +266,16 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, I
     BLOCKS: gl.constexpr = N // INDEX_N
     buffers = _room(bulk_keys)
     ready = buffers.ready
-    row = (span.i_group * queries.num_queries + span.i_tile * N).to(gl.int32)
+    row = (span.i_selected * queries.num_queries + span.i_tile * N).to(gl.int32)
     first_step = span.begin // N
     num_steps = (span.end + N - 1) // N - first_step
     key = (span.i_kv * keys.num_keys + span.shift + first_step * N).to(gl.int32)
     _load_first(bulk_queries, bulk_keys, row, key, num_steps, buffers)
 
-    first_query = span.i_group.to(gl.int64) * queries.num_queries + span.i_tile * N
+    first_query = span.i_selected.to(gl.int64) * queries.num_queries + span.i_tile * N
     tile_a, tile_b = _query_tiles(queries, first_query, flags_b.stop)
     zero = gl.zeros([N, N], gl.float16, SCORES)
-    key_steps = _key_steps(keys, span.i_group, span.i_kv, span.shift + first_step * N, zero)
+    key_steps = _key_steps(keys, span.i_selected, span.i_kv, span.shift + first_step * N, zero)
     key_step = key_steps.load(0)
 
     mbarrier.wait(ready.index(STAGES), 0)
@@ -359,12 +359,12 @@ def _query_tiles(queries, first, stop_b):
 
 
 @gluon.jit
-def _key_steps(keys, i_group, i_kv, first, zero):
+def _key_steps(keys, i_selected, i_kv, first, zero):
     """Return pointers to the first step's key steps and biases, in the layouts of the largest scores and of scores."""
     # The layout in which the largest scores come out, inferred from a tile of zeros that is never computed.
     groups: gl.constexpr = gl.SliceLayout(0, _largest(zero).type.layout)
     o_step = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4
     o_step = o_step + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
     steps = keys.steps + (i_kv.to(gl.int64) * keys.num_keys + first) // 8 + o_step
-    biases = keys.half_biases + i_group.to(gl.int64) * keys.num_keys + first
+    biases = keys.half_biases + i_selected.to(gl.int64) * keys.num_keys + first
     return KeySteps(biases + gl.arange(0, STEP_TOKENS, gl.SliceLayout(0, zero.type.layout)), steps)

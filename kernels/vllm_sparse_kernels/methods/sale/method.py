@@ -66,6 +66,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 import triton
 
+from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
+from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
@@ -247,5 +249,5 @@ def integer_dtype(device: torch.device) -> torch.dtype:
     Returns:
         e4m3 on Hopper and later, int8 elsewhere.
     """
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return torch.float8_e4m3fn if hopper else torch.int8
+    adds_fp8_exactly = capability_of(device) >= HOPPER_CAPABILITY
+    return torch.float8_e4m3fn if adds_fp8_exactly else torch.int8

@@ -321,10 +321,10 @@ def _round_queries_kernel(
         BLOCK_N: Keys of a step.
         PRECISION: ``input_precision`` of ``tl.dot`` for float32.
     """
-    i_group = tl.program_id(1)
-    log_tau = tl.load(log_taus + i_group)
+    i_selected = tl.program_id(1)
+    log_tau = tl.load(log_taus + i_selected)
     if log_tau > float("-inf"):
-        i_head = tl.load(heads + i_group)
+        i_head = tl.load(heads + i_selected)
         i_row, token, length, position = load_tile(tiles, tl.program_id(0) // (TILE // QUERY_BLOCK))
         first = tl.program_id(0) % (TILE // QUERY_BLOCK) * QUERY_BLOCK
         num_queries, position = length - first, position + first
@@ -353,7 +353,7 @@ def _round_queries_kernel(
         b_q = tl.where(in_row[:, None], kept_of(b_q, channels, SHAPE.KEPT_D) - b_mean[None, :], 0.0)
         b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
         b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
-        o_r = i_group.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
+        o_r = i_selected.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
         o_int = o_r[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))

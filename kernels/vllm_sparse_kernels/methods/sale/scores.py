@@ -15,6 +15,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.engine_choice import gluon_refusal
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.rounding import (
     QUERY_BLOCK,
@@ -26,7 +27,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
 )
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection import slabs
-from vllm_sparse_kernels.selection.engine import HOPPER, SelectSpec
+from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
 
 TEST_TILES = 2
@@ -45,10 +46,9 @@ try:
     from vllm_sparse_kernels.gluon_compat import bulk_steps
     from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
-    MISSING_GLUON = str(error)
+    MISSING_GLUON: str | None = str(error)
 else:
-    MISSING_GLUON = ""
-"""Features that ``hopper.py`` needs but the installed Triton's Gluon lacks; None if it has all of them."""
+    MISSING_GLUON = None
 
 
 class ScoreShape(NamedTuple):
@@ -81,7 +81,7 @@ class ScoreArgs(NamedTuple):
 class Work(NamedTuple):
     """Tiles of a head, and the keys between sink and local region of at least one of these tiles."""
 
-    i_group: Any  # place among the selected heads
+    i_selected: Any  # place among the selected heads
     i_kv: Any
     i_tile: Any  # the first one
     num_tiles: Any
@@ -183,11 +183,7 @@ def half_refusal(spec: SelectSpec) -> str | None:
     Returns:
         Why it cannot, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if the sums fit.
     """
-    if MISSING_GLUON:
-        return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"
-    if spec.capability != HOPPER:
-        return "it is for GPUs of compute capability 9.0 (H100, H200)"
-    return None
+    return gluon_refusal(spec.capability, MISSING_GLUON)
 
 
 @triton.jit
@@ -220,12 +216,12 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
         INDEX_N: Keys of an index block.
         CHUNK: Blocks of a step.
     """
-    i_tile, i_group = tl.program_id(0), tl.program_id(1)
+    i_tile, i_selected = tl.program_id(0), tl.program_id(1)
     begin, end = _tested(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
-    if tl.load(log_taus + i_group) == float("-inf"):
+    if tl.load(log_taus + i_selected) == float("-inf"):
         end = 0
     _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
-    target = kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    target = kept + i_selected.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
         tl.store(target + o_n, ((o_n < begin) | (o_n >= end)).to(tl.uint8), mask=o_n < num_causal)
@@ -275,7 +271,7 @@ def _test_kernel(
 def _test_pair(args, i_span, SHAPE):
     """Run step 3 for up to TILES tiles of one head and up to SPAN keys."""
     index = args.index
-    i_group = tl.program_id(2)
+    i_selected = tl.program_id(2)
     pair = args.pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair)
     num_tiles = tl.load(pair + 1)
@@ -283,11 +279,11 @@ def _test_pair(args, i_span, SHAPE):
     first_block, b_end_block = _tested(index.tiles, o_t, args.sink_tokens, args.local_tokens, SHAPE.INDEX_N)
     begin = tl.maximum(first_block * SHAPE.INDEX_N, i_span * SHAPE.SPAN)
     end = tl.minimum(tl.max(b_end_block, 0) * SHAPE.INDEX_N, (i_span + 1) * SHAPE.SPAN)
-    if (begin < end) & (tl.load(args.log_taus + i_group) > float("-inf")):
+    if (begin < end) & (tl.load(args.log_taus + i_selected) > float("-inf")):
         shift = tl.multiple_of(tl.load(pair + 2), 128)
-        i_kv = tl.load(args.heads + i_group) // SHAPE.GROUP
-        work = Work(i_group, i_kv, i_tile, num_tiles, begin, end, shift)
-        b_flags = args.kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + o_t)
+        i_kv = tl.load(args.heads + i_selected) // SHAPE.GROUP
+        work = Work(i_selected, i_kv, i_tile, num_tiles, begin, end, shift)
+        b_flags = args.kept + i_selected.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + o_t)
         _test_span(args.queries, args.keys, work, b_flags, b_end_block, SHAPE)
 
 
@@ -302,13 +298,13 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     o_n = tl.arange(0, BLOCK_N)
     o_step = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     in_tiles = o_m < work.num_tiles * SHAPE.TILE
-    o_q = work.i_group.to(tl.int64) * queries.num_queries + work.i_tile * SHAPE.TILE + o_m
+    o_q = work.i_selected.to(tl.int64) * queries.num_queries + work.i_tile * SHAPE.TILE + o_m
     b_q = tl.load(queries.integers + o_q[:, None] * SHAPE.BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_tiles, other=float("inf"))
     b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0)
     integers = keys.integers + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) * SHAPE.BLOCK_D
     steps = keys.steps + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) // 8
-    biases = keys.biases + work.i_group.to(tl.int64) * keys.num_keys + work.shift
+    biases = keys.biases + work.i_selected.to(tl.int64) * keys.num_keys + work.shift
     o_block = tl.arange(0, BLOCKS)
     for i in tl.range(work.begin // BLOCK_N, (work.end + BLOCK_N - 1) // BLOCK_N, num_stages=SHAPE.STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * SHAPE.BLOCK_D + o_d[None, :])

@@ -137,14 +137,14 @@ class BlockAverages:
         self.mean_keys = room(num_kv_heads, spans.num_blocks, head_dim)
         self.scores = room(num_heads, spans.num_blocks)
         mean_queries = room(num_heads, num_rows, head_dim)
-        entries = {"ENTRIES": triton.next_power_of_2(len(heads))}
+        selected = {"SELECTED": triton.next_power_of_2(len(heads))}
         _last_queries_kernel[(num_heads, num_rows)](
             self.queries, self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts,
-            spans.num_blocks, mean_queries, self.scores, self.shape, **entries, num_warps=8,
+            spans.num_blocks, mean_queries, self.scores, self.shape, **selected, num_warps=8,
         )  # fmt: skip
         _mean_keys_kernel[(num_kv_heads, spans.max_blocks, num_rows)](
             self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts, spans.num_blocks,
-            mean_queries, num_rows, self.mean_keys, self.scores, self.shape, **entries,
+            mean_queries, num_rows, self.mean_keys, self.scores, self.shape, **selected,
             MEMBERS=triton.next_power_of_2(group),
         )  # fmt: skip
 
@@ -166,18 +166,18 @@ class BlockAverages:
 
 
 @triton.jit
-def _is_clustered(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
+def _is_clustered(i_group, heads, clusters, num_selected, GROUP: tl.constexpr, SELECTED: tl.constexpr):
     """Return whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
-    o_e = tl.arange(0, ENTRIES)
-    b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
-    b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
+    o_e = tl.arange(0, SELECTED)
+    b_head = tl.load(heads + o_e, mask=o_e < num_selected, other=-GROUP)
+    b_cluster = tl.load(clusters + o_e, mask=o_e < num_selected, other=-1)
     return tl.max(((b_head // GROUP == i_group) & (b_cluster >= 0)).to(tl.int32), 0) > 0
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_blocks"])
+@triton.jit(do_not_specialize=["num_selected", "num_blocks"])
 def _last_queries_kernel(
-    queries, keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, scores, SHAPE,
-    ENTRIES: tl.constexpr,
+    queries, keys, heads, clusters, num_selected, last_tiles, block_starts, num_blocks, mean_queries, scores, SHAPE,
+    SELECTED: tl.constexpr,
 ):  # fmt: skip
     """Compute the scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks.
 
@@ -188,17 +188,17 @@ def _last_queries_kernel(
         keys: KeyArgs.
         heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
-        num_entries: Number of heads to select.
+        num_selected: Number of heads to select.
         last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
         num_blocks: Blocks of all rows.
         mean_queries: [heads, num_rows, HEAD_DIM] float32; written.
         scores: [heads, num_blocks] float32, of diagonal blocks; written.
         SHAPE: TileShape.
-        ENTRIES: n rounded up to a power of two.
+        SELECTED: n rounded up to a power of two.
     """
     i_head, i_row = tl.program_id(0), tl.program_id(1)
-    if not _is_clustered(i_head, heads, clusters, num_entries, 1, ENTRIES):
+    if not _is_clustered(i_head, heads, clusters, num_selected, 1, SELECTED):
         return
     diagonal_scores = scores + i_head * num_blocks + tl.load(block_starts + i_row)
     b_mean = average_tile(queries, keys, last_tiles, i_row, i_head, diagonal_scores, SHAPE)
@@ -207,10 +207,10 @@ def _last_queries_kernel(
     tl.store(target + o_d, b_mean, mask=o_d < SHAPE.HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_selected", "num_blocks", "num_rows"])
 def _mean_keys_kernel(
-    keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows, mean_keys,
-    scores, SHAPE, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
+    keys, heads, clusters, num_selected, last_tiles, block_starts, num_blocks, mean_queries, num_rows, mean_keys,
+    scores, SHAPE, MEMBERS: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
     """Compute the mean key of one (kv head, block, row).
 
@@ -223,7 +223,7 @@ def _mean_keys_kernel(
         keys: KeyArgs.
         heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
-        num_entries: Number n of heads to select.
+        num_selected: Number n of heads to select.
         last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
         num_blocks: Blocks of all rows.
@@ -233,11 +233,11 @@ def _mean_keys_kernel(
         scores: [heads, num_blocks] float32, of blocks before the diagonal; written.
         SHAPE: TileShape.
         MEMBERS: GROUP rounded up to a power of two.
-        ENTRIES: n rounded up to a power of two.
+        SELECTED: n rounded up to a power of two.
     """
     # Kv heads side by side: in vLLM's usual layout those of a token are adjacent.
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    is_clustered = _is_clustered(i_kv, heads, clusters, num_entries, SHAPE.GROUP, ENTRIES)
+    is_clustered = _is_clustered(i_kv, heads, clusters, num_selected, SHAPE.GROUP, SELECTED)
     _, _, length, first = load_tile(last_tiles, i_row)
     start, seq_len = tl.program_id(1) * SHAPE.BLOCK_N, first + length
     o_d, o_g = tl.arange(0, SHAPE.BLOCK_D), tl.arange(0, MEMBERS)

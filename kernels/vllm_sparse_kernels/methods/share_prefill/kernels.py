@@ -115,9 +115,9 @@ def decide_kernel(
     """
     i = tl.program_id(0)
     if i >= num_map_programs:
-        i_entry = i - num_map_programs
+        i_selected = i - num_map_programs
         _decide(
-            args, stride, stride_last, i_entry % num_heads, i_entry // num_heads, num_heads, num_rows,
+            args, stride, stride_last, i_selected % num_heads, i_selected // num_heads, num_heads, num_rows,
             thresholds, HEADS,
         )  # fmt: skip
     else:
@@ -285,9 +285,9 @@ def apply_patterns_kernel(
     target = list_of(index, i_head, i_tile)
     threshold = 0
     if pattern == SHARED:
-        i_entry = i.to(tl.int64) * num_tiles
-        high, left = tl.load(args.high + i_entry + i_tile), tl.load(args.left + i_entry + i_tile)
-        b_weight = _joined(args.low_weights + i_entry * DIGITS, args.tile_starts, i_row)
+        i_selected = i.to(tl.int64) * num_tiles
+        high, left = tl.load(args.high + i_selected + i_tile), tl.load(args.left + i_selected + i_tile)
+        b_weight = _joined(args.low_weights + i_selected * DIGITS, args.tile_starts, i_row)
         low, _left = next_digit(b_weight, left)
         threshold = high * DIGITS + low
     count = 0

@@ -74,7 +74,13 @@ from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.selection.lists import append, compact_blocks, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.parameters import on_device, require
-from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, ROW_FIELDS, pooled_products, row_table
+from vllm_sparse_kernels.selection.pooled import (
+    ALIGNED,
+    KEY_BLOCK_TOKENS,
+    ROW_BLOCK_FIELDS,
+    pooled_products,
+    row_blocks,
+)
 
 HELD_BLOCKS = 2048
 """Blocks of a row of S^ that stay in registers while its threshold is searched, those of 131,072 keys. The other blocks
@@ -207,7 +213,7 @@ def keep_top_blocks(
     """
     num_heads, num_tiles, width = scores.shape
     _keep_top_blocks_kernel[(num_tiles, num_heads)](
-        scores, width // ALIGNED.value, similarity, heads, index.args, row_table(index.rows), index.rows.num_tiles,
+        scores, width // ALIGNED.value, similarity, heads, index.args, row_blocks(index.rows), index.rows.num_tiles,
         first_tile, limits, int(keep_sink),
         BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=HELD_BLOCKS,
     )  # fmt: skip
@@ -215,7 +221,7 @@ def keep_top_blocks(
 
 @triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "num_sink"])
 def _keep_top_blocks_kernel(
-    scores, width, similarity, heads, index, row_table, num_tiles, first_tile, limits, num_sink,
+    scores, width, similarity, heads, index, row_blocks, num_tiles, first_tile, limits, num_sink,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the list of one (tile, head): the blocks of the largest scores, up to τ or up to a number.
@@ -236,7 +242,7 @@ def _keep_top_blocks_kernel(
         similarity: [n, num_tiles] float32.
         heads: [n] int32 on the device, numbers of the selected query heads.
         index: IndexArgs; lists and counts are written.
-        row_table: [num_rows, 3] int32, each row's keys in the first column.
+        row_blocks: [num_rows, 3] int32, each row's keys in the first column.
         num_tiles: Tiles of the step.
         first_tile: First tile of the run.
         limits: HeadLimits.
@@ -245,24 +251,24 @@ def _keep_top_blocks_kernel(
         HALVES: Blocks of 64 keys in an index block.
         CHUNK: Ranks that stay in registers.
     """
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    row = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
+    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
+    row = scores + (i_selected * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
     _, num_blocks = tile_blocks(index.tiles, i_tile, BLOCK)
-    kept_mass = tl.load(limits.kept_mass + i_entry)
-    is_dissimilar = tl.load(similarity + i_entry * num_tiles + i_tile) < tl.load(limits.min_similarity + i_entry)
+    kept_mass = tl.load(limits.kept_mass + i_selected)
+    is_dissimilar = tl.load(similarity + i_selected * num_tiles + i_tile) < tl.load(limits.min_similarity + i_selected)
     all_kept = tl.where(kept_mass >= 1, 1, is_dissimilar.to(tl.int32)) != 0
     if limits.top_share is None:
         is_counted = None
         b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
         target = total * kept_mass
     else:
-        top_share = tl.load(limits.top_share + i_entry)
+        top_share = tl.load(limits.top_share + i_selected)
         all_kept = all_kept | (top_share >= 1)
         is_counted = top_share > 0
         b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
         i_row, _, _, _ = load_tile(index.tiles, i_tile)
-        num_row_blocks = tl.cdiv(tl.load(row_table + i_row * ROW_FIELDS), BLOCK)
+        num_row_blocks = tl.cdiv(tl.load(row_blocks + i_row * ROW_BLOCK_FIELDS), BLOCK)
         num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
         target = tl.where(is_counted, num_top, total * kept_mass)
 

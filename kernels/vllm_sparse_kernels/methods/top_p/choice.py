@@ -81,25 +81,23 @@ def mass_bytes(num_selected: int, reach: int) -> int:
 
 
 def write_block_lists(
-    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, kept_mass: torch.Tensor,
-    most_share: torch.Tensor, sink_tokens: int, local_tokens: int,
+    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
+    local_tokens: int,
 ) -> None:  # fmt: skip
     """Write the lists of the tiles from ``first_tile`` on: the fewest blocks that hold the share ``kept_mass``.
 
-    At most the share ``most_share`` [len(heads)] of a tile's blocks is kept for its mass. Heads whose ``kept_mass``
-    [len(heads)] is at least 1 keep everything, and their masses are not read.
+    Heads whose ``kept_mass`` is at least 1 keep everything, and their masses are not read.
 
     Args:
         masses: [n, tiles, width] float32, of blocks of 32 keys.
         index: The index; its lists and counts are written.
         first_tile: First tile of ``masses``.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        kept_mass: [n] float32, share of the mass that a tile keeps; 1 or more: everything.
-        most_share: [n] float32, maximum share of a tile's blocks that are kept for their mass.
+        shares: What each head keeps.
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
     """
-    _choose(masses, index, first_tile, heads, Shares(kept_mass, most_share), sink_tokens, local_tokens, None)
+    _choose(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, None)
 
 
 def mark_blocks(
@@ -130,8 +128,8 @@ def write_marked_lists(marks: torch.Tensor, index: SparseIndex, first_tile: int,
         first_tile: First tile of ``marks``.
         heads: [n] int32 on the device, numbers of the selected query heads.
     """
-    num_heads, num_tiles, _ = marks.shape
-    _list_kernel[(num_tiles, num_heads)](
+    num_selected, num_tiles, _ = marks.shape
+    _list_kernel[(num_tiles, num_selected)](
         marks, *marks.stride()[:2], heads, index.rows.tiles, index.rows.num_tiles, first_tile,
         BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
         PARTS=index.block_tokens // KEY_BLOCK.value, num_warps=4,
@@ -142,8 +140,8 @@ def _choose(
     masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
     local_tokens: int, marks: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    num_heads, num_tiles, _ = masses.shape
-    _choose_kernel[(num_tiles, num_heads)](
+    num_selected, num_tiles, _ = masses.shape
+    _choose_kernel[(num_tiles, num_selected)](
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
         shares, sink_tokens, local_tokens,
         BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0), marks,
@@ -184,20 +182,20 @@ def _choose_kernel(
         PARTS: Blocks of 32 keys in an index block.
         CHUNK: Masses that stay in registers.
     """
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    row = masses + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
+    row = masses + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     # Candidates are the blocks between the sink and the local region.
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
     _, _, _, position = load_tile(tiles, i_tile)
     end = tl.maximum(position - local, 0) // KEY_BLOCK
     _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
-    share = tl.load(shares.kept_mass + i_entry)
+    share = tl.load(shares.kept_mass + i_selected)
     whole = share >= 1
     if whole:
         begin = num_blocks
     b_first = tl.abs(_load(row, 0, begin, end, CHUNK))
-    most = tl.ceil(tl.load(shares.most_share + i_entry) * num_blocks).to(tl.int32)
+    most = tl.ceil(tl.load(shares.most_share + i_selected) * num_blocks).to(tl.int32)
     bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK)
 
     diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
@@ -214,7 +212,7 @@ def _choose_kernel(
         if marks is None:
             count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS)
         else:
-            target = marks + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+            target = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
             tl.store(target + o_n, tl.where(b_kept != 0, CHOSEN, 0).to(tl.uint8), mask=o_n < num_blocks)
     if marks is None:
         tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
@@ -249,9 +247,9 @@ def _list_kernel(
         stride_ids: Elements between two heads of ``lists.block_ids``.
         PARTS: Blocks of 32 keys in an index block.
     """
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    row = marks + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_selected).to(tl.int64)
+    row = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
     diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
     ids = lists.block_ids + i_head * stride_ids + tl.load(lists.block_offsets + i_tile)
@@ -284,7 +282,7 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
     # other blocks hold it all, nothing is searched for: no mass has bits above those of 2.
     bits = tl.where(target <= 0, TWO_BITS, 1)
     too_many = TWO_BITS + 1
-    num_kept, num_above = end - begin, 0  # at most so many masses of at least ``bits``, and of at least ``too_many``
+    num_kept, num_above = end - begin, 0  # number of masses of at least ``bits`` (at most), and of ``too_many``
     while (num_kept - num_above > 1) & (too_many - bits > 1):
         middle = bits + (too_many - bits) // 2
         held, count = _held(b_first, row, begin, end, middle, CHUNK)
@@ -311,9 +309,9 @@ def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
     """
     held, count = _part(b_first, bits)
     for first in range(CHUNK, end, CHUNK):
-        more, others = _part(tl.abs(_load(row, first, begin, end, CHUNK)), bits)
-        held += more
-        count += others
+        chunk_mass, chunk_count = _part(tl.abs(_load(row, first, begin, end, CHUNK)), bits)
+        held += chunk_mass
+        count += chunk_count
     return held, count
 
 

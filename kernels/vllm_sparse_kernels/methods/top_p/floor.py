@@ -40,12 +40,15 @@ ROUND_BLOCKS = tl.constexpr(16)
 UNIT = tl.constexpr(2.0**103)
 """Factor from a byte, taken as a float32's lowest bits of exponent and highest bits of mantissa, to an exponential."""
 
+BYTE_BITS = tl.constexpr(0x1FE00000)
+"""The bits of that float32 that hold the byte."""
+
 LEAST_HALF = tl.constexpr(0x400)
 """Code of the lowest finite half-precision number (see ``_codes``)."""
 
 
-class Targets(NamedTuple):
-    """What each selected head keeps, as arguments of a kernel."""
+class FloorShares(NamedTuple):
+    """What each selected head keeps, and each of its queries, as arguments of a kernel."""
 
     kept_mass: Any  # [n] float32: p; heads with 1 or more keep everything and are left out
     floors: Any  # [n] float32, in [0, 1); heads with 0 are left out
@@ -75,10 +78,10 @@ def add_for_floor(
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
     """
-    num_heads, num_tiles, width = marks.shape
+    num_selected, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
-    _floor_kernel[(num_tiles, num_heads, TILE_TOKENS // QUERIES)](
-        scratch, codes, marks, width, Targets(kept_mass, floors), tiles, first_tile, sink_tokens, local_tokens,
+    _floor_kernel[(num_tiles, num_selected, TILE_TOKENS // QUERIES)](
+        scratch, codes, marks, width, FloorShares(kept_mass, floors), tiles, first_tile, sink_tokens, local_tokens,
         scratch.parts.shape[2], codes.shape[2],
         QUERIES=QUERIES, STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,
         SPAN=span_tokens, CHUNK=HELD_BLOCKS, num_warps=4,
@@ -87,7 +90,7 @@ def add_for_floor(
 
 @triton.jit(do_not_specialize=["width", "first_tile", "sink", "local", "num_spans", "num_places"])
 def _floor_kernel(
-    scratch, codes, marks, width, targets, tiles, first_tile, sink, local, num_spans, num_places,
+    scratch, codes, marks, width, shares, tiles, first_tile, sink, local, num_spans, num_places,
     QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Mark what QUERIES queries of one tile and head add to reach the floor.
@@ -100,7 +103,7 @@ def _floor_kernel(
         codes: Stored shares or scores: [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16.
         marks: [n, tiles, width] uint8; written.
         width: Blocks of a tile in ``marks``, a multiple of 16.
-        targets: Targets.
+        shares: FloorShares.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
         sink: Keys at the beginning of the sequence that are always kept.
@@ -113,14 +116,14 @@ def _floor_kernel(
         CHUNK: Codes that stay in registers.
     """
     AS_BYTES: tl.constexpr = codes.dtype.element_ty == tl.uint8
-    i_tile, i_entry, first_query = tl.program_id(0), tl.program_id(1), tl.program_id(2) * QUERIES
+    i_tile, i_selected, first_query = tl.program_id(0), tl.program_id(1), tl.program_id(2) * QUERIES
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
     end = tl.maximum(position - local, 0) // KEY_BLOCK
-    floor = tl.load(targets.floors + i_entry)
-    selects = (floor > 0) & (tl.load(targets.kept_mass + i_entry) < 1)
+    floor = tl.load(shares.floors + i_selected)
+    selects = (floor > 0) & (tl.load(shares.kept_mass + i_selected) < 1)
     if selects & (first_query < length) & (begin < end):
-        place = i_entry.to(tl.int64) * tl.num_programs(0) + i_tile
+        place = i_selected.to(tl.int64) * tl.num_programs(0) + i_tile
         row = marks + place * tl.multiple_of(width, 16)
         o_q = first_query + tl.arange(0, QUERIES)
         if AS_BYTES:
@@ -187,7 +190,7 @@ def _held_of_bytes(
         b_sum = tl.zeros([ROUNDS, QUERIES, 4], tl.float32)
         for slot in tl.static_range(4):
             b_bits = (b_words << (21 - 8 * slot)) if slot < 3 else (b_words >> 3)
-            b_x = (b_bits & 0x1FE00000).to(tl.float32, bitcast=True)
+            b_x = (b_bits & BYTE_BITS).to(tl.float32, bitcast=True)
             b_sum += tl.where((b_marks[:, None, :] >> slot & 1) != 0, b_x, 0.0)
         b_held += tl.sum(tl.sum(b_sum, 2), 0) * UNIT
         lacking = tl.sum((b_held < b_goal).to(tl.int32), 0)

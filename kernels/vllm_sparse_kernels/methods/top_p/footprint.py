@@ -14,7 +14,7 @@ from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
 def most_bytes(
-    rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, low_rank: bool, tile_bytes: Sequence[TileBytes]
+    rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, low_rank: bool, engines: Sequence[TileBytes]
 ) -> int:
     """Return an upper bound of the memory of selection. The bound never decreases as tiles or keys are added.
 
@@ -24,7 +24,7 @@ def most_bytes(
         num_selected: Heads that are selected together.
         kept_d: Channels that are multiplied. Elements of e4m3 count as two bytes: some cards store them in fp16.
         low_rank: Whether these are combinations of channels.
-        tile_bytes: Bytes of a tile, for each engine that may run.
+        engines: For each engine that may run, the function that returns the bytes of a tile.
 
     Returns:
         Bytes.
@@ -43,6 +43,6 @@ def most_bytes(
         seq_lens = rows.seq_lens[first_row:end_row]
         num_tiles = rows.tile_starts[end_row] - rows.tile_starts[first_row]
         keys = shape.num_kv_heads * sum(map(padded, seq_lens)) * (2 * kept_d + 1)
-        runs = [most_run_bytes(num_tiles, num_selected, max(seq_lens), of_engine) for of_engine in tile_bytes]
+        runs = [most_run_bytes(num_tiles, num_selected, max(seq_lens), tile_bytes) for tile_bytes in engines]
         slab_bytes.append(keys + max(runs))
     return moments + max(sums, queries + max(slab_bytes)) + SPARE_BYTES

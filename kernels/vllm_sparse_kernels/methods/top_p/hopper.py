@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masses of blocks on Hopper: three launches for a run of tiles.
 
-1. ``_own_kernel`` handles each tile with its diagonal keys, the only keys with a mask. For each query it computes the
-   reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
+1. ``_diagonal_kernel`` handles each tile with its diagonal keys, the only keys with a mask. For each query it computes
+   the reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
 2. ``_scores_kernel``, in Gluon, handles all earlier keys: one maximum per query and block, one exponential, one byte. A
    producer loads keys; two consumer groups hold the scores of one tile each and do not wait for each other. Two such
    programs fit a multiprocessor, so that the products of one group run while another processes its scores.
@@ -44,12 +44,12 @@ from vllm_sparse_kernels.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
-from vllm_sparse_kernels.methods.top_p.floor import StoredShares
+from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
+from vllm_sparse_kernels.methods.top_p.floor import BYTE_BITS, UNIT, StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import load_tile
-from vllm_sparse_kernels.selection.slabs import Run
 from vllm_sparse_kernels.workspace import Workspace
 
 STAGES = gl.constexpr(4)
@@ -58,8 +58,15 @@ STAGES = gl.constexpr(4)
 MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, gl.constexpr(104), gl.constexpr(24)
 """Registers per thread: at the start, when two programs fit on an SM; then of consumers and of the producer's group."""
 
+TILE = gl.constexpr(TILE_TOKENS)
+
 STEP = gl.constexpr(128)
-"""Keys of one step, and queries of a tile."""
+"""Keys of one step, which are multiplied and copied together."""
+
+STEP_BLOCKS = gl.constexpr(STEP.value // KEY_BLOCK.value)
+
+HALF_TILE = gl.constexpr(TILE_TOKENS // 2)
+"""Queries of a program of ``_diagonal_kernel``."""
 
 ROUND = gl.constexpr(512)
 """Keys of a round of four steps: the 16 blocks whose bytes lie together."""
@@ -68,7 +75,7 @@ SPAN_TOKENS = 8192
 """Keys of a program: enough to hide its start, and few enough to fill a card."""
 
 SPAN = gl.constexpr(SPAN_TOKENS)
-PAIR_FIELDS = gl.constexpr(3)
+PAIR_FIELDS = gl.constexpr(slabs.PAIR_FIELDS)
 
 PERMUTED = True
 """Whether keys lie permuted within steps."""
@@ -100,7 +107,7 @@ def tile_bytes(num_selected: int, reach: int) -> int:
         Bytes.
     """
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
-    return num_selected * STEP.value * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
+    return num_selected * TILE_TOKENS * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
@@ -117,9 +124,9 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
     """
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
-        workspace.empty(num_selected, num_tiles, 128), workspace.empty(num_selected, num_tiles, 128),
-        workspace.empty(num_selected, num_tiles, spans, 128),
-        workspace.empty(num_selected, num_tiles, rounds, 128, 4, dtype=torch.int32),
+        workspace.empty(num_selected, num_tiles, TILE_TOKENS), workspace.empty(num_selected, num_tiles, TILE_TOKENS),
+        workspace.empty(num_selected, num_tiles, spans, TILE_TOKENS),
+        workspace.empty(num_selected, num_tiles, rounds, TILE_TOKENS, 4, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -136,7 +143,7 @@ def stored(scratch: Scratch) -> StoredShares:
 
 
 def masses(
-    rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Scratch, target: torch.Tensor
+    rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
     """Compute the masses of a run: see ``portable.masses``.
 
@@ -150,59 +157,60 @@ def masses(
         scratch: From ``room`` for this run.
         target: [num_selected, tiles of the run, width] float32; written.
     """
-    heads, kept, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
+    heads, kept_mass, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
     num_selected, num_pairs, kept_d = len(heads), len(run.pairs), rounded.keys.shape[2]
     num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
-    _own_kernel[(num_pairs, 4, num_selected)](
-        rounded, heads, kept, tiles, first_tile, run.pairs, scratch, num_tiles,
+    _diagonal_kernel[(num_pairs, 4, num_selected)](
+        rounded, heads, kept_mass, tiles, first_tile, run.pairs, scratch, num_tiles,
         GROUP=group, KEPT_D=kept_d, num_warps=4,
     )  # fmt: skip
     _scores_kernel[(num_pairs, num_spans, num_selected)](
-        rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept, tiles, first_tile, run.pairs,
-        scratch, num_tiles, num_spans, num_rounds,
+        rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept_mass, tiles, first_tile,
+        run.pairs, scratch, num_tiles, num_spans, num_rounds,
         GROUP=group, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
-        kept, selected.peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
-        ROUNDS=MASS_ROUNDS, num_warps=4,
+        kept_mass, selected.peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target,
+        *target.stride()[:2], ROUNDS=MASS_ROUNDS, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles"])
-def _own_kernel(
-    rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, GROUP: tl.constexpr, KEPT_D: tl.constexpr
+def _diagonal_kernel(
+    rounded, heads, kept_mass, tiles, first_tile, pairs, scratch, num_tiles, GROUP: tl.constexpr, KEPT_D: tl.constexpr
 ):  # fmt: skip
     """Score half a tile of one head with the keys of the step that contains its first query, and of later steps.
 
     Grid: (pairs of tiles, 4 halves, selected heads), 4 warps. The arguments are those of ``_scores_kernel``. Writes
     ``scratch.tops`` and ``scratch.diagonal``. Takes little time compared with that kernel: a few steps, with masks.
     """
-    i_entry = tl.program_id(2)
+    i_selected = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair) + tl.program_id(1) // 2
-    if (tl.program_id(1) // 2 < tl.load(pair + 1)) & (tl.load(kept + i_entry) < 1):
+    if (tl.program_id(1) // 2 < tl.load(pair + 1)) & (tl.load(kept_mass + i_selected) < 1):
         _, _, length, position = load_tile(tiles, i_tile)
-        o_m = tl.program_id(1) % 2 * 64 + tl.arange(0, 64)
+        o_m = tl.program_id(1) % 2 * HALF_TILE + tl.arange(0, HALF_TILE)
         o_d = tl.arange(0, KEPT_D)
-        o_q = i_entry.to(tl.int64) * rounded.num_queries + i_tile * 128 + o_m
+        o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * TILE + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
         b_factor = tl.load(rounded.factors + o_q)
-        first_key = (tl.load(heads + i_entry) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
-        diagonal = position // 128
-        num_diagonal = (position + length - 1) // 128 - diagonal + 1
-        b_top = tl.full([64], float("-inf"), tl.float32)
-        b_sum = tl.zeros([64], tl.float32)
+        first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
+        diagonal = position // STEP
+        num_diagonal = (position + length - 1) // STEP - diagonal + 1
+        b_top = tl.full([HALF_TILE], float("-inf"), tl.float32)
+        b_sum = tl.zeros([HALF_TILE], tl.float32)
         # The first step, the step before the tile's own steps, and then these.
         for i in range(tl.where(diagonal == 0, 2, 0), num_diagonal + 2):
             i_step = tl.where(i == 0, 0, diagonal + i - 2)
-            b_u = _step_maxima(rounded, first_key + i_step * 128, b_q, b_factor, position + o_m - i_step * 128, KEPT_D)
+            first = i_step * STEP
+            b_u = _step_maxima(rounded, first_key + first, b_q, b_factor, position + o_m - first, KEPT_D)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite)
             if i >= 2:
                 b_sum += tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
             b_top = b_new
-        o_t = (i_entry * num_tiles + i_tile - first_tile) * 128 + o_m
+        o_t = (i_selected * num_tiles + i_tile - first_tile) * TILE + o_m
         tl.store(scratch.tops + o_t, b_top)
         tl.store(scratch.diagonal + o_t, b_sum)
 
@@ -213,14 +221,14 @@ def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
 
     ``b_last``: each query's last key, counted from there.
     """
-    o_n = tl.arange(0, 128)
+    o_n = tl.arange(0, STEP)
     o_d = tl.arange(0, KEPT_D)
     b_k = tl.load(rounded.keys + (first + o_n)[:, None] * KEPT_D + o_d[None, :])
-    b_step = tl.load(rounded.steps + first // 32 + tl.arange(0, 4))
+    b_step = tl.load(rounded.steps + first // KEY_BLOCK + tl.arange(0, STEP_BLOCKS))
     b_s = tl.dot(b_q, tl.trans(b_k))
-    o_key = o_n // 2 % 4 * 32 + o_n // 8 * 2 + o_n % 2  # which key stands at a slot
+    o_key = o_n // 2 % STEP_BLOCKS * KEY_BLOCK + o_n // 8 * 2 + o_n % 2  # the key in each slot of the permuted step
     b_s = tl.where(o_key[None, :] <= b_last[:, None], b_s, float("-inf"))
-    b_s = tl.max(tl.max(tl.reshape(b_s, [b_q.shape[0], 16, 4, 2]), 3), 1)
+    b_s = tl.max(tl.max(tl.reshape(b_s, [b_q.shape[0], KEY_BLOCK // 2, STEP_BLOCKS, 2]), 3), 1)
     # Factors are 0 past the row's end, and 0 times minus infinity would be NaN.
     return tl.where(b_s == float("-inf"), b_s, b_s * (b_factor[:, None] * b_step[None, :]))
 
@@ -265,9 +273,9 @@ def _eighths(b_x):
 class Shared:
     """Shared memory of ``_scores_kernel``."""
 
-    q_tiles: gl.shared_memory_descriptor  # [2, 128, KEPT_D] e4m3
+    q_tiles: gl.shared_memory_descriptor  # [2, TILE, KEPT_D] e4m3
     q_full: gl.shared_memory_descriptor  # a barrier
-    keys: Channel  # [STAGES, 128, KEPT_D] e4m3
+    keys: Channel  # [STAGES, STEP, KEPT_D] e4m3
 
 
 @aggregate
@@ -282,8 +290,8 @@ class Pair:
 
 
 @aggregate
-class Target:
-    """Inputs of ``_scores_kernel`` for queries and keys, and its outputs."""
+class ScoreTensors:
+    """Tensors that the consumers of ``_scores_kernel`` read and write."""
 
     rounded: gl.tuple  # Rounded
     scratch: gl.tuple  # Scratch
@@ -293,8 +301,8 @@ class Target:
 
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds"])
 def _scores_kernel(
-    rounded, bulk_queries, bulk_keys, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_rounds,
-    GROUP: gl.constexpr,
+    rounded, bulk_queries, bulk_keys, heads, kept_mass, tiles, first_tile, pairs, scratch, num_tiles, num_spans,
+    num_rounds, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Score two tiles of one head, one per consumer group, with one span of keys.
 
@@ -309,7 +317,7 @@ def _scores_kernel(
         bulk_queries: ``bulk_steps`` of the queries.
         bulk_keys: ``bulk_steps`` of the keys.
         heads: [num_selected] int32.
-        kept: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not scored.
+        kept_mass: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not scored.
         tiles: ``Rows.tiles``.
         first_tile: The launch's first tile.
         pairs: [num_pairs, PAIR_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
@@ -319,33 +327,33 @@ def _scores_kernel(
         num_rounds: Rounds of ``scratch.bytes``.
         GROUP: Query heads of a kv head.
     """
-    i_span, i_entry = gl.program_id(1), gl.program_id(2)
+    i_span, i_selected = gl.program_id(1), gl.program_id(2)
     pair = pairs + gl.program_id(0) * PAIR_FIELDS
     i_tile = gl.load(pair)
     num_pair = gl.load(pair + 1)
     first_step = i_span * (SPAN // STEP)
-    most = gl.where(gl.load(kept + i_entry) < 1, SPAN // STEP, 0)
+    most = gl.where(gl.load(kept_mass + i_selected) < 1, SPAN // STEP, 0)
     steps_a = gl.minimum(tile_of(tiles, i_tile).position() // STEP - first_step, most)
     steps_b = gl.minimum(tile_of(tiles, i_tile + num_pair - 1).position() // STEP - first_step, most)
-    key = gl.load(heads + i_entry) // GROUP * rounded.num_keys + gl.load(pair + 2) + first_step * STEP
-    query = i_entry * rounded.num_queries + i_tile * STEP
+    key = gl.load(heads + i_selected) // GROUP * rounded.num_keys + gl.load(pair + 2) + first_step * STEP
+    query = i_selected * rounded.num_queries + i_tile * TILE
 
     KEPT_D: gl.constexpr = bulk_keys.block_type.shape[1]
-    q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, STEP, KEPT_D], bulk_keys.layout)
+    q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, TILE, KEPT_D], bulk_queries.layout)
     k_steps = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, STEP, KEPT_D], bulk_keys.layout)
     q_full = new_barriers(1, 1)
     full = new_barriers(STAGES, 1)
     empty = new_barriers(STAGES, 2)
     fence_async_shared()
     barrier()
-    place = i_entry * num_tiles + i_tile - first_tile
+    place = i_selected * num_tiles + i_tile - first_tile
     shared = Shared(q_tiles, q_full, Channel(k_steps, full, empty))
-    target = Target(rounded, scratch, num_spans, num_rounds)
+    tensors = ScoreTensors(rounded, scratch, num_spans, num_rounds)
     work = Pair(query, key, place, i_span, num_pair)
     gl.warp_specialize(
         [
-            (_consume, (shared, target, work, steps_a, 0)),
-            (_consume, (shared, target, work, steps_b, 1)),
+            (_consume, (shared, tensors, work, steps_a, 0)),
+            (_consume, (shared, tensors, work, steps_b, 1)),
             (_produce, (shared, bulk_queries, bulk_keys, query, key, steps_b)),
         ],
         [4, 1],
@@ -358,9 +366,9 @@ def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
     """Load the queries of both tiles, then the span's keys. The second tile reaches at least as many as the first."""
     q_tiles, keys = shared.q_tiles, shared.keys
     q_full = shared.q_full.index(0)
-    mbarrier.expect(q_full, 2 * STEP * q_tiles.shape[2])
+    mbarrier.expect(q_full, 2 * TILE * q_tiles.shape[2])
     bulk_load(bulk_queries, [query.to(gl.int32), 0], q_full, q_tiles.index(0))
-    bulk_load(bulk_queries, [(query + STEP).to(gl.int32), 0], q_full, q_tiles.index(1))
+    bulk_load(bulk_queries, [(query + TILE).to(gl.int32), 0], q_full, q_tiles.index(1))
     for i in range(num_steps):
         step = new_counter(STAGES).plus(i)
         keys.acquire_empty(step)
@@ -370,25 +378,25 @@ def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
 
 
 @gluon.jit
-def _consume(shared, target, work, num_steps, W: gl.constexpr):
+def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
     """Score tile W of the pair. If it does not exist, keys are scored and nothing is stored."""
     keys = shared.keys
-    rounded, scratch = target.rounded, target.scratch
+    rounded, scratch = tensors.rounded, tensors.scratch
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
-    zero = gl.zeros([STEP, STEP], gl.float16, mma)
+    zero = gl.zeros([TILE, STEP], gl.float16, mma)
     # The layout of the maxima, inferred from a tile of zeros that is never computed.
     layout: gl.constexpr = _block_maxima(zero).type.layout
-    o_m = gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    o_t = gl.arange(0, 4, gl.SliceLayout(0, layout))
-    valid = o_m < gl.where(work.num_tiles > W, STEP, 0)
+    o_m = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    o_t = gl.arange(0, STEP_BLOCKS, gl.SliceLayout(0, layout))
+    valid = o_m < gl.where(work.num_tiles > W, TILE, 0)
     tile = work.place + W
-    b_factor = gl.load(rounded.factors + work.query + W * STEP + o_m, valid, 0.0)
-    b_top = gl.load(scratch.tops + tile * STEP + o_m, valid, 0.0)
-    b_sum = gl.zeros([STEP, 4], gl.float32, layout)
-    b_word = gl.zeros([STEP, 4], gl.int32, layout)
-    words = scratch.bytes + (tile.to(gl.int64) * target.num_rounds + work.i_span * (SPAN // ROUND)) * (STEP * 4)
+    b_factor = gl.load(rounded.factors + work.query + W * TILE + o_m, valid, 0.0)
+    b_top = gl.load(scratch.tops + tile * TILE + o_m, valid, 0.0)
+    b_sum = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
+    b_word = gl.zeros([TILE, STEP_BLOCKS], gl.int32, layout)
+    words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (TILE * 4)
     words = words + (o_m[:, None] * 4 + o_t[None, :])
-    steps = rounded.steps + work.key // 32 + o_t
+    steps = rounded.steps + work.key // KEY_BLOCK + o_t
     b_step = gl.load(steps)
     mbarrier.wait(shared.q_full.index(0), 0)
     for i in range(num_steps):
@@ -396,7 +404,7 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
         keys.acquire_full(step)
         b_k = keys.buffer(step).permute((1, 0))
         token = warpgroup_mma(shared.q_tiles.index(W), b_k, zero, use_acc=False, is_async=True)
-        b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * 4)
+        b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * STEP_BLOCKS)
         b_s = warpgroup_mma_wait(0, deps=(token,))
         keys.release(step)
         b_x = gl.exp2(_block_maxima(b_s) * (b_factor[:, None] * b_step[None, :]) - b_top[:, None])
@@ -404,9 +412,9 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
         b_sum += b_x
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
-            gl.store(words + i // 4 * (STEP * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
+            gl.store(words + i // 4 * (TILE * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
         b_step = b_next
-    part = scratch.parts + (tile * target.num_spans + work.i_span) * STEP + o_m
+    part = scratch.parts + (tile * tensors.num_spans + work.i_span) * TILE + o_m
     gl.store(part, gl.sum(b_sum, 1), mask=valid & (o_m < num_steps * STEP))
 
 
@@ -424,7 +432,7 @@ def _append_byte(b_word, b_x):
 
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds", "stride_head", "stride_tile"])
 def _masses_kernel(
-    kept, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
+    kept_mass, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
     ROUNDS: gl.constexpr,
 ):  # fmt: skip
     """Convert up to ROUNDS rounds of one tile and head to masses. A warp handles one round, and each thread 16 words.
@@ -433,7 +441,7 @@ def _masses_kernel(
     query and block. The previous launch has left a part of it in the L2 cache.
 
     Args:
-        kept: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not written.
+        kept_mass: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not written.
         peak: Share of a single query from which its block's mass is stored negative.
         tiles: ``Rows.tiles``.
         first_tile: The launch's first tile.
@@ -446,44 +454,44 @@ def _masses_kernel(
         stride_tile: Elements between two tiles of ``target``.
         ROUNDS: Rounds of one program.
     """
-    i_place, i_entry = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
+    i_place, i_selected = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
     tile = tile_of(tiles, first_tile + i_place)
     length, position = tile.length(), tile.position()
-    num_blocks = position // STEP * 4  # before the tile's own keys
+    num_blocks = position // STEP * STEP_BLOCKS  # before the tile's own keys
     begin = gl.program_id(0) * ROUNDS
     end = gl.minimum(begin + ROUNDS, (num_blocks + 15) // 16)
-    if ((begin == 0) | (begin < end)) & (gl.load(kept + i_entry) < 1):
+    if ((begin == 0) | (begin < end)) & (gl.load(kept_mass + i_selected) < 1):
         WARPS: gl.constexpr = gl.num_warps()
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
         per_query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
         per_block: gl.constexpr = gl.SliceLayout(1, layout)
-        place = i_entry * num_tiles + i_place
+        place = i_selected * num_tiles + i_place
         line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        o_m = gl.arange(0, STEP, line)
-        b_diagonal = gl.load(scratch.diagonal + place * STEP + o_m)
+        o_m = gl.arange(0, TILE, line)
+        b_diagonal = gl.load(scratch.diagonal + place * TILE + o_m)
         spans = (position // STEP * STEP + SPAN - 1) // SPAN
         b_weight = _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m)
-        out = target + i_entry.to(gl.int64) * stride_head + i_place * stride_tile
+        out = target + i_selected.to(gl.int64) * stride_head + i_place * stride_tile
         if begin == 0:
             mass = gl.sum(gl.where(o_m < length, b_diagonal, 0.0) * b_weight, 0)
-            num_diagonal = (position + length - 1) // 32 + 1 - num_blocks
+            num_diagonal = (position + length - 1) // KEY_BLOCK + 1 - num_blocks
             gl.store(out + num_blocks + o_m, gl.where(o_m == 0, mass, 0.0), mask=o_m < num_diagonal)
-        b_weight = gl.convert_layout(b_weight * 2.0**103, per_query)
+        b_weight = gl.convert_layout(b_weight * UNIT, per_query)
         o_r = gl.arange(0, WARPS, gl.SliceLayout(1, per_block))
         o_t = gl.arange(0, 4, gl.SliceLayout(0, per_block))
         o_b = o_r[:, None] * 16 + o_t[None, :]
         o_round = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-        o_word = gl.arange(0, STEP, per_query)[None, :, None] * 4
+        o_word = gl.arange(0, TILE, per_query)[None, :, None] * 4
         o_word = o_word + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-        words = scratch.bytes + place.to(gl.int64) * num_rounds * (STEP * 4) + o_word
-        b_next = gl.load(words + gl.minimum(begin + o_round, gl.maximum(end - 1, 0)) * (STEP * 4))
+        words = scratch.bytes + place.to(gl.int64) * num_rounds * (TILE * 4) + o_word
+        b_next = gl.load(words + gl.minimum(begin + o_round, gl.maximum(end - 1, 0)) * (TILE * 4))
         for i in range(begin, end, WARPS):
             b_word = b_next
-            b_next = gl.load(words + gl.minimum(i + WARPS + o_round, end - 1) * (STEP * 4))
+            b_next = gl.load(words + gl.minimum(i + WARPS + o_round, end - 1) * (TILE * 4))
             for slot in gl.static_range(4):
-                # The byte is placed at a float's lowest exponents, so the result is multiplied by 2^103.
+                # The byte is placed at a float's lowest exponents, so the result is multiplied by ``UNIT``.
                 b_bits = (b_word << (21 - 8 * slot)) if slot < 3 else (b_word >> 3)
-                b_x = (b_bits & 0x1FE00000).to(gl.float32, bitcast=True)
+                b_x = (b_bits & BYTE_BITS).to(gl.float32, bitcast=True)
                 b_x = b_x * b_weight[None, :, None]
                 b_mass = gl.sum(b_x, 1)
                 b_mass = gl.where(gl.max(b_x, 1) * length.to(gl.float32) >= peak, -b_mass, b_mass)
@@ -495,8 +503,8 @@ def _masses_kernel(
 def _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m):
     """Return the factor of a query's exponentials in the tile's mean: 1 / (its sum · number of queries)."""
     b_sum = b_diagonal
-    parts = scratch.parts + place * num_spans * STEP + o_m
+    parts = scratch.parts + place * num_spans * TILE + o_m
     for i in range(0, spans, 8):
         for j in gl.static_range(8):  # eight loads in flight
-            b_sum += gl.load(parts + (i + j) * STEP, mask=o_m < (spans - i - j) * STEP, other=0.0)
+            b_sum += gl.load(parts + (i + j) * TILE, mask=o_m < (spans - i - j) * TILE, other=0.0)
     return gl.where(o_m < length, 1.0 / (b_sum * length.to(gl.float32)), 0.0)

@@ -49,6 +49,12 @@ RIDGE = tl.constexpr(1e-3)
 MAX_REGISTERS = 128
 """Register cap per thread of ``_products_kernel``, with which two programs of 256 threads fit on a multiprocessor."""
 
+JITTER = tl.constexpr(1e-6)
+"""Added to the diagonal of the matrix that is factorised, which has a diagonal of 1."""
+
+LEAST_PIVOT = tl.constexpr(1e-7)
+TINY = tl.constexpr(1e-30)  # replaces sums of zeros
+
 TOO_LARGE = tl.constexpr(1e15)
 STRIPE = tl.constexpr(16)
 BYTES_AT_ONCE = 32 << 20
@@ -269,16 +275,16 @@ def _second_moments_kernel(
         MOST_KEYS: Most keys of the sample.
         PARTS: Programs that added up a row's keys.
     """
-    i_kv, of_keys, i_place = tl.program_id(1) // 2, tl.program_id(1) % 2, tl.program_id(2)
+    i_kv, takes_keys, i_place = tl.program_id(1) // 2, tl.program_id(1) % 2, tl.program_id(2)
     num_kv_heads = tl.num_programs(1) // 2
     o_r, o_d = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE), tl.arange(0, BLOCK_D)
     place = (i_place * num_kv_heads + i_kv).to(tl.int64)
     o_stripe = o_r[:, None] * BLOCK_D + o_d[None, :]
-    products = (sums.key_products if of_keys else sums.query_products) + place * (PARTS * BLOCK_D * BLOCK_D)
+    products = (sums.key_products if takes_keys else sums.query_products) + place * (PARTS * BLOCK_D * BLOCK_D)
     b_moment = tl.zeros([STRIPE, BLOCK_D], tl.float32)
     for i in range(PARTS):
         b_moment += tl.load(products + i * (BLOCK_D * BLOCK_D) + o_stripe)
-    if of_keys:
+    if takes_keys:
         key_sums = sums.key_sums + place * (PARTS * BLOCK_D)
         b_row, b_mean = tl.zeros([STRIPE], tl.float32), tl.zeros([BLOCK_D], tl.float32)
         for i in range(PARTS):
@@ -290,7 +296,7 @@ def _second_moments_kernel(
         b_row, b_mean = b_row / count, b_mean / count
         b_moment = b_moment / count - b_row[:, None] * b_mean[None, :]
         tl.store(sums.means + place * BLOCK_D + o_r, b_row)
-    moments = sums.moments + (place * 2 + of_keys) * (BLOCK_D * BLOCK_D)
+    moments = sums.moments + (place * 2 + takes_keys) * (BLOCK_D * BLOCK_D)
     tl.store(moments + o_stripe, b_moment)
 
 
@@ -318,24 +324,24 @@ def _maps_kernel(
     i_kv, i_place = tl.program_id(0), tl.program_id(1)
     num_kv_heads = tl.num_programs(0)
     place = (i_place * num_kv_heads + i_kv).to(tl.int64)
-    of_queries = sums.moments + place * (2 * BLOCK_D * BLOCK_D)
-    of_keys = of_queries + BLOCK_D * BLOCK_D
+    query_moment = sums.moments + place * (2 * BLOCK_D * BLOCK_D)
+    key_moment = query_moment + BLOCK_D * BLOCK_D
     x_map = sums.iterates + place * (2 * BLOCK_D * RANK)
     w_map = x_map + BLOCK_D * RANK  # C_q X
     o_r, o_d = tl.arange(0, RANK), tl.arange(0, BLOCK_D)
-    b_q = tl.load(of_queries + o_d * (BLOCK_D + 1))
-    b_k = tl.maximum(tl.load(of_keys + o_d * (BLOCK_D + 1)), 0.0)
-    scale_q = BLOCK_D / tl.maximum(tl.sum(b_q, 0), 1e-30)
-    scale_k = BLOCK_D / tl.maximum(tl.sum(b_k, 0), 1e-30)
+    b_q = tl.load(query_moment + o_d * (BLOCK_D + 1))
+    b_k = tl.maximum(tl.load(key_moment + o_d * (BLOCK_D + 1)), 0.0)
+    scale_q = BLOCK_D / tl.maximum(tl.sum(b_q, 0), TINY)
+    scale_k = BLOCK_D / tl.maximum(tl.sum(b_k, 0), TINY)
     # X begins with the heaviest channels, ties to lower channels: column i has a 1 at the channel of rank i.
     b_weight = tl.where(o_d < HEAD_DIM, (b_q * scale_q) * (b_k * scale_k), -1.0)
     b_before = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
-    b_place = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_before).to(tl.int32), 1)
-    tl.store(x_map + o_d[:, None] * RANK + o_r[None, :], (b_place[:, None] == o_r[None, :]).to(tl.float32))
-    _multiply(x_map, of_queries, scale_q, w_map, BLOCK_D, RANK)
+    b_rank = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_before).to(tl.int32), 1)
+    tl.store(x_map + o_d[:, None] * RANK + o_r[None, :], (b_rank[:, None] == o_r[None, :]).to(tl.float32))
+    _multiply(x_map, query_moment, scale_q, w_map, BLOCK_D, RANK)
     for i in tl.static_range(ITERATIONS):
-        _multiply(w_map, of_keys, scale_k, x_map, BLOCK_D, RANK)
-        _multiply(x_map, of_queries, scale_q, w_map, BLOCK_D, RANK)
+        _multiply(w_map, key_moment, scale_k, x_map, BLOCK_D, RANK)
+        _multiply(x_map, query_moment, scale_q, w_map, BLOCK_D, RANK)
         b_inverse = _inverse_factor(_gram(x_map, w_map, BLOCK_D, RANK), RANK)
         if i < ITERATIONS - 1:
             # X follows from C_q X, so it is not needed here.
@@ -405,16 +411,16 @@ def _inverse_factor(b_g, RANK: tl.constexpr):
     """Return the inverse of the Cholesky factor L of a symmetric matrix G = L Lᵀ, [RANK, RANK], by elimination."""
     o_r, o_c = tl.arange(0, RANK), tl.arange(0, 2 * RANK)
     b_unit = (o_r[:, None] == o_r[None, :]).to(tl.float32)
-    b_row_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 1), 1e-30))
-    b_column_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 0), 1e-30))  # the same numbers
-    b_g = b_g * b_row_scale[:, None] * b_column_scale[None, :] + 1e-6 * b_unit
+    b_row_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 1), TINY))
+    b_column_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 0), TINY))  # the same numbers
+    b_g = b_g * b_row_scale[:, None] * b_column_scale[None, :] + JITTER * b_unit
     # [G | 1], row by row, until the left half is upper triangular.
     b_a = tl.reshape(tl.permute(tl.join(b_g, b_unit), (0, 2, 1)), [RANK, 2 * RANK])
     b_pivots = tl.zeros([RANK], tl.float32)
     for j in range(RANK):
         b_row = tl.sum(tl.where(o_r[:, None] == j, b_a, 0.0), 0)
         b_column = tl.sum(tl.where(o_c[None, :] == j, b_a, 0.0), 1)
-        pivot = 1.0 / tl.maximum(tl.sum(tl.where(o_c == j, b_row, 0.0), 0), 1e-7)
+        pivot = 1.0 / tl.maximum(tl.sum(tl.where(o_c == j, b_row, 0.0), 0), LEAST_PIVOT)
         b_a -= tl.where(o_r > j, b_column * pivot, 0.0)[:, None] * b_row[None, :]
         b_pivots = tl.where(o_r == j, tl.sqrt(pivot), b_pivots)
     _, b_right = tl.split(tl.permute(tl.reshape(b_a, [RANK, 2, RANK]), (0, 2, 1)))

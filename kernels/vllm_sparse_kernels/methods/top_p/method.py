@@ -48,6 +48,7 @@ from typing import Literal, get_args
 import torch
 import triton
 
+from vllm_sparse_kernels.engine_choice import capability_of, gluon_refusal
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import PerHead
@@ -77,7 +78,6 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import (
-    HOPPER,
     PORTABLE,
     SelectEngine,
     SelectSpec,
@@ -93,9 +93,9 @@ try:
     from vllm_sparse_kernels.methods.top_p import hopper
 except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
     hopper = None
-    MISSING_GLUON = str(error)
+    MISSING_GLUON: str | None = str(error)
 else:
-    MISSING_GLUON = ""
+    MISSING_GLUON = None
 
 CHANNELS = Literal["low_rank", "half", "all"]
 
@@ -254,10 +254,10 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
     Returns:
         Why they cannot, as the end of a sentence; None if they can.
     """
-    if hopper is None:
-        return f"it needs Triton 3.6 to 3.9, whose Gluon has all names ({MISSING_GLUON})"
-    if spec.capability != HOPPER:
-        return "it is for GPUs of compute capability 9.0 (H100, H200)"
+    reason = gluon_refusal(spec.capability, MISSING_GLUON)
+    if reason is not None:
+        return reason
+    assert hopper is not None
     assert isinstance(spec.method, TopP)
     channels = spec.method.kept_channels(spec.head_dim)
     if channels > hopper.WIDEST:
@@ -334,17 +334,13 @@ def _select_run(
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
+    shares = Shares(selected.kept_mass, selected.most_share)
+    choice = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
     if floors is None:
-        write_block_lists(
-            masses, index, run.first_tile, selected.heads, selected.kept_mass, selected.most_share,
-            method.sink_tokens, method.local_tokens,
-        )  # fmt: skip
+        write_block_lists(*choice)
         return
     marks = workspace.empty(*masses.shape, dtype=torch.uint8)
-    mark_blocks(
-        masses, index, run.first_tile, selected.heads, Shares(selected.kept_mass, selected.most_share),
-        method.sink_tokens, method.local_tokens, marks,
-    )  # fmt: skip
+    mark_blocks(*choice, marks)
     add_for_floor(
         kernels.stored(scratch), marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile,
         method.sink_tokens, method.local_tokens,
@@ -361,5 +357,4 @@ def stored_dtype(device: torch.device) -> torch.dtype:
     Returns:
         A dtype.
     """
-    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return torch.float8_e4m3fn if has_fp8 else torch.float16
+    return torch.float8_e4m3fn if capability_of(device) >= (8, 9) else torch.float16

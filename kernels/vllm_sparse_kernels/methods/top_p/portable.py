@@ -14,16 +14,24 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
+from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.floor import StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
-from vllm_sparse_kernels.selection.slabs import PAIR_FIELDS, Run
 from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False
 """Whether keys lie permuted within steps."""
+
+TILE = tl.constexpr(TILE_TOKENS)
+PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
+
+STEP = tl.constexpr(128)
+"""Keys of one matrix product."""
+
+STEP_BLOCKS = tl.constexpr(STEP.value // KEY_BLOCK.value)
 
 SPAN_TOKENS = 8192
 """Keys of one program."""
@@ -52,12 +60,12 @@ def tile_bytes(num_selected: int, reach: int) -> int:
     Returns:
         Bytes.
     """
-    scratch = num_selected * (blocks_of(reach) * 256 + ceil_div(reach, SPAN_TOKENS) * 1024)
-    return scratch + mass_bytes(num_selected, reach)
+    scores, parts = 2 * blocks_of(reach), 2 * 4 * ceil_div(reach, SPAN_TOKENS)
+    return num_selected * TILE_TOKENS * (scores + parts) + mass_bytes(num_selected, reach)
 
 
 def blocks_of(reach: int) -> int:
-    """Return the number of a tile's blocks of 32 keys, in whole steps of four.
+    """Return the number of a tile's blocks of 32 keys, in whole steps of 128 keys.
 
     Args:
         reach: Keys in the tile's causal reach.
@@ -65,7 +73,7 @@ def blocks_of(reach: int) -> int:
     Returns:
         A multiple of 4.
     """
-    return ceil_div(reach, 128) * 4
+    return ceil_div(reach, STEP.value) * STEP_BLOCKS.value
 
 
 def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
@@ -82,8 +90,8 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
     """
     blocks, spans = blocks_of(reach), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
-        workspace.empty(num_selected, num_tiles, blocks, 128, dtype=torch.float16),
-        workspace.empty(num_selected, num_tiles, spans, 2, 128),
+        workspace.empty(num_selected, num_tiles, blocks, TILE_TOKENS, dtype=torch.float16),
+        workspace.empty(num_selected, num_tiles, spans, 2, TILE_TOKENS),
     )  # fmt: skip
 
 
@@ -100,7 +108,7 @@ def stored(scratch: Scratch) -> StoredShares:
 
 
 def masses(
-    rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Scratch, target: torch.Tensor
+    rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
     """Compute the mean over each tile's queries of their share in each block.
 
@@ -118,7 +126,7 @@ def masses(
     _scores_kernel[(len(run.pairs) * 2, num_spans, num_selected)](
         rounded, selected.heads, selected.kept_mass, tiles, run.first_tile, run.pairs, scratch, num_tiles, num_spans,
         num_blocks,
-        GROUP=selected.group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, PAIR=PAIR_FIELDS,
+        GROUP=selected.group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, BLOCK=KEY_BLOCK.value,
         WIDEN=_must_widen(rounded.keys), num_warps=8,
         num_stages=_num_stages(rounded.keys.shape[2] * rounded.keys.element_size(), shared_bytes(rounded.keys.device)),
     )  # fmt: skip
@@ -142,15 +150,15 @@ def _num_stages(key_bytes: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        3 if two buffers of 128 keys fit the GPU next to the 128 queries, otherwise 2, for one buffer.
+        3 if two buffers of a step's keys fit the GPU next to the tile's queries, otherwise 2, for one buffer.
     """
-    return 3 if 3 * 128 * key_bytes <= limit_bytes else 2
+    return 3 if (TILE_TOKENS + 2 * STEP.value) * key_bytes <= limit_bytes else 2
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_blocks"])
 def _scores_kernel(
-    rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_blocks,
-    GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr, PAIR: tl.constexpr,
+    rounded, heads, kept_mass, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_blocks,
+    GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
@@ -160,7 +168,7 @@ def _scores_kernel(
     Args:
         rounded: Rounded.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        kept: [n] float32, p; heads with 1 or more are left out.
+        kept_mass: [n] float32, p; heads with 1 or more are left out.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
         pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
@@ -171,52 +179,53 @@ def _scores_kernel(
         GROUP: Query heads of a kv head.
         KEPT_D: Number of channels that the estimate multiplies.
         SPAN: Keys of a program.
-        PAIR: Columns of ``pairs``.
+        BLOCK: Keys of a block.
         WIDEN: Whether to multiply in float32, as the interpreter does.
     """
-    i_span, i_entry = tl.program_id(1), tl.program_id(2)
-    pair, i_second = pairs + tl.program_id(0) // 2 * PAIR, tl.program_id(0) % 2
+    i_span, i_selected = tl.program_id(1), tl.program_id(2)
+    pair, i_second = pairs + tl.program_id(0) // 2 * PAIR_FIELDS, tl.program_id(0) % 2
     i_tile = tl.load(pair) + i_second
     length = tl.load(tiles + i_tile * FIELDS + 2, mask=i_second < tl.load(pair + 1), other=0)
     position = tl.load(tiles + i_tile * FIELDS + 3, mask=length > 0, other=0)
     begin = i_span * SPAN
     end = tl.minimum(begin + SPAN, position + length)
-    if (length > 0) & (begin < end) & (tl.load(kept + i_entry) < 1):
-        o_m, o_n, o_d = tl.arange(0, 128), tl.arange(0, 128), tl.arange(0, KEPT_D)
-        o_q = i_entry.to(tl.int64) * rounded.num_queries + i_tile * 128 + o_m
+    if (length > 0) & (begin < end) & (tl.load(kept_mass + i_selected) < 1):
+        o_m, o_n, o_d = tl.arange(0, TILE), tl.arange(0, STEP), tl.arange(0, KEPT_D)
+        o_block = tl.arange(0, STEP_BLOCKS)
+        o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * TILE + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
         b_factor = tl.load(rounded.factors + o_q)
-        first_key = (tl.load(heads + i_entry) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
-        place = (i_entry * num_tiles + i_tile - first_tile).to(tl.int64)
-        target = scratch.scores + place * num_blocks * 128 + o_m[:, None]
-        b_top = tl.full([128], float("-inf"), tl.float32)
-        b_sum = tl.zeros([128], tl.float32)
-        for i in range(begin, end, 128):
+        first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
+        place = (i_selected * num_tiles + i_tile - first_tile).to(tl.int64)
+        target = scratch.scores + place * num_blocks * TILE + o_m[:, None]
+        b_top = tl.full([TILE], float("-inf"), tl.float32)
+        b_sum = tl.zeros([TILE], tl.float32)
+        for i in range(begin, end, STEP):
             b_k = tl.load(rounded.keys + (first_key + i + o_n)[:, None] * KEPT_D + o_d[None, :])
-            b_step = tl.load(rounded.steps + (first_key + i) // 32 + tl.arange(0, 4))
+            b_step = tl.load(rounded.steps + (first_key + i) // BLOCK + o_block)
             if WIDEN:
                 b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
             else:
                 b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
             b_s = tl.where((i + o_n)[None, :] <= (position + o_m)[:, None], b_s, float("-inf"))
-            b_s = tl.max(tl.reshape(b_s, [128, 4, 32]), 2)
+            b_s = tl.max(tl.reshape(b_s, [TILE, STEP_BLOCKS, BLOCK]), 2)
             # No product with minus infinity, because factors past the row's end are 0.
             b_u = tl.maximum(b_s, -65504.0) * (b_factor[:, None] * b_step[None, :])
             b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MOST), MOST)).to(tl.float16)
-            tl.store(target + (i // 32 + tl.arange(0, 4))[None, :] * 128, b_u)
+            tl.store(target + (i // BLOCK + o_block)[None, :] * TILE, b_u)
             b_u = b_u.to(tl.float32)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
             b_top = b_new
-        parts = scratch.parts + (place * num_spans + i_span) * 256 + o_m
+        parts = scratch.parts + (place * num_spans + i_span) * (2 * TILE) + o_m
         tl.store(parts, b_top)
-        tl.store(parts + 128, b_sum)
+        tl.store(parts + TILE, b_sum)
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
 def _masses_kernel(
-    kept, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
+    kept_mass, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
     SPAN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Average the queries' shares in some blocks of one tile and head.
@@ -224,7 +233,7 @@ def _masses_kernel(
     Grid: (blocks / BLOCKS, tiles of the run, n). Bound by memory: it reads 2 bytes for each query and block.
 
     Args:
-        kept: [n] float32, p; heads with 1 or more are left out.
+        kept_mass: [n] float32, p; heads with 1 or more are left out.
         peak: Share of a query's attention from which a block is kept.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
@@ -237,31 +246,31 @@ def _masses_kernel(
         SPAN: Keys of a span.
         BLOCKS: Blocks of a program.
     """
-    i_tile, i_entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_tile, i_selected = tl.program_id(1), tl.program_id(2).to(tl.int64)
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     reach = position + length
-    num_causal = (reach + 31) // 32
+    num_causal = (reach + KEY_BLOCK - 1) // KEY_BLOCK
     o_b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept + i_entry) < 1):
-        o_m = tl.arange(0, 128)
-        place = i_entry * tl.num_programs(1) + i_tile
-        parts = scratch.parts + place * num_spans * 256 + o_m
-        b_top = tl.full([128], float("-inf"), tl.float32)
-        b_sum = tl.zeros([128], tl.float32)
+    if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept_mass + i_selected) < 1):
+        o_m = tl.arange(0, TILE)
+        place = i_selected * tl.num_programs(1) + i_tile
+        parts = scratch.parts + place * num_spans * (2 * TILE) + o_m
+        b_top = tl.full([TILE], float("-inf"), tl.float32)
+        b_sum = tl.zeros([TILE], tl.float32)
         for i in range((reach + SPAN - 1) // SPAN):
-            b_part = tl.load(parts + i * 256)
+            b_part = tl.load(parts + i * (2 * TILE))
             b_new = tl.maximum(b_top, b_part)
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_other = tl.load(parts + i * 256 + 128) * tl.exp2(b_part - b_finite)
+            b_other = tl.load(parts + i * (2 * TILE) + TILE) * tl.exp2(b_part - b_finite)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + b_other
             b_top = b_new
         in_row = o_m < length
         b_weight = tl.where(in_row, 1 / (b_sum * length), 0.0)
-        at = scratch.scores + (place * num_blocks + o_b)[:, None] * 128 + o_m[None, :]
-        there = (o_b < num_causal)[:, None] & in_row[None, :]
-        b_u = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+        scores = scratch.scores + (place * num_blocks + o_b)[:, None] * TILE + o_m[None, :]
+        is_score = (o_b < num_causal)[:, None] & in_row[None, :]
+        b_u = tl.load(scores, mask=is_score, other=float("-inf")).to(tl.float32)
         b_share = tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :]
         b_mass = tl.sum(b_share, 1)
         b_mass = tl.where(tl.max(b_share, 1) * length >= peak, -b_mass, b_mass)
-        out = target + i_entry * stride_head + i_tile.to(tl.int64) * stride_tile
+        out = target + i_selected * stride_head + i_tile.to(tl.int64) * stride_tile
         tl.store(out + o_b, b_mass, mask=o_b < num_causal)

@@ -132,11 +132,12 @@ def tile_shares(
         estimated_queries, estimated_keys = estimated_vectors(method, queries, keys, wide_dtype(q.dtype))
         rounded = round_to_e4m3(estimated_keys, KEY_BLOCK)
         for head in heads.tolist():
-            ours = round_to_e4m3(estimated_queries[:, head, None], 1)[:, 0]
+            head_queries = round_to_e4m3(estimated_queries[:, head, None], 1)[:, 0]
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 first = tile.position - rows.context_lens[row]
-                b_q, b_k = ours[first : first + tile.length_tokens], rounded[: tile.last_position + 1, head // group]
+                b_q = head_queries[first : first + tile.length_tokens]
+                b_k = rounded[: tile.last_position + 1, head // group]
                 o_m = torch.arange(tile.position, tile.last_position + 1, device=q.device)[:, None]
                 future = torch.arange(len(b_k), device=q.device) > o_m
                 scores = ((b_q @ b_k.T) * scale).masked_fill_(future, -torch.inf)

@@ -405,8 +405,8 @@ def _round_queries_kernel(
         TILE: Queries of a tile.
         ROUNDED: Queries of a program.
     """
-    i_entry = tl.program_id(1)
-    i_head = tl.load(heads + i_entry)
+    i_selected = tl.program_id(1)
+    i_head = tl.load(heads + i_selected)
     i_row, token, length, _ = load_tile(tiles, tl.program_id(0) // (TILE // ROUNDED))
     first = tl.program_id(0) % (TILE // ROUNDED) * ROUNDED
     length -= first
@@ -418,7 +418,7 @@ def _round_queries_kernel(
     else:
         b_q = mapped(b_q, row_moments.maps + i_moments * (2 * BLOCK_D * KEPT_D), KEPT_D)
     b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
-    o_r = i_entry.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
+    o_r = i_selected.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
     b_q = b_q * (1.0 / b_step)[:, None]
     tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
     tl.store(factors + o_r, tl.where(o_m < length, b_step * factor, 0.0))
