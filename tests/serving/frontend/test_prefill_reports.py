@@ -15,6 +15,7 @@ from tests.helpers.vllm_objects import make_step, recorder_of
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.request_levels import Ticket
 from vllm_sparse_backend.serving.frontend import prefill_reports
+from vllm_sparse_backend.serving.worker.counters import HostCopy
 from vllm_sparse_backend.serving.worker.request_tallies import MOST_KEPT, RequestTallies, ticket_in
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
@@ -61,6 +62,30 @@ class TestTally:
         for i in range(MOST_KEPT):
             tallies.begin(str(i), DEFAULT)
         assert (len(tallies), tallies.with_ticket("t")) == (MOST_KEPT, [])
+
+    def test_an_ended_request_is_logged_when_its_pairs_are_on_the_host(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Until then, steps go on, and the device's number is not read."""
+        arrived: set[HostCopy] = set()
+        monkeypatch.setattr(HostCopy, "arrived", lambda copy: copy in arrived)
+        caplog.set_level("INFO")
+        tallies = RequestTallies()
+        for req_id in ("first", "second"):
+            tally = tallies.begin(req_id, DEFAULT)
+            tally.sparse_tokens, tally.causal_pairs, tally.masked_pairs = 100, 400, 20
+            tally.listed_pairs = torch.tensor(120)
+            tallies.end(req_id)
+            tally.listed_pairs = torch.empty((), device="meta")  # has no value to wait for
+            copy = tally.copied_pairs
+            assert copy is not None
+            tallies.log_ended()
+            assert req_id not in caplog.text
+            arrived.add(copy)
+            tallies.log_ended()
+            assert f"request {req_id}, level default: 0 tokens prefilled dense, 100 sparse, 0.250 of" in caplog.text
+        tallies.log_ended()
+        assert caplog.text.count("prefilled dense") == 2
 
     def test_workers_of_one_process_do_not_share_them(self, configured: Callable[..., Any]) -> None:
         config = configured(method="a_shape")

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tallies of requests that ask for a report on their prefill. A worker logs each when its request ends."""
+"""Tallies of requests that ask for a report on their prefill. A worker logs each after its request has ended.
+
+Pairs are counted on the device. When a request ends, they are copied to the host asynchronously, and a later step logs
+the tally: a step never waits for the device.
+"""
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +16,7 @@ import torch
 from vllm_sparse_backend.config.request_levels import REPORT
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.worker.batch_rows import BatchRow
-from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE
+from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, HostCopy
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 
@@ -35,6 +39,7 @@ class Tally:
         masked_pairs: Number of pairs in ``listed_pairs`` that the causal mask leaves out.
         listed_pairs: Number of pairs in selected blocks and stripes, an int64 scalar on the device; None before the
             first.
+        copied_pairs: The copy of ``listed_pairs`` on the host, which begins when the request ends.
     """
 
     level: str
@@ -44,6 +49,7 @@ class Tally:
     causal_pairs: int = 0
     masked_pairs: int = 0
     listed_pairs: torch.Tensor | None = None
+    copied_pairs: HostCopy | None = None
 
     def add_tokens(self, row: BatchRow) -> None:
         """Add the tokens of a row that prefills.
@@ -72,10 +78,24 @@ class Tally:
         self.masked_pairs += index.num_heads * single_row.masked_pairs(index.block_tokens)
         self.causal_pairs += index.num_heads * causal_pairs(single_row)
 
+    def begin_copy(self) -> None:
+        """Begin to copy the pairs to the host. Does not wait for the device."""
+        if self.listed_pairs is not None:
+            self.copied_pairs = HostCopy(self.listed_pairs)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether ``kept_pairs`` can be read without waiting for the device."""
+        return self.listed_pairs is None or (self.copied_pairs is not None and self.copied_pairs.arrived())
+
     @property
     def kept_pairs(self) -> int:
-        """Number of kept pairs. Waits for the device: read it only when the request has been prefilled."""
-        return 0 if self.listed_pairs is None else int(self.listed_pairs) - self.masked_pairs
+        """Number of kept pairs. Waits for the device unless ``is_on_host``."""
+        if self.listed_pairs is None:
+            return 0
+        copy = self.copied_pairs
+        listed = copy.host if copy is not None and copy.arrived() else self.listed_pairs
+        return int(listed) - self.masked_pairs
 
 
 Spans = Sequence[tuple[int, int, Tally]]
@@ -102,6 +122,7 @@ class RequestTallies:
 
     def __init__(self) -> None:
         self._by_request: OrderedDict[str, Tally] = OrderedDict()
+        self._ended: deque[tuple[str, Tally]] = deque()
 
     def __len__(self) -> int:
         """Return the number of tallies."""
@@ -124,7 +145,7 @@ class RequestTallies:
         return tally
 
     def end(self, req_id: str) -> None:
-        """Log the tally of a request that has ended, if it has a tally with tokens. Waits for the device.
+        """Mark a request as ended, so that ``log_ended`` logs its tally. Does not wait for the device.
 
         The tally stays, because the server may ask for it later.
 
@@ -133,6 +154,13 @@ class RequestTallies:
         """
         tally = self._by_request.get(req_id)
         if tally is not None and tally.dense_tokens + tally.sparse_tokens:
+            tally.begin_copy()
+            self._ended.append((req_id, tally))
+
+    def log_ended(self) -> None:
+        """Log the tallies of ended requests whose pairs have arrived on the host. Does not wait for the device."""
+        while self._ended and self._ended[0][1].is_on_host:
+            req_id, tally = self._ended.popleft()
             kept = f", {tally.kept_pairs / tally.causal_pairs:.3f} of their pairs kept" if tally.causal_pairs else ""
             logger.info(
                 "sparse-prefill: request %s, level %s: %d tokens prefilled dense, %d sparse%s",
@@ -162,7 +190,7 @@ class RequestTallies:
         return spans
 
     def with_ticket(self, ticket: str) -> list[dict[str, Any]]:
-        """Return the tallies of an HTTP request, for the server. Waits for the device.
+        """Return the tallies of an HTTP request, for the server. Waits for the device if the request has just ended.
 
         The request's id is not used: clients choose ids, and may choose those of other clients.
 
@@ -172,6 +200,7 @@ class RequestTallies:
         Returns:
             A tally for each prompt and choice of the HTTP request, as values that msgpack can encode.
         """
+        self.log_ended()
         tallies = [tally for tally in self._by_request.values() if ticket and tally.ticket == ticket]
         return [
             {

@@ -142,6 +142,7 @@ class RunnerRequests:
             self._levels.pop(req_id, None)
             self._prompt_lens.pop(req_id, None)
             self.tallies.end(req_id)
+        self.tallies.log_ended()
         for new in scheduler_output.scheduled_new_reqs:
             self._prompt_lens[new.req_id] = compat.prompt_length(new)
             extra_args = getattr(new.sampling_params, "extra_args", None) or {}
