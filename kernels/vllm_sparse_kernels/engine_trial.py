@@ -144,7 +144,7 @@ def failure(
         engine: The engine.
         batch: Queries, cache and rows.
         index: The keys to attend to.
-        options: Approximations that heads request; None without any.
+        options: Approximations that heads request, or None.
         exact: The expected result; None to check only for exceptions and NaN.
 
     Returns:

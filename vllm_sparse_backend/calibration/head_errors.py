@@ -101,7 +101,7 @@ class Bound:
         return replace(self, **{name: getattr(self, name) * (1 - margin) for name in ERRORS})
 
     def holds(self, figures: HeadResult) -> bool:
-        """Return whether a head holds the bound, also on unseen prompts by the prediction of ``HeadResult.unseen``.
+        """Return whether a head meets the bound, also on unseen prompts by the prediction of ``HeadResult.unseen``.
 
         Args:
             figures: The head's figures.

@@ -16,7 +16,7 @@ Choices that the paper leaves open, and differences from it:
 * The search takes the candidate with the least error among those that hold ``bound`` and leave out at least a tenth of
   the head's pairs (scattered slashes may keep all pairs). If there is none, the head runs dense.
 * Beyond the paper, there are several budgets, multiples of the paper's cost. Each head takes the smallest budget at
-  which a candidate holds the bound. Budgets as expensive as dense attention are left out.
+  which a candidate meets the bound. Budgets as expensive as dense attention are left out.
 
 Heads of one pattern may differ in their numbers within one launch.
 """

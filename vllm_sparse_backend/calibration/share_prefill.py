@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: clusters the heads on the first prompt, and finds for each head the γ that holds a bound.
+"""SharePrefill: clusters the heads on the first prompt, and finds for each head the γ that meets a bound.
 
 The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is our
 addition; the paper's δ and τ stay. The pattern that a head takes over depends on heads of the same layer and of earlier
@@ -40,7 +40,7 @@ class SharingOptions:
     alone: Method
     """The head's method outside any cluster."""
     shared: SharePrefill | None = None
-    """The head's method in its cluster, for a pivot, or if it holds the bound and keeps at most as much as alone."""
+    """The head's method in its cluster, for a pivot, or if it meets the bound and keeps at most as much as alone."""
     saved: float = 0.0
     """Share of pairs that sharing saves; negative for a pivot."""
 

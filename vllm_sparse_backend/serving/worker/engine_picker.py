@@ -58,7 +58,7 @@ class EnginePicker:
         Args:
             batch: The warm-up batch.
             index: The keys that such a layer selected for the batch.
-            options: Options of its attention; None without any.
+            options: Options of its attention, or None.
 
         Returns:
             The engine.

@@ -94,7 +94,7 @@ def attend(
         out: [num_tokens, num_heads, head_dim]; written for the index's rows.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         lse: [num_heads, num_tokens] float32, also written; or None.
-        options: Approximations that heads request; None without any.
+        options: Approximations that heads request, or None.
         sinks: [num_heads], logits that join the softmax; or None.
 
     Raises:

@@ -105,7 +105,7 @@ class BlockAverages:
 
     ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 has the blocks before a row's last tile.
     ``scores`` [query heads, all rows' key blocks] has the scores of the last queries. Both cover only heads whose entry
-    in ``clusters`` [heads] int32 is at least 0. Key heads without such a head are not read.
+    in ``clusters`` [heads] int32 is at least 0. Key heads that serve no such head are not read.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ default, so that attention over the kept blocks is exact to rounding.
 * Its cumulative cut is that of the paper's listing: it keeps blocks while the sum is at most τ, and so stops one block
   earlier than the paper's text, though it keeps at least 1.
 * No diagonal block is forced: a tile may drop the keys at its own queries.
-* ``attention_sink`` keeps the first key block. The module that attends with searched parameters sets it, the
+* ``attention_sink`` keeps the first key block. The module with searched parameters sets it, and the
   recommended call does not.
 * On Hopper, SageAttention2's calls use tiles of 64 queries and blocks of 128 keys.
 * These calls apply the causal mask to whole blocks; their attention kernel gets no causal mask.

@@ -17,7 +17,7 @@ product and that arrival; a test checks this in the machine code (see ``attentio
 
 A byte has six bits of exponent and two of mantissa. It covers 2^-24 to 2^39 relative to the query's reference, which is
 the largest score near the query and among the first 128 keys. Rounding changes a number by up to a ninth, and the sum
-over 128 queries averages it out. Bytes of [128 queries, 16 blocks] lie together, query by query. The 16 bytes of a
+over 128 queries averages it out. Bytes of [128 queries, 16 blocks] are stored together, query by query. The 16 bytes of a
 query are in four words, by the block's place in its step: each thread of the matrix product has one of them.
 """
 
@@ -62,7 +62,7 @@ STEP = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""
 
 ROUND = gl.constexpr(512)
-"""Keys of a round of four steps: the 16 blocks whose bytes lie together."""
+"""Keys of a round of four steps: the 16 blocks whose bytes are stored together."""
 
 SPAN_TOKENS = 8192
 """Keys of a program: enough to hide its start, and few enough to fill a card."""
@@ -71,7 +71,7 @@ SPAN = gl.constexpr(SPAN_TOKENS)
 PAIR_FIELDS = gl.constexpr(3)
 
 PERMUTED = True
-"""Whether keys lie permuted within steps."""
+"""Whether keys are stored permuted within steps."""
 
 WIDEST = 256
 """Maximum number of channels for which a program's queries and keys fit into shared memory."""

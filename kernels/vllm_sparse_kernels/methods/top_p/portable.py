@@ -23,7 +23,7 @@ from vllm_sparse_kernels.selection.slabs import PAIR_FIELDS, Run
 from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False
-"""Whether keys lie permuted within steps."""
+"""Whether keys are stored permuted within steps."""
 
 SPAN_TOKENS = 8192
 """Keys of one program."""
