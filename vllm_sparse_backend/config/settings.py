@@ -114,7 +114,7 @@ class SparsePrefillConfig(Section):
     """Layers that always run dense, in addition to the profile's: numbers, or ranges such as `"0-3,7"`."""
 
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
-    """Attention kernel. `auto` is the fastest kernel that works. A named kernel that does not work stops the server."""
+    """Attention kernel. `auto` is the fastest kernel that works. If a named kernel does not work, the server stops."""
 
     guard: GuardConfig | None = None
     """Compares layers with dense attention on live requests, and runs inaccurate layers dense. `{}` turns the guard on

@@ -75,7 +75,7 @@ class Endpoint:
     url: str
     model: str
     root: str | None = None
-    """The folder or name that the server loaded, if it says so."""
+    """The folder or name that the server loaded, if the server reports it."""
     max_model_len: int | None = None
     """Tokens of the longest request including its answer, if the server says so."""
     extra: Mapping[str, Any] = field(default_factory=dict)

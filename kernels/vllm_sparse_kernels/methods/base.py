@@ -124,7 +124,7 @@ class Method(ABC):
             share: p, in (0, 1].
 
         Returns:
-            The method, merged or not, with this p; the method itself if it has none.
+            The method, merged or not, with this p; the method itself if it has no p.
         """
         return self
 
@@ -136,7 +136,7 @@ class Method(ABC):
             methods: The methods of this class on all heads of the model.
 
         Returns:
-            Why they have no effect, and what to change; None if they have one.
+            The reason why they have no effect, and what to change; None if they have an effect.
         """
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_sparse_backend.config.request_levels import Mark
 
 ExtraKeys = tuple[Any, ...] | None
-"""vLLM's extra keys of a block's hash; None if it has none."""
+"""vLLM's extra keys of a block's hash; None without extra keys."""
 
 
 def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx: int) -> ExtraKeys:

@@ -250,7 +250,7 @@ def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
 
 
 def form_fields(scope: dict[str, Any], chunks: Sequence[bytes]) -> dict[str, Any]:
-    """Parse a form. This runs a new event loop, so the calling thread must have none.
+    """Parse a form. This runs a new event loop, so the calling thread must not have a loop.
 
     Args:
         scope: The request's ASGI scope.

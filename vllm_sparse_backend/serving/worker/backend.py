@@ -89,7 +89,7 @@ class SparsePrefillBackend(DenseBackend):
         splitting: blocks of keys lie within any page that is a multiple of 128 tokens.
 
         Args:
-            kv_cache_spec: The layers' cache spec; None where vLLM has none yet, and in all calls of vLLM 0.26.
+            kv_cache_spec: The layers' cache spec; None where vLLM does not have it yet, and in all calls of vLLM 0.26.
 
         Returns:
             The dense backend's sizes; for hybrids on Hopper multiples of 128 tokens.

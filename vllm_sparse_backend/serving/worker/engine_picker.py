@@ -166,7 +166,7 @@ class EnginePicker:
     def _changes(
         self, spec: AttendSpec | SelectSpec, choice: EngineChoice[Engine] | EngineChoice[SelectEngine]
     ) -> bool:
-        """Return whether the choice is out of date, because another engine was excluded since."""
+        """Return whether the choice is out of date, because another engine has been excluded since."""
         return not self._excluded.get(_subject(spec), {}).keys() <= choice.passed_over.keys()
 
     def report(self, layers: Mapping[int, Engine]) -> None:

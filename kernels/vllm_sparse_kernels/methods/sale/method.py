@@ -112,7 +112,7 @@ class Sale(PerHead):
     block."""
 
     tau: float = 0.004
-    """τ, in [0, 1): relative attention score from which a block is kept. 0 keeps every block. The paper calibrates it
+    """τ, in [0, 1): minimum relative attention score of a kept block. 0 keeps every block. The paper calibrates it
     per head, from 0.008 downwards by halves."""
 
     sink_tokens: int = 32

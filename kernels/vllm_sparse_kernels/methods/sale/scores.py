@@ -44,7 +44,7 @@ PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
 try:
     from vllm_sparse_kernels.gluon_compat import bulk_steps
     from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
-except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
+except (ImportError, AttributeError) as error:  # this release of Triton lacks a name of Gluon
     MISSING_GLUON = str(error)
 else:
     MISSING_GLUON = ""

@@ -269,7 +269,7 @@ def _sum_of(b_k):
 def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
     """Compute the softmax over the blocks of one (head, row).
 
-    Grid: (n, rows). Bound by latency: 4 bytes a block, three times.
+    Grid: (n, rows). Bound by latency: it reads 4 bytes per block, three times.
 
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.

@@ -87,7 +87,7 @@ FORCED = tl.constexpr(-1.0)
 """Rank of a key block outside the softmax; all other ranks are >= 0."""
 
 LEAST = tl.constexpr(-3.0e38)
-"""Stands for the largest score of a row that has none."""
+"""Replaces the largest score of a row without scores."""
 
 LOG2_E = 1.4426950408889634
 ONE_BITS = tl.constexpr(0x3F800000)

@@ -17,8 +17,8 @@ product and that arrival; a test checks this in the machine code (see ``attentio
 
 A byte has six bits of exponent and two of mantissa. It covers 2^-24 to 2^39 relative to the query's reference, which is
 the largest score near the query and among the first 128 keys. Rounding changes a number by up to a ninth, and the sum
-over 128 queries averages it out. Bytes of [128 queries, 16 blocks] are stored together, query by query. The 16 bytes of a
-query are in four words, by the block's place in its step: each thread of the matrix product has one of them.
+over 128 queries averages it out. Bytes of [128 queries, 16 blocks] are stored together, query by query. The 16 bytes of
+a query are in four words, by the block's place in its step: each thread of the matrix product has one of them.
 """
 
 from typing import Any, NamedTuple

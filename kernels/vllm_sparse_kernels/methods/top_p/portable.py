@@ -225,7 +225,7 @@ def _masses_kernel(
 
     Args:
         kept: [n] float32, p; heads with 1 or more are left out.
-        peak: Share of a query's attention from which a block is kept.
+        peak: Minimum share of a query's attention that keeps a block.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
         scratch: Scratch, tensors that the launches pass to each other.
