@@ -148,7 +148,7 @@ def failure(
         exact: The expected result; None to check only for exceptions and NaN.
 
     Returns:
-        What is wrong, as the end of a sentence; None if the result is right.
+        What is wrong, as the end of a sentence; None if the result is correct.
     """
     out = batch.empty_out()
     try:
@@ -194,7 +194,7 @@ def selection_failure(
         expected: The portable engine's selection of the same heads; None to check only the invariants of the lists.
 
     Returns:
-        What is wrong, as the end of a sentence; None if the selection is right.
+        What is wrong, as the end of a sentence; None if the selection is correct.
     """
     index.block_counts.zero_()
     numbers = heads.tolist()

@@ -100,7 +100,7 @@ class Salt:
 
         Args:
             start_token_idx: First position of the block.
-            end_token_idx: Position after its last.
+            end_token_idx: Position after the last token of the block.
 
         Returns:
             The key; None for all blocks of a request except the one that holds ``exact_tokens``.

@@ -161,7 +161,7 @@ class Scores:
     """Ranks of each answer's tokens; 1 is the most likely token."""
     nats: float
     others: int
-    """Sum of negative log-probabilities of the tokens outside answers, and their number. The first token has no probability."""
+    """Sum of negative log-probabilities of the tokens outside answers, and their number. The first token is excluded."""
 
 
 def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:

@@ -283,7 +283,7 @@ def _salted(original: Function) -> Function:
 
 
 def _marked_in_core(original: Function) -> Function:
-    """Mark requests that have no mark, and apply the exact switch to all, before their blocks are hashed."""
+    """Mark requests that have no mark, and apply the exact switch to all requests, before their blocks are hashed."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):

@@ -101,7 +101,7 @@ class LayerNeed:
         device: torch.device,
         engine: str = AUTO,
     ) -> "LayerNeed":
-        """Return the need of a layer with this plan.
+        """Return the memory that a layer with this plan needs.
 
         Args:
             groups: Groups of heads of the layer.
@@ -468,7 +468,7 @@ class Memory:
 
 
 def _layer_needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) -> tuple[LayerNeed, ...]:
-    """Return the need of each distinct layer of this worker at any level."""
+    """Return the memory that each distinct layer of this worker needs at any level."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_dim, engine = resolved.plan.shape.head_dim, resolved.config.engine
     first, end = model.get_layers_start_end_indices(parallel)

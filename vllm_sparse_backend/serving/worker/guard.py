@@ -16,7 +16,7 @@ dense. Its sparse output is then computed for the check only, to measure its rec
   smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is also dense
   for these requests.
 * **Ranks**: each rank judges its own heads. One rank may run a layer dense that another runs sparse. No head reads
-  another head, so the output of every rank is right, and the exchange between ranks after attention does not change.
+  another head, so the output of every rank is correct, and the exchange between ranks after attention does not change.
 * **No synchronisation**: sums are copied to the host asynchronously and judged in a later step.
 """
 

@@ -125,7 +125,7 @@ class TopP(PerHead):
     64 channels, so all three mean the same for a head_dim of 64."""
 
     peak_share: float = 0.2
-    """A block is kept if a single query has at least this share, in (0, 1], of its attention there. 1 turns this off."""
+    """Blocks with at least this share, in (0, 1], of a single query's attention are kept. 1 turns this off."""
 
     floor: float = 0.0
     """Share, in [0, 1), of its own estimated attention that every query keeps. A query below it adds its own heaviest
