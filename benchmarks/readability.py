@@ -239,7 +239,7 @@ def count_options(command: Any) -> Iterator[int]:
 
 
 def help_texts(command: Any) -> Iterator[str]:
-    """Yield the texts that ``--help`` shows of a command and of those below it."""
+    """Yield the texts that ``--help`` shows for a command and its subcommands."""
     yield command.help or ""
     for parameter in command.params:
         yield f"{parameter.metavar or ''} {getattr(parameter, 'help', '') or ''}"

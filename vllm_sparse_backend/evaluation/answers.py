@@ -161,7 +161,7 @@ class Scores:
     """Ranks of each answer's tokens; 1 is the most likely token."""
     nats: float
     others: int
-    """Sum of negative log-probabilities of the tokens outside answers, and their number. The first token is excluded."""
+    """Sum of negative log-probabilities, and number, of tokens outside answers, except the first token."""
 
 
 def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:

@@ -100,7 +100,7 @@ def _query_sums_kernel(
     queries, tiles, sums,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Sum of one tile's queries of one head, and of their squares.
+    """Sum the queries of a tile and head, and their squares.
 
     Grid: (tiles, heads). Bound by memory: it reads each query once.
 
@@ -200,7 +200,7 @@ def _channels_kernel(
     keys, queries, channels, left_out,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """Store the KEPT_D channels of one row and kv head with the largest weight.
+    """Store the KEPT_D channels with the largest weight, for a row and kv head.
 
     Grid: (rows, kv heads). Bound by latency: a few KB a program.
 
