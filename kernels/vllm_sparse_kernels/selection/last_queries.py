@@ -5,8 +5,8 @@
 
 The results are the column sums of Â and its sums over diagonals, of single keys or of blocks of 64. K is read twice,
 first for the log-sum-exp of each query and then for the sums, so Â itself is never stored. Query heads that share keys
-are stacked and share their reads. All sums have a fixed order. How a row's keys are split among programs depends only
-on its length and on the number of heads.
+are stacked and share their reads. All sums have a fixed order. The split of a row's keys among programs depends only on
+its length and on the number of heads.
 """
 
 from typing import Any, NamedTuple

@@ -5,7 +5,7 @@ The arena is sized on the host, from the configuration, and allocated in vLLM's 
 before it sizes the KV cache. It holds any row that the scheduler can form, and several rows at once up to half a GiB.
 Steps with more rows run in several slabs, and each slab selects and attends separately. A row whose selection is larger
 than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if single
-tiles of it do not fit. How a row is cut does not depend on other rows. The memory of every row is computed in every
+tiles of it do not fit. The parts of a row do not depend on other rows. The memory of every row is computed in every
 step, because it does not always grow with the row's length.
 """
 
