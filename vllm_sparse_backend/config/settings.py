@@ -74,8 +74,8 @@ class RequestsConfig(Section):
     """The default level of requests, and the levels that they may choose (docs/requests.md)."""
 
     default: LevelChoice | None = None
-    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile) or the name of a level.
-    The default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
+    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile) or a level's name. The
+    default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
 
     models: dict[StrictStr, LevelChoice] = Field(default={})
     """Overrides `default` by served model name, for servers with several names (`--served-model-name a b`)."""

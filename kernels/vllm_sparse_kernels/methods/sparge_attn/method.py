@@ -226,7 +226,7 @@ def _keep_top_blocks_kernel(
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
     keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and
-    diagonal are always kept. HALVES neighbouring blocks make one block of the index, which is kept if one of them is kept.
+    diagonal are always kept. HALVES neighbouring blocks make one block of the index. It is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over ranks in registers.
 

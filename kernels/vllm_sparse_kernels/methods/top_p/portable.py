@@ -109,7 +109,7 @@ def masses(
         selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         run: The tiles to measure.
-        scratch: From ``room`` for this run.
+        scratch: Scratch that ``room`` allocated for this run.
         target: [num_selected, tiles of the run, width] float32; receives the masses, negative where the share of some
             query is at least ``selected.peak``. Undefined past a tile's causal blocks.
     """
