@@ -372,7 +372,7 @@ def _add_times(
             name = f"{about}: {level}, TTFT speed-up ÷ the highest that doctor forecasts"
             report.add_figure(name, speedup / forecast.best_speedup, "ratio", "higher", bar=0.9)
         if level == LEAST:
-            name = f"{about}: share of prefill that ends with hardly any attention"
+            name = f"{about}: share of prefill time that a density near zero saves"
             report.add_figure(name, 1 - seconds / stock, "share", "higher")
 
 

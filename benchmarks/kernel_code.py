@@ -5,8 +5,8 @@
     python -m benchmarks.kernel_code record after.json    # on the commit after
     python -m benchmarks.kernel_code compare before.json after.json --out docs/results/readable.json
 
-``record`` compiles the launches of each method, at each setting of its ladder, and of the engines, on random batches,
-in order. It writes registers, spills, shared memory and two hashes for each variant: of the PTX, and of the machine
+``record`` compiles the launches of the engines, and those of each method at each setting of its ladder, on random
+batches. It writes registers, spills, shared memory and two hashes for each variant: of the PTX, and of the machine
 code without names and places of parameters. Nothing runs, and Triton's cache is not used.
 """
 

@@ -2,8 +2,8 @@
 """Trial of an engine: one batch through attention or selection, before a server, a profile or a test uses the engine.
 
 The result of attention is compared with float64, within an error budget: the error of eager torch in the same dtype,
-times 3. In the tests, the largest error of a kernel is 0.2 to 0.5 times eager's in fp16, and about as large as eager's in fp32.
-In fp32 at head_dim 256 it is up to 2.4 times, because two libraries sum 256 products in different orders.
+times 3. In the tests, a kernel's largest error is 0.2 to 0.5 times eager's in fp16, and as large as eager's in
+fp32. In fp32 at head_dim 256 it is up to 2.4 times eager's, because two libraries sum 256 products in different orders.
 
 The result of selection is compared with that of the method's portable engine. Engines round differently, so blocks with
 estimates next to a threshold may differ. The lists must agree on most of their entries (``LEAST_AGREEMENT``).

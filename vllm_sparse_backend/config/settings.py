@@ -74,7 +74,7 @@ class RequestsConfig(Section):
     """The default level of requests, and the levels that they may choose (docs/requests.md)."""
 
     default: LevelChoice | None = None
-    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile) or a level's name. The
+    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level. The
     default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
 
     models: dict[StrictStr, LevelChoice] = Field(default={})
