@@ -2,8 +2,8 @@
 """SharePrefill: clusters the heads on the first prompt, and finds for each head the γ that meets a bound.
 
 The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is our
-addition; the paper's δ and τ stay. The pattern that a head takes over depends on heads of the same layer and of earlier
-layers. Which heads share depends only on the clusters, never on γ (``methods/share_prefill/method.py``). Nothing
+addition, and uses the paper's δ and τ. The pattern that a head takes over depends on heads of the same layer and of
+earlier layers. Heads share if they are in the same cluster, whatever their γ (``methods/share_prefill/method.py``). Nothing
 depends on later layers.
 
 1. *Survey*, with all clusters as computed. For each head, find the least γ of its own vertical-slash that holds the

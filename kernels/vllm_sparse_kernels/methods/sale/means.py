@@ -110,7 +110,7 @@ def _query_sums_kernel(
         sums: [MOMENTS, num_tiles, heads, BLOCK_D] float32; written.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        MOMENTS: 2: sums of squares as well.
+        MOMENTS: 1 for sums only; 2 for sums of squares as well.
         BLOCK_M: Queries of a tile.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
@@ -140,7 +140,7 @@ def _key_sums_kernel(
         num_splits: Splits of all rows of the slab.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        MOMENTS: 2: sums of squares as well.
+        MOMENTS: 1 for sums only; 2 for sums of squares as well.
         SPLIT: Keys of a program.
         BLOCK_N: Keys of a step.
         STAGES: Steps that are loaded ahead.
