@@ -333,7 +333,7 @@ def measure() -> tuple[list[dict[str, Any]], list[Violation]]:
 
 def main(
     show_places: Annotated[bool, typer.Option("--list", help="Print every place that breaks a rule.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File whose figures of these names are set.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File in which to update these figures.")] = None,
 ) -> None:
     """Print each figure with its bar; exit code 1 if any figure misses its bar."""
     figures, violations = measure()

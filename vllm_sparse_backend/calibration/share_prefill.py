@@ -3,7 +3,7 @@
 
 The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is our
 addition, and uses the paper's δ and τ. The pattern that a head takes over depends on heads of the same layer and of
-earlier layers. Heads share if they are in the same cluster, whatever their γ (``methods/share_prefill/method.py``). Nothing
+earlier layers. γ does not affect which heads share: only the clusters do (``methods/share_prefill/method.py``). Nothing
 depends on later layers.
 
 1. *Survey*, with all clusters as computed. For each head, find the least γ of its own vertical-slash that holds the

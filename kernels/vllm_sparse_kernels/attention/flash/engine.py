@@ -156,7 +156,7 @@ def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
         spec: Properties of the layer.
 
     Returns:
-        Why it cannot, as the end of a sentence; None if it can.
+        Why the kernel cannot run it, as the end of a sentence; None if it can.
     """
     if flash is None:
         return "there is no FlashAttention for this device"

@@ -61,7 +61,7 @@ def refusal(spec: AttendSpec) -> str | None:
         spec: The layer and the device.
 
     Returns:
-        Why it cannot, as the end of a sentence; None if it can.
+        Why the kernel cannot run it, as the end of a sentence; None if it can.
     """
     if spec.capability != (9, 0):
         return "it is for GPUs of compute capability 9.0 (H100, H200)"

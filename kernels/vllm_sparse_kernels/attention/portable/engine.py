@@ -187,7 +187,7 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
 
 
 def program_queries(head_dim: int, limit_bytes: int) -> int | None:
-    """Return the number of a tile's queries that one program takes.
+    """Return the number of a tile's queries that a program processes.
 
     Args:
         head_dim: Channels of a head.
@@ -215,7 +215,7 @@ def _bytes_of(block_tokens: int, head_dim: int, num_buffers: int, num_queries: i
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_bytes: int) -> int:
-    """Return ``_bytes_of`` for the number of queries that a program takes on a GPU with this shared memory."""
+    """Return ``_bytes_of`` for the number of queries that a program processes on a GPU with this shared memory."""
     return _bytes_of(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes) or MIN_QUERIES)
 
 
