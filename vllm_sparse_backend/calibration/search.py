@@ -89,7 +89,7 @@ def judge_all(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> lis
 def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Method]]) -> dict[int, Judged]:
     """Find, by bisection, the sparsest setting of each head's ladder that meets the bound.
 
-    A pass takes one method for each head, so each step of the bisection judges all heads, each at the middle of its own
+    A pass runs one method on each head, so each step of the bisection judges all heads, each at the middle of its own
     range, in at most ⌈log2(n + 1)⌉ passes for ladders of n settings. The returned setting itself was judged, so an
     error curve that is not monotone costs sparsity but never violates the bound.
 

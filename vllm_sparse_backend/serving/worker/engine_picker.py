@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the engines of each layer's selection and attention: the fastest that supports the layer and passes a trial.
 
-A trial is one call on the warm-up batch. Attention is compared with float64 over the same index, and selection
-with the method's portable engine. If a new compiler or driver breaks an engine, the server is therefore slower, but it
-starts and its answers are correct. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An
+A trial is one call on the warm-up batch. Attention is compared with float64 over the same index, and selection with the
+method's portable engine. If a new compiler or driver breaks an engine, the server is therefore slower, but it starts
+and its answers are correct. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An
 exception of an engine in a later step surfaces.
 """
 

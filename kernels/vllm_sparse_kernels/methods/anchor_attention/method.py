@@ -42,7 +42,8 @@ Choices where the paper is ambiguous, and deviations from it:
   the same. The released code attends keys of the first group that also pass the vote twice; here they count once.
 * It never attends to the 128 keys before a group: its window begins with the group, and its vote ends 128 keys before.
   One of its kernels counts blocks from 1 as the paper does, and the other counts from 0, so this is a mistake and not
-  an option: these are the keys nearest to the group's first queries, and leaving out 128 of thousands saves no measurable time.
+  an option: these are the keys nearest to the group's first queries, and leaving out 128 of thousands saves no
+  measurable time.
 * It compares scores and anchors in half precision and in units of log2. This module compares in float32.
 * It takes no prefix or chunk: all queries of a prompt run at once.
 

@@ -181,7 +181,8 @@ def half_refusal(spec: SelectSpec) -> str | None:
         spec: Properties of the layer.
 
     Returns:
-        Why the kernel cannot run it, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if the sums fit.
+        Why the kernel cannot run it, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if
+        the sums fit.
     """
     if MISSING_GLUON:
         return f"this Triton's Gluon lacks what it is written in ({MISSING_GLUON})"

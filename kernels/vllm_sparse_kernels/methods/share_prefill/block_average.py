@@ -362,7 +362,7 @@ def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
     i_row, token, length, first = load_tile(tiles, i_tile)
     diagonal, num_causal = tile_blocks(tiles, i_tile, SHAPE.BLOCK_N)
     i_kv, o_m = i_head // SHAPE.GROUP, tl.arange(0, SHAPE.BLOCK_M)
-    # Loads of keys start before the wait for queries, and loads of the next keys before products of these.
+    # Keys are loaded before the program waits for queries, and the next keys before these keys are multiplied.
     b_k = _load_chunk(keys, i_row, i_kv, diagonal * SHAPE.BLOCK_N, first + length, SHAPE)
     b_q = load_queries(queries, i_head, token, length, SHAPE.BLOCK_M, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)
