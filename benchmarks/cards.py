@@ -46,7 +46,7 @@ class Case(NamedTuple):
 def rows_of(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return rows for docs/results. ``table`` maps methods to their kernels, and ``failed`` kernels to their errors."""
     if case.is_refused:
-        reason = f"{case.card.shared_bytes} bytes of shared memory hold no block of keys"
+        reason = f"{case.card.shared_bytes} bytes of shared memory cannot hold a block of keys"
         return [_row(f"{case}: refused, {reason}", len(METHODS), "methods", None)]
     usages = [usage for kernels in table.values() for usage in kernels.values()]
     spilled = sum(usage["stack_bytes"] > 0 for usage in usages)

@@ -165,7 +165,7 @@ def other_decode(stock: str, dense: str) -> str | None:
         dense: vLLM's name of the dense backend, on which decodes and dense rows run here.
 
     Returns:
-        What they run on, what it costs and what to do; None if stock vLLM would also choose the dense backend.
+        The backend that they run on, its cost, and what to do; None if stock vLLM would also choose the dense backend.
     """
     if stock == dense:
         return None

@@ -442,7 +442,7 @@ def _pool_keys_kernel(
 def _centers_kernel(sums, centers, row_table, first_row, num_splits, SHAPE, CHUNK: tl.constexpr):
     """Compute the mean key of one row and kv head.
 
-    Grid: (kv heads, rows). Bound by latency: it reads 4 bytes a channel for each 512 keys.
+    Grid: (kv heads, rows). Bound by latency: it reads 4 bytes per channel for every 512 keys.
 
     Args:
         sums: [kv heads, num_splits, HEAD_DIM] float32.

@@ -170,7 +170,7 @@ def _means_kernel(
 ):
     """Average one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
 
-    Grid: (rows, heads, moments). Bound by latency: a few KB a program.
+    Grid: (rows, heads, moments). Bound by latency: a few KB per program.
 
     Args:
         sums: [moments, num_sums, heads, BLOCK_D] float32.
@@ -202,7 +202,7 @@ def _channels_kernel(
 ):  # fmt: skip
     """Store the KEPT_D channels with the largest weight, for a row and kv head.
 
-    Grid: (rows, kv heads). Bound by latency: a few KB a program.
+    Grid: (rows, kv heads). Bound by latency: a few KB per program.
 
     Args:
         keys: [2, num_rows, kv heads, BLOCK_D] float32, means and mean squares.

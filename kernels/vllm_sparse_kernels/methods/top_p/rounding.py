@@ -282,7 +282,7 @@ def _moments_kernel(
 
     Ties go to lower channels.
 
-    Grid: (rows, kv heads). Bound by latency: a few KB a program.
+    Grid: (rows, kv heads). Bound by latency: a few KB per program.
 
     Args:
         sums: [num_rows, kv heads, num_splits, 2, BLOCK_D] float32.
