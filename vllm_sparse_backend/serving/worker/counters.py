@@ -191,7 +191,7 @@ class Recorder:
             start: Whether to start a copy of the current counts, unless one is under way.
 
         Returns:
-            The samples, all of one moment, and whether counts of a later moment are on their way.
+            The samples, all from the same moment, and whether later counts are still being copied.
         """
         self._take_arrived()
         if start and self._pending is None:

@@ -26,8 +26,8 @@ An item's steps run from the diagonal backwards, then through the stripes:
     Items do not overlap: computing an item's first scores while the previous item is written gave NaN on a card that
     also ran other processes.
 
-    ptxas tends to hoist the wait for P·V above all exponentials of the step, which undoes the overlap. A wait for the next
-    step's keys between the two keeps the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
+    ptxas tends to hoist the wait for P·V above all exponentials of the step, which undoes the overlap. A wait for the
+    next step's keys between the two keeps the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
     ``make compile-matrix`` checks the output of each release.
 
 ``hopper_item`` has the types that the kernel, its producer and its consumers share: ``Config``, ``Channels``, ``Item``.
