@@ -49,7 +49,7 @@ class Answer:
     """Place of the value's first token in the statement."""
     begin: int
     end: int
-    """Places of the value's tokens in the question; ``end`` is past the last."""
+    """Positions of the value's tokens in the question; ``end`` is after the last token."""
 
     @property
     def distance(self) -> int:

@@ -128,7 +128,7 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
 
 
 def _optional(vllm_config: VllmConfig, part: str, field: str) -> Any:
-    """Return a field that some versions do not have, of a part that may be absent; None without it."""
+    """Return a field of a part of the configuration; None if vLLM's release lacks the field or the part."""
     return getattr(getattr(vllm_config, part, None), field, None)
 
 
