@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output error and density of each head of a layer on captured prompts, and bounds of them.
+"""Output error and density of each head of a layer on captured prompts, and their bounds.
 
 A search gets the figures of one method for each head from a ``LayerJudge``. It does not depend on captures or devices.
 """

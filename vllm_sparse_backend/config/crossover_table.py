@@ -274,7 +274,7 @@ def resolve_thresholds(
         device: Name of the device, as torch reports it.
         engine: Name of the attention engine.
         shape: (num_heads, num_kv_heads, head_dim) of a layer.
-        profile_crossover: The measurement in the profile, if it has one.
+        profile_crossover: The measurement in the profile, if there is one.
 
     Returns:
         The thresholds, with notes about methods that were not measured or never faster.

@@ -71,7 +71,7 @@ class Line:
     token_ids: list[int]
     begin: int
     end: int
-    """Places of the tokens that hold the value; ``end`` is past the last."""
+    """Positions of the value's tokens; ``end`` is after the last token."""
 
     @staticmethod
     def of(encode: Encode, template: str, name: str, value: str) -> "Line":

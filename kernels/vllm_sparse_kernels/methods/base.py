@@ -252,7 +252,7 @@ class PerHead(Method):
             methods: The method of each head; all have the same ``group_key``.
 
         Returns:
-            A method whose ``settings`` are these methods; the first one if all are equal.
+            A method whose ``settings`` are these methods; the first method if all are equal.
 
         Raises:
             ValueError: The methods differ in a field that ``differing`` does not list.

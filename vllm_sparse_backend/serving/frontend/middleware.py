@@ -49,7 +49,7 @@ SMALL_BYTES = 1 << 16
 """Bodies up to this size are parsed on the event loop. Longer bodies are ignored on paths that do not prefill."""
 
 MOST_KEYS = 200_000
-"""Maximum number of keys of a body that may contain ours: parsing a larger one would block the event loop."""
+"""Maximum number of keys of a body that may contain ours: parsing a larger body would block the event loop."""
 KEY_END = re.compile(rb'"[ \t\r\n]*:')
 """The end of a key. After a backslash it is a quote within a string instead."""
 MOST_INSPECTED = 250_000

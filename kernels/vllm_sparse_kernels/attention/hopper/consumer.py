@@ -142,7 +142,7 @@ class Walk:
         """Return the mask of the step that begins ``to_end`` blocks before the list's end.
 
         Args:
-            to_end: Blocks from the step's first one to the list's end.
+            to_end: Blocks from the step's first block to the list's end.
             config: ``Config``.
 
         Returns:
@@ -246,7 +246,7 @@ class Group:
             state: ``Softmax`` of the step before.
 
         Returns:
-            (counter after these steps, ``Softmax`` of the last one).
+            (counter after these steps, ``Softmax`` of the last step).
         """
         for i in range(1, walk.num_masked):
             mask = walk.diagonal(walk.first_blocks + i * self.config.BLOCKS, self.config)
@@ -259,7 +259,7 @@ class Group:
 
     @gluon.jit
     def stripe_steps(self, b_q, walk, step, state):
-        """Process the steps over stripes; the last one is masked if it is not full.
+        """Process the steps over stripes; the last step is masked if it is not full.
 
         Args:
             b_q: Shared memory of the queries.
@@ -268,7 +268,7 @@ class Group:
             state: ``Softmax`` of the step before.
 
         Returns:
-            (counter after these steps, ``Softmax`` of the last one).
+            (counter after these steps, ``Softmax`` of the last step).
         """
         STEP: gl.constexpr = self.config.STEP
         for _ in range(walk.num_stripes // STEP):

@@ -42,7 +42,7 @@ class Span:
 
     i_group: gl.tensor  # place of the head among the selected heads
     i_kv: gl.tensor
-    i_tile: gl.tensor  # the first one; the other follows
+    i_tile: gl.tensor  # the first tile; the second tile follows
     num_tiles: gl.tensor  # 1 or 2
     begin: gl.tensor  # position of the first key: the first block that any tile tests
     end: gl.tensor

@@ -59,7 +59,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
     """
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
-    moments = 2 if kept_d < block_d else 1  # the second one tells the channels apart
+    moments = 2 if kept_d < block_d else 1  # the second moment is needed to choose channels
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "MOMENTS": moments}
     keys = workspace.empty(moments, rows.num_rows, num_kv_heads, block_d)
     queries = workspace.empty(moments, rows.num_rows, num_heads, block_d)

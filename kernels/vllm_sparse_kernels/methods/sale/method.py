@@ -140,7 +140,7 @@ class Sale(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """The engine for Hopper in half precision, then the portable one in float32."""
+        """The engine for Hopper in half precision, then the portable engine in float32."""
         return (
             SelectEngine("hopper", half_refusal, select_on_hopper),
             SelectEngine(PORTABLE, portable_refusal, select_on_portable),
@@ -161,7 +161,7 @@ class Sale(PerHead):
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads`` on the first engine that does not refuse: see ``Method.select``.
 
-        A server tries engines first, and calls the chosen one itself.
+        A server tries engines first, and calls the chosen engine itself.
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.

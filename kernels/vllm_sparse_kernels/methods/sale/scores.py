@@ -83,7 +83,7 @@ class Work(NamedTuple):
 
     i_group: Any  # place among the selected heads
     i_kv: Any
-    i_tile: Any  # the first one
+    i_tile: Any  # the first tile
     num_tiles: Any
     begin: Any  # position of the first key
     end: Any

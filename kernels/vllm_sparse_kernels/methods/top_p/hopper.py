@@ -412,7 +412,7 @@ def _consume(shared, target, work, num_steps, W: gl.constexpr):
 
 @gluon.jit
 def _append_byte(b_word, b_x):
-    """Shift words down by a byte and fill the highest one.
+    """Shift words down by a byte and fill the highest byte.
 
     The new byte has six bits of exponent and two of mantissa, rounded to nearest.
     """

@@ -212,7 +212,7 @@ class TopP(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """The engine for Hopper, then the portable one."""
+        """The engine for Hopper, then the portable engine."""
         return (
             SelectEngine("hopper", hopper_refusal, select_on_hopper),
             SelectEngine(PORTABLE, portable_refusal, select_on_portable),
