@@ -2,9 +2,9 @@
 """Scaled QK averaged over blocks of keys, and its softmax over blocks: the estimates and maps of SharePrefill.
 
 A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all
-pairs is (mean q) · (mean k): nothing but means is needed. Each tile has a few blocks on the diagonal. These are averaged over
-the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these also
-score the last queries of a key head's query heads. kernels.py makes maps, once their heads are known.
+pairs is (mean q) · (mean k): nothing but means is needed. Each tile has a few blocks on the diagonal. These are
+averaged over the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average
+them: these also score the last queries of a key head's query heads. kernels.py makes maps, once their heads are known.
 """
 
 from typing import Any, NamedTuple

@@ -127,7 +127,7 @@ def stored(scratch: Scratch) -> StoredShares:
     """Describe what ``masses`` leaves in the scratch, for the floor.
 
     Args:
-        scratch: From ``room``, for a run.
+        scratch: Scratch that ``room`` allocated for a run.
 
     Returns:
         A byte for each query and block.
@@ -147,7 +147,7 @@ def masses(
         selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         run: The tiles to measure.
-        scratch: From ``room`` for this run.
+        scratch: Scratch that ``room`` allocated for this run.
         target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile

@@ -91,7 +91,7 @@ def stored(scratch: Scratch) -> StoredShares:
     """Describe what ``masses`` leaves in the scratch, for the floor.
 
     Args:
-        scratch: From ``room``, for a run.
+        scratch: Scratch that ``room`` allocated for a run.
 
     Returns:
         Scores of each query and block, in half precision.
