@@ -76,7 +76,7 @@ class MInferenceSearch(Search):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head, ``Dense()`` if no candidate holds in any budget.
