@@ -249,7 +249,7 @@ def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[lis
     Args:
         judge: Judges the layer's heads.
         search: Chooses methods among those still allowed.
-        bound: The bound that each sparse head must hold.
+        bound: The bound that each sparse head must meet.
 
     Returns:
         The method of each head, and the figures of that joint choice; None instead of figures if every head is dense.

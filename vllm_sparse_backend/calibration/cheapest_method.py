@@ -68,7 +68,7 @@ class CheapestSearch(Search):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head, ``Dense()`` if nothing cheaper holds.
@@ -109,7 +109,7 @@ def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], 
         judge: Judges the layer's heads.
         bound: The bound that a setting must hold.
         among: Candidates, within each kind the sparsest first.
-        is_allowed: Whether a head may have a method.
+        is_allowed: Whether a head may use a method.
 
     Returns:
         For each head, at most one method of each kind, with its figures.

@@ -24,7 +24,7 @@ LEAST_SPARSITY = 0.1
 MethodT = TypeVar("MethodT", bound=Method)
 
 IsAllowed = Callable[[int, Method], bool]
-"""Returns whether a head may have a method: False for one that missed the bound jointly with other heads."""
+"""Returns whether a head may use a method: False if the method missed the bound jointly with other heads."""
 
 
 class Search(ABC):
@@ -39,7 +39,7 @@ class Search(ABC):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head, ``Dense()`` if no allowed method meets the bound.
@@ -143,7 +143,7 @@ class LadderSearch(Search):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head, ``Dense()`` if none holds or too little is left out.

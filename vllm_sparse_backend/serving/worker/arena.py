@@ -36,7 +36,7 @@ from vllm_sparse_kernels.rows import ceil_div
 logger = logging.getLogger(LOGGER)
 
 SEVERAL_ROWS_BYTES = 512 << 20
-"""Size in bytes up to which the arena grows beyond the longest row's need, for steps of several rows."""
+"""Maximum size in bytes to which the arena grows for steps of several rows, if the longest row needs less."""
 
 SLACK = 1.01
 """Factor on the arena's size. A row that is shorter by a tile may need slightly more than the longest row, because
