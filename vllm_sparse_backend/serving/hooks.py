@@ -294,8 +294,8 @@ def _marked_in_core(original: Function) -> Function:
         exact_switch.mark_new_request(self, request)
         prepared = original(self, request)
         if refusal is not None:
-            # Not before: the original takes the request's images into the core's cache, where the front process
-            # expects to find them for the next request.
+            # Raise only now, because the original puts the request's images into the core's cache, where the front
+            # process expects them for the next request.
             raise refusal
         return prepared
 
