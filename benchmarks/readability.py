@@ -226,7 +226,7 @@ CODE_CHECKS: Mapping[str, Callable[[], list[Violation]]] = {
         incomplete_docstrings, DOCUMENTED, _nothing_exempt
     ),
 }
-"""By name: the places in the code that break a rule. The target of each is none."""
+"""By name: the places in the code that break a rule. The target of each check is 0."""
 
 
 def count_options(command: Any) -> Iterator[int]:

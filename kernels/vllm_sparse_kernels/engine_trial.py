@@ -24,7 +24,7 @@ from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
 LEAST_AGREEMENT = 0.8
-"""Minimum share of the blocks and stripes kept by either of two engines that both must keep.
+"""Of the blocks and stripes that either of two engines keeps, the minimum share that both must keep.
 
 On ``sharpened`` random batches on an H100, head dims 64, 128 and 256, Hopper's and the portable kernels agree on
 at least 0.96 of ``top_p``'s blocks and on all of SALE's (docs/results/mend.json). The agreement of a kernel that keeps

@@ -77,7 +77,7 @@ from vllm_sparse_kernels.selection.parameters import on_device, require
 from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, ROW_FIELDS, pooled_products, row_table
 
 HELD_BLOCKS = 2048
-"""Blocks of a row of S^ that stay in registers during the search of its threshold: the blocks of 131,072 keys. The other blocks
+"""Blocks of a row of S^ that stay in registers during the search for its threshold: 131,072 keys. The other blocks
 of longer rows are read again in each step of the search."""
 
 CUMULATIVE = 0.0
