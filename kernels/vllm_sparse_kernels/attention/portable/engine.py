@@ -306,8 +306,8 @@ def _option_args(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
     """Return the kernel arguments of the options.
 
-    These are margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and their descriptor for bulk
-    copies.
+    These are margins to skip, 8-bit keys with their descriptor for bulk copies, and flags of the 8-bit heads unless
+    all heads are 8-bit.
 
     Each is None unless it is requested. They are separate arguments because Triton 3.6 cannot compare a tuple that
     contains None with None.
