@@ -2,7 +2,7 @@
 """Counts sparse and dense rows and their pairs. Each worker counts, partly on its device; the server collects.
 
 Nothing here waits for the device, and counting sends nothing. The server calls its workers when somebody reads its
-/metrics (``metrics_endpoint``). The counts of host and device in an answer are of the same moment.
+/metrics (``metrics_endpoint``). The counts of host and device in an answer are from the same moment.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
