@@ -193,7 +193,7 @@ def _machine_code(cubin: bytes) -> tuple[int, int, str]:
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="File by record on the commit before.")],
+    before: Annotated[Path, typer.Argument(help="File that record wrote on the previous commit.")],
     after: Annotated[Path, typer.Argument(help="File by record on the commit after.")],
     out: Annotated[Path | None, typer.Option(help="JSON file of results to add rows to.")] = None,
 ) -> None:
