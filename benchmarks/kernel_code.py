@@ -193,8 +193,8 @@ def _machine_code(cubin: bytes) -> tuple[int, int, str]:
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="File that record wrote on the previous commit.")],
-    after: Annotated[Path, typer.Argument(help="File by record on the commit after.")],
+    before: Annotated[Path, typer.Argument(help="File that record wrote on the earlier commit.")],
+    after: Annotated[Path, typer.Argument(help="File that record wrote on the later commit.")],
     out: Annotated[Path | None, typer.Option(help="JSON file of results to add rows to.")] = None,
 ) -> None:
     """Print a line for each kernel: variants, changed variants, registers, shared memory and spills."""

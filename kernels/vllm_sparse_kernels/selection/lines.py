@@ -46,7 +46,7 @@ def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
         num_heads: Number of query heads.
 
     Returns:
-        First row of each slab, and the row after its last one.
+        First row of each slab, and the row after its last row.
     """
     return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
 

@@ -40,7 +40,7 @@ PREFILLING = {
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank",
 }  # fmt: skip
-"""vLLM's paths that prefill prompts, or that turn a body into one for such a path. Paths of later releases refuse
+"""vLLM's paths that prefill prompts, or that turn a body into a body for such a path. Paths of later releases refuse
 levels until they are listed here."""
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
