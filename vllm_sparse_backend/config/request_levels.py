@@ -103,7 +103,7 @@ class Salt:
             end_token_idx: Position after the last token of the block.
 
         Returns:
-            The key; None for all blocks of a request except the one that holds ``exact_tokens``.
+            The key; None for all blocks of a request except the block that holds ``exact_tokens``.
         """
         if not start_token_idx <= self.exact_tokens < end_token_idx:
             return None

@@ -158,7 +158,7 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
     Args:
         scores: [queries, keys], masked.
-        steps: [keys], the step of each.
+        steps: [keys], the step of each key.
 
     Returns:
         [steps].

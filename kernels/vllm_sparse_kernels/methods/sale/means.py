@@ -128,7 +128,7 @@ def _key_sums_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum of up to SPLIT keys of one kv head, and of their squares.
+    """Sum up to SPLIT keys of a kv head, and their squares.
 
     Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key once.
 
