@@ -235,7 +235,7 @@ def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: boo
 
     Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier.
 
-    Without room for them, 0 lets the compiler load keys and values separately, which margins do not allow.
+    If these do not fit, 0: the compiler then loads keys and values separately, which margins do not allow.
     """
     extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
     return 2 if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) + extra <= limit_bytes else int(with_margins)
