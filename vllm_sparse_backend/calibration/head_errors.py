@@ -89,7 +89,7 @@ class Bound:
     def with_margin(self, margin: float) -> "Bound":
         """Tighten the bound for a search, leaving a margin for unseen prompts.
 
-        ``of_default`` stays, because it compares two methods on the same prompts, and so does ``absolute``, which is
+        ``of_default`` is unchanged, because it compares two methods on the same prompts, and so is ``absolute``, which is
         the paper's number.
 
         Args:

@@ -77,7 +77,7 @@ class Endpoint:
     root: str | None = None
     """The folder or name that the server loaded, if the server reports it."""
     max_model_len: int | None = None
-    """Tokens of the longest request including its answer, if the server says so."""
+    """Tokens of the longest request including its answer, if the server reports it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every completion request."""
 

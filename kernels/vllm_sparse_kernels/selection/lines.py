@@ -91,7 +91,7 @@ def write_lines(
 
     Args:
         index: The index, whose lists of ``heads`` are overwritten.
-        rows: First row, and the row after the last one.
+        rows: First row, and the row after the last row.
         heads: [n] int32 on the device, numbers of the selected query heads.
         lines: Lines that each head keeps of each row.
         band: 1: diagonals of keys; 64: of blocks.

@@ -487,7 +487,7 @@ def _products_kernel(
         products: [n, pooled queries of the run, width · 64] float32; written.
         width: Columns of ``products``, in units of 64.
         first_tile: First tile of the run.
-        end_tile: The tile after the last one of the run.
+        end_tile: The tile after the last tile of the run.
         num_tiles: Tiles of the step.
         first_row: First row of the slab.
         num_blocks: Blocks of 64 keys in the slab.

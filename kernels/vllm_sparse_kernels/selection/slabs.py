@@ -140,7 +140,7 @@ def ranges_of_runs(
     Args:
         rows: The rows of a step.
         first_row: The first row.
-        end_row: The row after the last one.
+        end_row: The row after the last row.
         num_selected: Number of query heads to select.
         tile_bytes: Returns the bytes of one tile.
 
@@ -212,7 +212,7 @@ def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int
     Args:
         rows: The rows of a step.
         first_tile: First tile of the run.
-        end_tile: The tile after the last one of the run.
+        end_tile: The tile after the last tile of the run.
         key_starts: Offset of each row's keys in the slab.
 
     Returns:
