@@ -89,8 +89,8 @@ class Bound:
     def with_margin(self, margin: float) -> "Bound":
         """Tighten the bound for a search, leaving a margin for unseen prompts.
 
-        ``of_default`` is unchanged, because it compares two methods on the same prompts, and so is ``absolute``, which is
-        the paper's number.
+        ``of_default`` is unchanged, because it compares two methods on the same prompts. ``absolute`` is unchanged,
+        because it is the paper's number.
 
         Args:
             margin: Share of each error limit to take off.
