@@ -70,7 +70,7 @@ class Knob:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method, or the method without a part. The first variant of a paper is complete."""
+    """A method, or the method without a part. A paper's first variant leaves out nothing."""
 
     paper: str
     what: str

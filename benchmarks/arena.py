@@ -67,7 +67,7 @@ THRESHOLDS = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
 
 
 def needs_of(method: str, shape: ModelShape) -> tuple[LayerNeed, Layer]:
-    """Return the need of a model's only layer, all of whose heads run ``method``, and the layer."""
+    """Return the memory that a model's only layer needs if all its heads run ``method``, and the layer."""
     (groups,) = Plan.build(SparsePrefillConfig(method=method), shape).layers
     assert groups is not None
     need = LayerNeed.of(groups, shape.num_kv_heads, shape.head_dim, 2, CPU)
@@ -227,7 +227,7 @@ def mend_figures(number: int) -> Iterator[dict[str, Any]]:
         (f"arena: tensors that did not fit, {number:,} random steps of 20 shapes, both engines", count_misses(number),
          "tensors", 0),
         ("arena: memory at 32 on 8 heads of 128, 131,072 tokens, over that before", round(size, 4), "times", 1.05),
-        (f"rows cut otherwise in a batch than alone, {number:,} random batches", count_cut_differently(number),
+        (f"rows split differently in a batch than alone, {number:,} random batches", count_cut_differently(number),
          "rows", 0),
     )  # fmt: skip
     for name, value, unit, bar in rows:

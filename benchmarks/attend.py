@@ -68,7 +68,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Random blocks kept with probability ``density``, and up to ``stripes`` single keys a tile."""
+    """Random blocks kept with probability ``density``, and up to ``stripes`` single keys per tile."""
 
     context_len: int
     query_len: int

@@ -55,7 +55,7 @@ def capture(
 def read_tokens(model: Path, text: Path, length: int, begin_token: bool = True, skip: int = 0) -> list[int]:
     """Return a prompt of ``length`` tokens from a text file or folder, without its first ``skip`` tokens.
 
-    With ``begin_token``, the tokenizer's begin-of-sequence token comes first, if it has one. Raises ConfigurationError
+    With ``begin_token``, the tokenizer's begin-of-sequence token comes first, if it exists. Raises ConfigurationError
     if the text is too short.
     """
     tokenizer, most_chars = load_tokenizer(model), (skip + length) * MOST_CHARS

@@ -5,8 +5,8 @@
 
 It needs only torch and Triton. Like a server, it refuses a head dim if the GPU's shared memory cannot hold a block of
 keys, and a method if its selection does not fit. A kernel fails if it does not compile, or needs more shared memory or
-registers than the GPU has. Rows are written whenever a GPU and head dim are done. The exit code is 1 if a kernel
-failed.
+registers than the GPU has. The rows of a GPU and head dim are written as soon as they are complete. The
+exit code is 1 if a kernel failed.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from vllm_sparse_kernels.cards import CARDS, Card
 from vllm_sparse_kernels.methods import METHODS
 
 ALL_KERNELS = "all kernels"
-"""Stands for a kernel's name when a method's whole process failed."""
+"""Replaces the kernel's name if a method's whole process failed."""
 
 
 class Case(NamedTuple):
-    """Layers of one head dim on one GPU."""
+    """Layers with a head dim, on a GPU."""
 
     card: Card
     head_dim: int
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 def rows_of(case: Case, table: Mapping[str, Mapping[str, Usage]], failed: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return rows for docs/results. ``table`` maps methods to their kernels, and ``failed`` kernels to their errors."""
     if case.is_refused:
-        reason = f"{case.card.shared_bytes} bytes of shared memory hold no block of keys"
+        reason = f"{case.card.shared_bytes} bytes of shared memory cannot hold a block of keys"
         return [_row(f"{case}: refused, {reason}", len(METHODS), "methods", None)]
     usages = [usage for kernels in table.values() for usage in kernels.values()]
     spilled = sum(usage["stack_bytes"] > 0 for usage in usages)
@@ -73,14 +73,14 @@ def _row(name: str, value: int, unit: str, bar: int | None, better: str = "lower
 
 
 def write(path: Path, case: Case, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the rows of a case in a results file, which need not exist."""
+    """Replace the rows of a case in a results file, or create the file."""
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     kept = [row for row in old if not row["name"].startswith(f"{case}: ")]
     path.write_text(json.dumps([*kept, *rows], indent=1) + "\n", encoding="utf-8")
 
 
 def run(cases: Sequence[Case], jobs: int, out: Path | None) -> dict[Case, dict[str, str]]:
-    """Compile all cases, method by method, in ``jobs`` processes. Return why kernels failed, by case and kernel."""
+    """Compile all cases, method by method, in ``jobs`` processes. Return the errors of kernels by case."""
     failures: dict[Case, dict[str, str]] = {case: {} for case in cases}
     tables: dict[Case, dict[str, dict[str, Usage]]] = {case: {} for case in cases}
     with ThreadPoolExecutor(jobs) as pool:

@@ -134,7 +134,7 @@ def barriers_in_data(sass: Sequence[str]) -> int:
 
 
 def figures_with(cases: Sequence[str], release: Path | None = None) -> dict[str, dict[str, int]]:
-    """Return ``figures_of`` a separate process, with the Triton in a folder, or with this environment's."""
+    """Return ``figures_of`` from a separate process, with the Triton in a folder or in this environment."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(
         [*([] if release is None else [str(release)]), str(ROOT), str(ROOT / "kernels")]

@@ -50,7 +50,7 @@ def plan_asked(settings: Settings, captured: Capture) -> tuple[Plan, int]:
 
 
 def main(
-    captured: Annotated[Path, typer.Argument(help="Folder of `benchmarks.capture`, as long as the longest length.")],
+    captured: Annotated[Path, typer.Argument(help="Folder of `benchmarks.capture`, with at least the longest length.")],
     lengths: Annotated[
         str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
     ] = "12000,32000,65000,130000",

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrids with random weights on a single card: TTFT, exact tokens and pages of this backend, against stock vLLM.
+"""Compare TTFT, exact tokens and pages of hybrids with stock vLLM's, with random weights on a single card.
 
     python -m benchmarks.hybrid measure [--model qwen3-next] [--tokens 65536] [--budget-s 300] \
         [--out docs/results/cards.json] [--logs build/hybrid]
 
 Two shapes: Qwen3-Next's (three gated recurrences, then attention with head_dim 256), and Nemotron-H's (separate layers
 of Mamba 2, MLP and attention). Weights are made on the card (``--load-format dummy``). Feed-forward layers of
-Qwen3-Next's shape are dense, and as wide as the experts that a token activates, as in doctor's forecast.
+Qwen3-Next's shape are dense, and as wide as the experts that a token activates, as in the forecast of ``doctor``.
 
-Random weights make attention nearly uniform, so ``top_p`` keeps nearly all of it. This shows that the default runs, and
-its cost if nothing can be left out. The speed-up is that of A-shape, whose density does not depend on weights. A server
-at a density near zero measures the largest possible speed-up, for comparison with doctor's forecast.
+Random weights make attention nearly uniform, so ``top_p`` keeps nearly all of it. Its row shows that the default runs,
+and what it costs if nothing can be left out. The speed-up is measured with A-shape, whose density does not depend on
+weights. A level with a density near zero measures the largest possible speed-up, for comparison with the forecast of
+``doctor``.
 
-Stock vLLM gets ``--block-size 128``, so its pages are as long as this backend's, and attention sums in the same order.
-Exact requests must then give stock's tokens. Log-probabilities at a density near zero show how much attention affects
-these answers. Each engine runs in a separate process, and a model's rows are written when its engines end. A model that
-cannot be loaded only loses its own rows: the reason is printed, and the exit code is 1.
+Stock vLLM runs with ``--block-size 128``, so its pages are as long as this backend's, and its attention adds in the
+same order. Exact requests must then give stock's tokens. Log-probabilities at a density near zero show how much
+attention affects these answers. Each engine runs in a separate process, and a model's rows are written when its engines
+end. If a model cannot be loaded, its rows are missing, the reason is printed, and the exit code is 1.
 """
 
 import contextlib
@@ -46,14 +47,15 @@ ROOT = Path(__file__).parents[1]
 STOCK, OURS = "stock", "ours"
 DEFAULT, EXACT, A_SHAPE, LEAST = "default", "exact", "a_shape", "least"
 LEVELS = {DEFAULT: None, EXACT: 0, A_SHAPE: A_SHAPE, LEAST: LEAST}
-"""Levels of this backend's engine, as requests name them; None for requests that name none."""
+"""Levels of this backend's engine, as requests name them; None stands for requests without a level."""
 
 ANSWER_TOKENS = 16
 ANSWERED_PROMPTS = (20_000, 9_000, 30_001)
-"""Lengths of further prompts whose tokens are compared. They are not timed."""
+"""Lengths in tokens of the prompts whose answers are compared. These prompts are not timed."""
 
 WEIGHT_FACTOR = 24.0
-"""Factor of vLLM's dummy weights, which lie within ±0.001: a projection of 2,048 channels keeps its input's size."""
+"""Factor for vLLM's dummy weights, which are within ±0.001. With it, the output of a projection of 2,048 channels is
+about as large as its input."""
 
 _ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
 """Last line of a traceback. torch prefixes each line with the rank once its process group exists."""
@@ -62,7 +64,7 @@ app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=F
 
 
 def qwen3_next(small: bool) -> dict[str, Any]:
-    """Attention in every fourth of 48 layers; the last layer has the minimum number of experts that vLLM loads."""
+    """Return a config with attention in every fourth of 48 layers, and the fewest experts that vLLM loads."""
     layers = 4 if small else 48
     sizes: dict[str, Any] = {
         "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 2,
@@ -88,7 +90,7 @@ def qwen3_next(small: bool) -> dict[str, Any]:
 
 
 def nemotron_h(small: bool) -> dict[str, Any]:
-    """Nemotron-H 8B's layers: 24 of Mamba 2, 24 MLPs and 4 of attention."""
+    """Return a config with Nemotron-H 8B's layers: 24 of Mamba 2, 24 MLPs and 4 of attention."""
     pattern = "M-*M" if small else "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
     kinds = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
     sizes: dict[str, Any] = {
@@ -136,12 +138,12 @@ def engine_arguments(run: str, folder: Path, tokens: int) -> dict[str, Any]:
         "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "seed": 0, "max_num_seqs": 4,
         "max_model_len": tokens + 512, "max_num_batched_tokens": 8192 if has_cuda() else 512,
         "enable_prefix_caching": False,
-        # Host memory cannot hold as many tokens, so small sizes are used on a CPU.
+        # A CPU's memory holds fewer tokens, so sizes are smaller there.
         **({"gpu_memory_utilization": 0.75} if has_cuda() else {"gpu_memory_utilization": 0.3, "enforce_eager": True}),
     }  # fmt: skip
     if run == STOCK:
         return arguments | {"block_size": 128}
-    # A small model's prompts are shorter than the lengths from which a GPU gains by default.
+    # A small model's prompts are shorter than the default min_tokens of a GPU.
     settings: dict[str, Any] = {"profile": str(folder / "levels.yaml")}
     settings |= {} if has_cuda() else {"min_tokens": 128, "min_query_tokens": 1}
     return arguments | {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": settings}}
@@ -160,7 +162,7 @@ def engine(
     tokens: Annotated[int, typer.Argument(help="Length of the prompts that are timed.")],
     repeats: Annotated[int, typer.Argument(help="Prompts that are timed.")],
 ) -> None:
-    """Run one engine. Each line of its output that begins with {"hybrid" is a part of the results, as JSON."""
+    """Run an engine. Output lines that begin with {"hybrid" contain the results as JSON."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # counters are read in this process
     os.environ.update(OFFLINE)
     begin = time.monotonic()
@@ -186,7 +188,7 @@ def engine(
         logprobs = [[next(iter(at.values())).logprob for at in output.logprobs] for output in outputs]
         _tell("answers", level=level, tokens=[list(output.token_ids) for output in outputs], logprobs=logprobs)
     timed = prompts_of(folder, [tokens] * (repeats + 1), 2)
-    for i, prompt in enumerate(timed):  # the first warms up
+    for i, prompt in enumerate(timed):  # the first prompt is a warm-up
         for level in levels if i % 2 else levels[::-1]:
             before = _totals(llm) if run == OURS else {}
             start = time.monotonic()
@@ -266,7 +268,7 @@ def measure(
 def run_engine(
     run: str, folder: Path, tokens: int, repeats: int, log: Path, limit_s: float
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Run an engine in a process. Return the parts of its results, and the reason if it failed."""
+    """Run an engine in a process. Return the parts of its results, and the reason if the engine failed."""
     if limit_s <= 0:
         return [], "not started, because the budget (--budget-s) is used up"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -291,7 +293,7 @@ def run_engine(
 
 
 def reason_in(log: str) -> str:
-    """Return the error that ended an engine, as far as its log has it."""
+    """Return the error that ended an engine, if its log has it."""
     errors = [match[1] for match in _ERROR_LINE.finditer(log)]
     return root_cause(log) or (errors[-1] if errors else "no error in its log")
 
@@ -300,14 +302,14 @@ def parts_of(text: str) -> Iterator[dict[str, Any]]:
     """Yield the parts of an engine's results from its log."""
     for line in text.splitlines():
         if line.startswith('{"hybrid"'):
-            with contextlib.suppress(ValueError):  # the process was stopped within a line
+            with contextlib.suppress(ValueError):  # an incomplete line: the process was stopped while it wrote
                 yield json.loads(line)
 
 
 def add_rows(
     report: Report, about: str, folder: Path, tokens: int, results: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Add the figures of a model, except parts that are missing because an engine failed."""
+    """Add the figures of a model. Parts are missing if an engine failed."""
     config = read_config(folder)
     forecast = prefill_share(config, tokens)
     report.add_figure(f"{about}: attention's share of prefill, forecast", forecast.attention, "share", "higher")
@@ -353,7 +355,7 @@ def _add_answers(report: Report, about: str, results: Mapping[str, Sequence[Mapp
 def _add_times(
     report: Report, about: str, forecast: PrefillShare, results: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Add TTFT, speed-ups, and how close they come to the forecast."""
+    """Add TTFT, speed-ups, and their ratio to the forecast."""
     stock = ttft(results[STOCK], DEFAULT)
     if stock is not None:
         report.add_figure(f"{about}: stock, TTFT", stock, "s", "lower")
@@ -370,7 +372,7 @@ def _add_times(
             name = f"{about}: {level}, TTFT speed-up ÷ the highest that doctor forecasts"
             report.add_figure(name, speedup / forecast.best_speedup, "ratio", "higher", bar=0.9)
         if level == LEAST:
-            name = f"{about}: share of prefill that ends with hardly any attention"
+            name = f"{about}: share of prefill time that a density near zero saves"
             report.add_figure(name, 1 - seconds / stock, "share", "higher")
 
 

@@ -5,8 +5,8 @@
     python -m benchmarks.kernel_code record after.json    # on the commit after
     python -m benchmarks.kernel_code compare before.json after.json --out docs/results/readable.json
 
-``record`` compiles the launches of each method, at each setting of its ladder, and of the engines, on random batches,
-in order. It writes registers, spills, shared memory and two hashes for each variant: of the PTX, and of the machine
+``record`` compiles the launches of the engines, and those of each method at each setting of its ladder, on random
+batches. It writes registers, spills, shared memory and two hashes for each variant: of the PTX, and of the machine
 code without names and places of parameters. Nothing runs, and Triton's cache is not used.
 """
 
@@ -193,8 +193,8 @@ def _machine_code(cubin: bytes) -> tuple[int, int, str]:
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="File by record on the commit before.")],
-    after: Annotated[Path, typer.Argument(help="File by record on the commit after.")],
+    before: Annotated[Path, typer.Argument(help="File that record wrote on the earlier commit.")],
+    after: Annotated[Path, typer.Argument(help="File that record wrote on the later commit.")],
     out: Annotated[Path | None, typer.Option(help="JSON file of results to add rows to.")] = None,
 ) -> None:
     """Print a line for each kernel: variants, changed variants, registers, shared memory and spills."""

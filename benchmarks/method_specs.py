@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods with parameters, as ``--method`` of the benchmarks writes them, and their plans."""
+"""Methods with parameters, in the syntax of the benchmarks' ``--method``, and their plans."""
 
 import json
 from collections.abc import Sequence

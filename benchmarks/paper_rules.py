@@ -3,9 +3,9 @@
 
     python -m benchmarks.paper_rules [--json FILE]
 
-Rules are re-expressed in ``tests/helpers/paper_rules.py``, in float64 and independently of the references. Queries and
+``tests/helpers/paper_rules.py`` implements the rules in float64, independently of the references. Queries and
 keys are structured as trained attention is (``tests/helpers/structured.py``). An overlap is the intersection over the
-union of kept (query, key) pairs: for AnchorAttention of single keys, for SALE of blocks of 64 queries by 32 keys.
+union of kept (query, key) pairs. AnchorAttention keeps single keys, and SALE keeps blocks of 64 queries by 32 keys.
 """
 
 import json
@@ -31,35 +31,35 @@ COMMAND = "python -m benchmarks.paper_rules"
 
 
 def prompt(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Structured, Batch]:
-    """A whole prompt in float32, and the same in a paged cache."""
+    """Return a whole prompt in float32, and the same prompt in a paged cache."""
     data = structured(num_tokens, 0, num_heads, num_kv_heads, head_dim)
     return data, paged_batch(data, 16)
 
 
 def head_of(data: Structured, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys of one query head, in float64."""
+    """Return the queries and keys of a query head, in float64."""
     group = data.q.shape[1] // data.k.shape[1]
     return data.q[:, head].double(), data.k[:, head // group].double()
 
 
 def mean(values: list[float]) -> float:
-    """The mean of a list."""
+    """Return the mean of a list."""
     return sum(values) / len(values)
 
 
 @dataclass(frozen=True)
 class AnchorOverlap:
-    """Overlaps of AnchorAttention's reference, means over heads.
+    """Overlaps of AnchorAttention's reference, averaged over heads.
 
     Attributes:
-        paper: Defaults, with the paper's rule.
+        paper: The defaults against the paper's rule.
         paper_density: Density of the paper's rule.
-        released: ``dense_tail`` and ``first_group``, with the released code's rule.
-        released_but_for_skipped: The same without the block of keys before each group, which the code never visits.
-        kept_of_skipped: Share of these keys that the reference keeps.
-        paper_against_released: Defaults, with the released code's rule.
-        dense_tail_alone: ``dense_tail``, with the released code's rule, without the block before each group.
-        first_group_alone: ``first_group``, likewise.
+        released: ``dense_tail`` and ``first_group`` against the released code's rule.
+        released_but_for_skipped: The same, without the block of keys before each group, which the code never visits.
+        kept_of_skipped: Share of the keys in these blocks that the reference keeps.
+        paper_against_released: The defaults against the released code's rule.
+        dense_tail_alone: Only ``dense_tail`` against the released code's rule, without these blocks.
+        first_group_alone: Only ``first_group`` against the released code's rule, without these blocks.
     """
 
     paper: float
@@ -78,7 +78,7 @@ class AnchorOverlap:
         """Compare the reference with both rules on one prompt.
 
         Args:
-            num_tokens: Tokens of the prompt, no multiple of a group.
+            num_tokens: Tokens of the prompt, not a multiple of a group.
             num_heads: Query heads.
             num_kv_heads: Key heads.
             head_dim: Channels of a head.
@@ -120,13 +120,14 @@ class AnchorOverlap:
 
 @dataclass(frozen=True)
 class SaleOverlap:
-    """Overlaps of SALE's reference, means over heads.
+    """Overlaps of SALE's reference, averaged over heads.
 
     Attributes:
-        paper: With the paper's rule.
+        paper: Against the paper's rule.
         paper_density: Density of the paper's rule, in blocks.
-        released: With the released code's rule: its scales shared by pairs of queries, its rounded bias, and ">".
-        released_but_for_rounding: The same with a scale for each query and a bias that is not rounded.
+        released: Against the released code's rule, where pairs of queries share a scale, biases are rounded, and scores
+            must exceed the threshold.
+        released_but_for_rounding: The same, with a scale for each query and biases that are not rounded.
     """
 
     paper: float
@@ -171,14 +172,14 @@ class SaleOverlap:
 
 
 def row(name: str, value: float, bar: float | None) -> dict[str, Any]:
-    """One row of docs/results/papers.json."""
+    """Return a row for docs/results/papers.json."""
     return {
         "name": name, "value": round(value, 4), "unit": "IoU", "bar": bar, "better": "higher", "device": "CPU",
         "command": COMMAND,
     }  # fmt: skip
 
 
-def main(json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows there.")] = None) -> None:
+def main(json_file: Annotated[Path | None, typer.Option("--json", help="File to write the rows to.")] = None) -> None:
     """Measure all overlaps, and print a row for each."""
     anchor = AnchorOverlap.measure(6844, 4, 2, 64, theta=8.0, step_tiles=16)
     sale = SaleOverlap.measure(6844, 4, 2, 64, tau=0.004)

@@ -143,7 +143,7 @@ def draw_ttft(ttft: Ttft, path: Path) -> None:
 
 
 def label_of(setting: str) -> str:
-    """Return a setting as the picture shows it: `p 0.9 most 0.2` has a cap of 0.2, `p 0.9 most 1` has none."""
+    """Return a setting as the picture shows it: `p 0.9 most 0.2` has a cap of 0.2, `p 0.9 most 1` has no cap."""
     return setting.removesuffix(" most 1").replace(" most ", ", cap ")
 
 

@@ -314,7 +314,7 @@ def sentences(prose: Prose) -> Iterator[tuple[int, str]]:
         prose: the sentences of a file.
 
     Yields:
-        Sentences with their code and the line on which they begin, the shortest left out.
+        Sentences with their code and the line on which they begin, except the shortest sentences.
     """
     for passage in re.finditer(r"(?:[^|\n]|\n(?!\s*(?:\n|[*-] |\d+\. |\||\w+: |[A-Z]\w+:\n)))+", prose.text):
         start = passage.start()

@@ -237,7 +237,7 @@ CODE_CHECKS: Mapping[str, Callable[[], list[Violation]]] = {
         incomplete_docstrings, DOCUMENTED, _nothing_exempt
     ),
 }
-"""By name: the places in the code that break a rule. The target of each is none."""
+"""By name: the places in the code that break a rule. The target of each check is 0."""
 
 
 def count_options(command: Any) -> Iterator[int]:
@@ -250,7 +250,7 @@ def count_options(command: Any) -> Iterator[int]:
 
 
 def help_texts(command: Any) -> Iterator[str]:
-    """Yield the texts that ``--help`` shows of a command and of those below it."""
+    """Yield the texts that ``--help`` shows for a command and its subcommands."""
     yield command.help or ""
     for parameter in command.params:
         yield f"{parameter.metavar or ''} {getattr(parameter, 'help', '') or ''}"
@@ -344,7 +344,7 @@ def measure() -> tuple[list[dict[str, Any]], list[Violation]]:
 
 def main(
     show_places: Annotated[bool, typer.Option("--list", help="Print every place that breaks a rule.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File whose figures of these names are set.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File in which to update these figures.")] = None,
 ) -> None:
     """Print each figure with its bar; exit code 1 if any figure misses its bar."""
     figures, violations = measure()

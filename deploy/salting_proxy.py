@@ -110,7 +110,7 @@ def refusal_of_pair(path: str, body: Mapping[str, Any]) -> str | None:
         body.get("echo") and body.get("logprobs") is not None
     )
     if asks_for_logprobs:
-        what = "prompt_logprobs, or echo with logprobs: given, expected neither"
+        what = "given prompt_logprobs, or echo with logprobs, expected neither"
         return f"{what}, because the decode server would compute the prompt again, densely; ask the prefill server"
     return None
 

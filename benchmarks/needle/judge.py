@@ -25,7 +25,7 @@ Ranks = Callable[[list[int]], torch.Tensor]
 class Question:
     ids: list[int]
     spans: list[tuple[int, int]]
-    """First token of each answer, and the token after its last."""
+    """First token of each answer, and the token after its last token."""
 
 
 class Judge:

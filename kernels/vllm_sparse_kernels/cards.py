@@ -22,7 +22,8 @@ class Card(NamedTuple):
         names: Common products.
         shared_bytes: Shared memory that one program may use (CUDA C++ Programming Guide, table of technical
             specifications).
-        is_measured: Whether the kernels ran and were timed on such a GPU. If not, tests only compile them for it.
+        is_measured: Whether the kernels ran and were timed on such a GPU. If False, tests only compile the kernels for
+            it.
         engines: Names of the attention engines that can serve layers on such a GPU, the fastest first.
     """
 

@@ -51,9 +51,9 @@ def choose_engine(
 
     Args:
         engines: The candidates by name, fastest first.
-        spec: Properties of the layer, which each engine's ``refusal`` takes.
+        spec: Properties of the layer, for each engine's ``refusal``.
         forced: Name of the only engine to try; None to try all.
-        trial: Runs an engine and returns why its result is wrong, or None if it is right; None to run no engine.
+        trial: Runs an engine and returns why its result is wrong, or None if it is correct; None to run no engine.
         work: What the engines compute, for the error message.
 
     Returns:

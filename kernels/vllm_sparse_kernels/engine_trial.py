@@ -2,8 +2,8 @@
 """Trial of an engine: one batch through attention or selection, before a server, a profile or a test uses the engine.
 
 The result of attention is compared with float64, within an error budget: the error of eager torch in the same dtype,
-times 3. Over the tests' shapes the largest error of a kernel is 0.2 to 0.5 times eager's in fp16 and about 1 times in
-fp32, but up to 2.4 times in fp32 at head_dim 256, where two libraries sum 256 products in different orders.
+times 3. In the tests, a kernel's largest error is 0.2 to 0.5 times eager's in fp16, and as large as eager's in
+fp32. In fp32 at head_dim 256 it is up to 2.4 times eager's, because two libraries sum 256 products in different orders.
 
 The result of selection is compared with that of the method's portable engine. Engines round differently, so blocks with
 estimates next to a threshold may differ. The lists must agree on most of their entries (``LEAST_AGREEMENT``).
@@ -24,7 +24,7 @@ from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
 LEAST_AGREEMENT = 0.8
-"""Minimum share of the blocks and stripes kept by either of two engines that both must keep.
+"""Of the blocks and stripes that either of two engines keeps, the minimum share that both must keep.
 
 On ``sharpened`` random batches on an H100, head dims 64, 128 and 256, Hopper's and the portable kernels agree on
 at least 0.96 of ``top_p``'s blocks and on all of SALE's (docs/results/mend.json). The agreement of a kernel that keeps
@@ -144,11 +144,11 @@ def failure(
         engine: The engine.
         batch: Queries, cache and rows.
         index: The keys to attend to.
-        options: Approximations that heads request; None without any.
+        options: Approximations that heads request, or None.
         exact: The expected result; None to check only for exceptions and NaN.
 
     Returns:
-        What is wrong, as the end of a sentence; None if the result is right.
+        What is wrong, as the end of a sentence; None if the result is correct.
     """
     out = batch.empty_out()
     try:
@@ -194,7 +194,7 @@ def selection_failure(
         expected: The portable engine's selection of the same heads; None to check only the invariants of the lists.
 
     Returns:
-        What is wrong, as the end of a sentence; None if the selection is right.
+        What is wrong, as the end of a sentence; None if the selection is correct.
     """
     index.block_counts.zero_()
     numbers = heads.tolist()

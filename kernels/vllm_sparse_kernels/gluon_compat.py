@@ -237,7 +237,7 @@ class Channel:
 
     @gluon.jit
     def mark_full(self, counter):
-        """Signal, as the producer, data that no asynchronous copy signals by itself.
+        """As the producer, signal data that no asynchronous copy signals by itself.
 
         Args:
             counter: The ``Counter`` of the ring's uses.

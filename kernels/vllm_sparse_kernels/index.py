@@ -420,7 +420,7 @@ class SparseIndex:
         self.block_counts[head, i_tile] = len(ids)
 
     def set_stripes(self, head: int, i_tile: int, positions: torch.Tensor) -> None:
-        """Write one list of stripes. Call ``set_blocks`` before: positions inside kept blocks are left out.
+        """Write one list of stripes. Call ``set_blocks`` first: positions inside kept blocks are left out.
 
         Args:
             head: Number of the query head.

@@ -69,7 +69,7 @@ def test_rows_compare_tokens_ttft_and_the_forecast(tmp_path: Path) -> None:
     ratio = rows["it: a_shape, TTFT speed-up ÷ the highest that doctor forecasts"]
     assert ratio["value"] == pytest.approx(1.6 / bound, rel=1e-3)
     assert ratio["bar"] == 0.9
-    assert rows["it: share of prefill that ends with hardly any attention"]["value"] == 0.5
+    assert rows["it: share of prefill time that a density near zero saves"]["value"] == 0.5
     assert rows["it: pages that kernels read whole"]["value"] == rows["it: pages that kernels read whole"]["bar"] == 1
     assert rows["it: default, attention layers on hopper"]["value"] == 12
     ran = rows["it: a_shape, layers that ran sparse (attention layers: 12)"]

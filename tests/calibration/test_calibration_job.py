@@ -124,7 +124,7 @@ def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
 def test_a_first_level_that_nothing_holds_is_an_error(tmp_path):
     """No other level takes its place, because requests without a level would get it."""
     bounds = {"high": Bound(1e-9), "fast": BOUNDS["fast"]}
-    with pytest.raises(ConfigurationError, match="no head holds the bound 1e-09 of level high and saves time"):
+    with pytest.raises(ConfigurationError, match="no head meets the bound 1e-09 of level high and saves time"):
         calibrate(make_job(tmp_path / "work"), cheapest, bounds, "a test")
     other_way = calibrate(make_job(tmp_path / "work"), cheapest, dict(reversed(bounds.items())), "a test")
     assert (other_way.level, other_way.levels) == ("fast", {})

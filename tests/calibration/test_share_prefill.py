@@ -244,7 +244,7 @@ def searched(job: Job, bound: Bound = BOUND) -> Profile:
 
 @pytest.mark.full
 def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
-    """The judged figures match the profile layer by layer, every head holds the bound, and the profile can be rebuilt
+    """The judged figures match the profile layer by layer, every head meets the bound, and the profile can be rebuilt
     without captures."""
     job = sharing_job(tmp_path / "work")
     profile = searched(job)

@@ -85,11 +85,11 @@ def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (3, entry(77), "no entry for token 8 at place 3"),
-        (1, None, "no entry for token 6 at place 1"),
-        (4, entry(9, math.nan), "log-probability nan at place 4"),
-        (2, entry(7, 0.5), "log-probability 0.5 at place 2"),
-        (4, entry(9, rank=0), "rank 0 at place 4"),
+        (3, entry(77), "no entry for token 8 at position 3"),
+        (1, None, "no entry for token 6 at position 1"),
+        (4, entry(9, math.nan), "log-probability nan at position 4"),
+        (2, entry(7, 0.5), "log-probability 0.5 at position 2"),
+        (4, entry(9, rank=0), "rank 0 at position 4"),
     ],
 )
 def test_what_is_missing_or_no_number_is_an_error_and_no_answer(place: int, value: object, said: str) -> None:

@@ -63,7 +63,7 @@ def anchor_released(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pairs that AnchorAttention's released code attends.
 
-    The code handles the first multiple of 128 · ``step`` tokens in three passes, and attends the other queries densely.
+    The code handles the first multiple of 128 · ``step`` tokens in three passes, and the other queries densely.
     Its first pass covers the first group of keys and the query's own group; its second pass votes on blocks of keys
     from the second block of the prompt to the last but one before the group, in units of log2.
 

@@ -104,7 +104,7 @@ class Job:
         return {"prompts": self.prompts, "held-out": self.held_out}
 
     def open_folder(self) -> None:
-        """Create the job's folder, or check that it holds this job.
+        """Create the job's folder, or check that it belongs to this job.
 
         Raises:
             ConfigurationError: The folder holds another job (the message names what differs), or a prompt has at most

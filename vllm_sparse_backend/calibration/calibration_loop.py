@@ -2,8 +2,8 @@
 """The calibration loop: goes through the layers in order, and judges each with the state that earlier layers leave.
 
 A search chooses methods for a layer, and the choice is then judged as a whole: heads share an index
-(``block_width.py``), and some depend on other heads, so methods that hold the bound separately may miss it jointly.
-If a head misses the bound, the search excludes that method and chooses again, until all heads hold the bound. The
+(``block_width.py``), and some depend on other heads, so methods that meet the bound separately may miss it jointly.
+If a head misses the bound, the search excludes that method and chooses again, until all heads meet the bound. The
 profile holds methods that were judged this way, and then judged on the held-out prompts.
 """
 
@@ -244,12 +244,12 @@ def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str)
 
 
 def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
-    """Choose methods for a layer until all of its heads hold the bound when they run together.
+    """Choose methods for a layer until all of its heads meet the bound when they run together.
 
     Args:
         judge: Judges the layer's heads.
         search: Chooses methods among those still allowed.
-        bound: The bound that each sparse head must hold.
+        bound: The bound that each sparse head must meet.
 
     Returns:
         The method of each head, and the figures of that joint choice; None instead of figures if every head is dense.

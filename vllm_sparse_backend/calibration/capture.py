@@ -318,7 +318,7 @@ def begin_ids(tokenizer: Any) -> list[int]:
         tokenizer: A tokenizer of transformers.
 
     Returns:
-        The begin-of-sequence token, whether or not the tokenizer adds it; empty if it has none.
+        The begin-of-sequence token, whether or not the tokenizer adds it; empty if it has no such token.
     """
     return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 

@@ -28,7 +28,7 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 Held = list[dict[Method, HeadResult]]
-"""For each head, the methods that hold the bound, with their figures."""
+"""For each head, the methods that meet the bound, with their figures."""
 
 MOST_KINDS = 3
 """Maximum number of sparse kinds of methods in a layer: each kind adds a selection."""
@@ -44,7 +44,7 @@ DEARER = 1.25
 
 
 class CheapestSearch(Search):
-    """Search for the methods that cost a layer least among settings that hold the bound.
+    """Search for the methods that cost a layer least among settings that meet the bound.
 
     With a bound on the mean error, cost includes error, at the same price for all heads of the model. ``among`` lists
     the candidates, within each kind the sparsest setting first.
@@ -64,11 +64,11 @@ class CheapestSearch(Search):
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose the layer's cheapest methods among those that hold the bound and are allowed.
+        """Choose the layer's cheapest methods among those that meet the bound and are allowed.
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head, ``Dense()`` if nothing cheaper holds.
@@ -103,13 +103,13 @@ class CheapestSearch(Search):
 
 
 def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed) -> Held:
-    """Find, for each head and kind, the sparsest setting that holds the bound. It is the cheapest at price 0.
+    """Find, for each head and kind, the sparsest setting that meets the bound. It is the cheapest at price 0.
 
     Args:
         judge: Judges the layer's heads.
         bound: The bound that a setting must hold.
         among: Candidates, within each kind the sparsest first.
-        is_allowed: Whether a head may have a method.
+        is_allowed: Whether a head may use a method.
 
     Returns:
         For each head, at most one method of each kind, with its figures.
@@ -145,7 +145,7 @@ def methods_within_bound(figures: Mapping[Method, Sequence[HeadResult]], bound: 
         bound: The bound to hold.
 
     Returns:
-        For each head, the methods that hold the bound, with their figures.
+        For each head, the methods that meet the bound, with their figures.
     """
     num_heads = len(next(iter(figures.values())))
     return [

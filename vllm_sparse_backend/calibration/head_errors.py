@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output error and density of each head of a layer on captured prompts, and bounds of them.
+"""Output error and density of each head of a layer on captured prompts, and their bounds.
 
 A search gets the figures of one method for each head from a ``LayerJudge``. It does not depend on captures or devices.
 """
@@ -89,8 +89,8 @@ class Bound:
     def with_margin(self, margin: float) -> "Bound":
         """Tighten the bound for a search, leaving a margin for unseen prompts.
 
-        ``of_default`` stays, because it compares two methods on the same prompts, and so does ``absolute``, which is
-        the paper's number.
+        ``of_default`` is unchanged, because it compares two methods on the same prompts. ``absolute`` is unchanged,
+        because it is the paper's number.
 
         Args:
             margin: Share of each error limit to take off.
@@ -101,7 +101,7 @@ class Bound:
         return replace(self, **{name: getattr(self, name) * (1 - margin) for name in ERRORS})
 
     def holds(self, figures: HeadResult) -> bool:
-        """Return whether a head holds the bound, also on unseen prompts by the prediction of ``HeadResult.unseen``.
+        """Return whether a head meets the bound, also on unseen prompts by the prediction of ``HeadResult.unseen``.
 
         Args:
             figures: The head's figures.

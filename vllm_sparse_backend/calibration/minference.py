@@ -9,14 +9,14 @@ Choices that the paper leaves open, and differences from it:
 
 * Cost is time on this device: selection and attention of all heads of the first layer that can run sparse, with the
   candidate, as on a server (``head_costs.py``). The paper counts the work of its kernels, and ignores selection.
-* A step changes the larger of a candidate's two numbers by 50 tokens, so its character stays. A step of block-sparse is
-  one block of 64 keys, because the paper's step of 50 would be 50 blocks, or 3,200 keys.
+* A step changes the larger of a candidate's two numbers by 50 tokens, so its character does not change. A step of
+  block-sparse is a block of 64 keys, because the paper's step of 50 would be 50 blocks, or 3,200 keys.
 * A candidate is left out if its smallest setting costs too much, or if it keeps everything at this cost. Algorithm 1
   would not terminate with it.
-* The search takes the candidate with the least error among those that hold ``bound`` and leave out at least a tenth of
+* The search takes the candidate with the least error among those that meet ``bound`` and leave out at least a tenth of
   the head's pairs (scattered slashes may keep all pairs). If there is none, the head runs dense.
 * Beyond the paper, there are several budgets, multiples of the paper's cost. Each head takes the smallest budget at
-  which a candidate holds the bound. Budgets as expensive as dense attention are left out.
+  which a candidate meets the bound. Budgets as expensive as dense attention are left out.
 
 Heads of one pattern may differ in their numbers within one launch.
 """
@@ -76,7 +76,7 @@ class MInferenceSearch(Search):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head, ``Dense()`` if no candidate holds in any budget.

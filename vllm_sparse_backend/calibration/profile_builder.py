@@ -103,7 +103,7 @@ def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Pr
     if (first := next(iter(findings))) not in levels:
         # If another level took its place, it would become the default of requests.
         numbers = ":".join(f"{x:g}" for x in findings[first].bound.numbers.values())
-        why = f"{source}: no head holds the bound {numbers} of level {first} and saves time"
+        why = f"{source}: no head meets the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")
     first_level, *others = levels
     fields_of_level = {field: getattr(levels[first_level], field) for field in Level.model_fields}

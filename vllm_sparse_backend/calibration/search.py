@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of searches, and the search of most methods: the sparsest setting of a ladder that holds the bound.
+"""The interface of searches, and the search of most methods: the sparsest setting of a ladder that meets the bound.
 
 Methods whose papers describe a procedure have their own search (``minference.py``, ``sparge_attn.py``,
 ``share_prefill.py``). ``calibration_loop.py`` runs all of them.
@@ -24,7 +24,7 @@ LEAST_SPARSITY = 0.1
 MethodT = TypeVar("MethodT", bound=Method)
 
 IsAllowed = Callable[[int, Method], bool]
-"""Returns whether a head may have a method: False for one that missed the bound jointly with other heads."""
+"""Returns whether a head may use a method: False if the method missed the bound jointly with other heads."""
 
 
 class Search(ABC):
@@ -39,10 +39,10 @@ class Search(ABC):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
-            One method for each head, ``Dense()`` if no allowed method holds the bound.
+            One method for each head, ``Dense()`` if no allowed method meets the bound.
         """
 
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
@@ -59,7 +59,7 @@ class Search(ABC):
 
 
 class Judged(NamedTuple):
-    """A head's method with its figures, and whether they hold the bound."""
+    """A head's method with its figures, and whether they meet the bound."""
 
     method: Method
     figures: HeadResult
@@ -87,9 +87,9 @@ def judge_all(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> lis
 
 
 def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Method]]) -> dict[int, Judged]:
-    """Find, by bisection, the sparsest setting of each head's ladder that holds the bound.
+    """Find, by bisection, the sparsest setting of each head's ladder that meets the bound.
 
-    A pass takes one method for each head, so each step of the bisection judges all heads, each at the middle of its own
+    A pass runs one method on each head, so each step of the bisection judges all heads, each at the middle of its own
     range, in at most ⌈log2(n + 1)⌉ passes for ladders of n settings. The returned setting itself was judged, so an
     error curve that is not monotone costs sparsity but never violates the bound.
 
@@ -127,23 +127,23 @@ def sparse_enough(judged: Judged | None) -> Method:
         judged: A head's outcome, or None.
 
     Returns:
-        The method if it holds the bound and leaves out at least ``LEAST_SPARSITY`` of the pairs; otherwise ``Dense()``.
+        The method if it meets the bound and leaves out at least ``LEAST_SPARSITY`` of the pairs; otherwise ``Dense()``.
     """
     return judged.method if judged and judged.holds and judged.sparsity >= LEAST_SPARSITY else Dense()
 
 
 class LadderSearch(Search):
-    """Search for each head's sparsest setting of one ladder that holds the bound."""
+    """Search for each head's sparsest setting of one ladder that meets the bound."""
 
     def __init__(self, bound: Bound, settings: Sequence[Method]) -> None:
         self.bound, self.settings = bound, settings
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's sparsest allowed setting that holds the bound.
+        """Choose each head's sparsest allowed setting that meets the bound.
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head, ``Dense()`` if none holds or too little is left out.

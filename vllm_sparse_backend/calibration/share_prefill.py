@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: clusters the heads on the first prompt, and finds for each head the γ that holds a bound.
+"""SharePrefill: clusters the heads on the first prompt, and finds for each head the γ that meets a bound.
 
 The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is our
-addition; the paper's δ and τ stay. The pattern that a head takes over depends on heads of the same layer and of earlier
-layers. Which heads share depends only on the clusters, never on γ (``methods/share_prefill/method.py``). Nothing
+addition, and uses the paper's δ and τ. The pattern that a head takes over depends on heads of the same layer and of
+earlier layers. γ does not affect which heads share: only the clusters do (``methods/share_prefill/method.py``). Nothing
 depends on later layers.
 
 1. *Survey*, with all clusters as computed. For each head, find the least γ of its own vertical-slash that holds the
@@ -40,7 +40,7 @@ class SharingOptions:
     alone: Method
     """The head's method outside any cluster."""
     shared: SharePrefill | None = None
-    """The head's method in its cluster, for a pivot, or if it holds the bound and keeps at most as much as alone."""
+    """The head's method in its cluster, for a pivot, or if it meets the bound and keeps at most as much as alone."""
     saved: float = 0.0
     """Share of pairs that sharing saves; negative for a pivot."""
 
@@ -77,7 +77,7 @@ class SharePrefillSearch(Search):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head.

@@ -52,7 +52,7 @@ class SpargeAttnSearch(Search):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method.
+            is_allowed: Whether a head may use a method.
 
         Returns:
             One method for each head, ``Dense()`` if no pair holds or too little is left out.

@@ -177,8 +177,8 @@ class Calibrate(JobOptions):
     taus: Annotated[
         str | None,
         typer.Option(
-            help="MOST:LEAST of sale's τ, halved from MOST while above LEAST, where a head turns dense: 0.008:0.0001 "
-            "is the authors' code; 0.256:0.001, with steps between, if not given."
+            help="MOST:LEAST of sale's τ, which is halved from MOST down to LEAST; heads that need less are dense. The "
+            "authors' code has 0.008:0.0001. Default: 0.256:0.001, with steps between."
         ),
     ] = None
 

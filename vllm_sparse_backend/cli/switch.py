@@ -27,7 +27,7 @@ def switch(
 ) -> None:
     """Make all new requests of a running server exact, or let them run sparse again.
 
-    The server's settings must have "switch": true. The variable OPENAI_API_KEY holds the server's key, if it has one.
+    The server's settings must have "switch": true. If the server has an API key, set OPENAI_API_KEY to it.
     """
     from vllm_sparse_backend.evaluation.client import server_url
 

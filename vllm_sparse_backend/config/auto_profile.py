@@ -63,7 +63,7 @@ def choose_profile(shape: ModelShape, bundled: Mapping[str, Path] | None = None)
     called = ", ".join(shape.names) or "a model without a name"
     if not named and len(models) > 1:
         return ProfileChoice(
-            None, None, f"{called} has the shape of {' and of '.join(models)}: set profile to the one that you want"
+            None, None, f"{called} has the shape of {' and of '.join(models)}: set profile to the name of a profile"
         )
     name = min(candidates, key=lambda name: (candidates[name].provenance.tool_version is None, name))
     others = f"; others that fit: {', '.join(sorted(set(fitting) - {name}))}" if len(fitting) > 1 else ""

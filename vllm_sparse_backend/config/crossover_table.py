@@ -64,10 +64,10 @@ class BreakEven(Section):
     """Measured lengths from which sparse prefill is faster. Both are null if it was slower at every measured length."""
 
     min_tokens: Tokens | None
-    """Prompt length in tokens from which sparse prefill is faster; null if it never was."""
+    """Shortest prompt, in tokens, for which sparse prefill is faster; null if it was never faster."""
 
     min_query_tokens: Tokens | None
-    """New tokens of a step from which sparse prefill is faster; null if it never was."""
+    """Fewest new tokens of a step for which sparse prefill is faster; null if it was never faster."""
 
     @property
     def pays(self) -> bool:
@@ -274,7 +274,7 @@ def resolve_thresholds(
         device: Name of the device, as torch reports it.
         engine: Name of the attention engine.
         shape: (num_heads, num_kv_heads, head_dim) of a layer.
-        profile_crossover: The measurement in the profile, if it has one.
+        profile_crossover: The measurement in the profile, if there is one.
 
     Returns:
         The thresholds, with notes about methods that were not measured or never faster.

@@ -111,11 +111,11 @@ class LayerTraits:
         attn_type: vLLM's attention type; ``decoder`` is causal self-attention.
         sliding_window: Tokens of the window; None or a negative number without a window.
         alibi: Whether the layer adds ALiBi biases.
-        softcap: Soft cap of the logits; None or 0 without one.
+        softcap: Soft cap of the logits; None or 0 without a cap.
         kv_cache_dtype: vLLM's ``--kv-cache-dtype``.
         reads_fp8: Whether the device's kernels read fp8 caches.
         head_scales: Whether an fp8 cache has one scale per head.
-        is_mla: Whether the layer is multi-head latent attention.
+        is_mla: Whether the layer uses multi-head latent attention.
         prefill_context_parallel_size: Devices over which a row's keys are distributed in prefill.
         decode_context_parallel_size: Devices over which a row's keys are distributed in decode.
         device_type: torch's type of device, ``cuda`` or ``cpu``.

@@ -19,7 +19,7 @@ must agree on them (``serving/frontend/worker_agreement.py``)."""
 SWITCH_METHOD = "sparse_prefill_switch"
 """Name of the call that the engine core answers itself, without its workers."""
 SWITCH_PATH = "/v1/sparse_prefill/switch"
-"""Path of the switch. It begins with /v1, so that vLLM requires its API key, if the server has one."""
+"""Path of the switch. It begins with /v1, so that vLLM requires the server's API key, if there is a key."""
 
 FRESH_QUERY = "sparse_prefill=fresh"
 """Query of /metrics that waits for counts polled after the request arrived, for tools that compare two scrapes."""

@@ -212,8 +212,8 @@ def layer_kinds(text: Mapping[str, Any]) -> list[Any] | None:
         text: The text part of a config.
 
     Returns:
-        The kinds as they are, by ``layer_types`` or, in configs of hybrids, by ``layers_block_type`` or
-        ``hybrid_override_pattern``; None if the config names none.
+        The kinds of all layers, from ``layer_types`` or, in configs of hybrids, from ``layers_block_type`` or
+        ``hybrid_override_pattern``; None if the config does not name them.
     """
     pattern = text.get("hybrid_override_pattern")
     if isinstance(pattern, str):

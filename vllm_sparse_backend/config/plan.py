@@ -29,7 +29,7 @@ from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
 DEFAULT = "default"
-"""Level of rows whose requests do not choose one."""
+"""Level of rows whose requests do not choose a level."""
 
 
 def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]:

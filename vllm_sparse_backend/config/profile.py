@@ -377,7 +377,7 @@ def bundled_profiles() -> dict[str, Path]:
         Paths by name, sorted by name.
     """
     package = Path(str(resources.files("vllm_sparse_backend")))
-    # A wheel has them inside the package, an editable checkout next to it.
+    # A wheel has them inside the package, and an editable checkout has them next to it.
     folder = next((path for path in (package / "_profiles", package.parent / "profiles") if path.is_dir()), None)
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 

@@ -100,10 +100,10 @@ class Salt:
 
         Args:
             start_token_idx: First position of the block.
-            end_token_idx: Position after its last.
+            end_token_idx: Position after the last token of the block.
 
         Returns:
-            The key; None for all blocks of a request except the one that holds ``exact_tokens``.
+            The key; None for all blocks of a request except the block that holds ``exact_tokens``.
         """
         if not start_token_idx <= self.exact_tokens < end_token_idx:
             return None
@@ -194,7 +194,7 @@ class Choices:
         salts: Text of the salt by level; a level without a salt has vLLM's own hashes.
         refusal: Why requests cannot choose a level on this server; None if they can.
         has_shares: Whether any head selects by attention mass, so that requests may set its p.
-        default: Level of requests that do not choose one.
+        default: Level of requests that do not choose a level.
         models: Default level by served model name, for requests with that model.
         allowed: Levels that requests may choose in addition to their default; None for all.
     """
@@ -252,7 +252,7 @@ class Choices:
         return self.permit(values[FIELD]) if FIELD in values else self.unasked()
 
     def unasked(self, model: str | None = None) -> RequestLevel:
-        """Return the level of requests that do not choose one.
+        """Return the level of requests that do not choose a level.
 
         Args:
             model: The served name that the request gives as its model.

@@ -74,8 +74,8 @@ class RequestsConfig(Section):
     """The default level of requests, and the levels that they may choose (docs/requests.md)."""
 
     default: LevelChoice | None = None
-    """Level of requests that do not choose one: `exact`, `on` (the server's method or profile) or the name of a level.
-    The default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
+    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level. The
+    default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
 
     models: dict[StrictStr, LevelChoice] = Field(default={})
     """Overrides `default` by served model name, for servers with several names (`--served-model-name a b`)."""
@@ -114,7 +114,7 @@ class SparsePrefillConfig(Section):
     """Layers that always run dense, in addition to the profile's: numbers, or ranges such as `"0-3,7"`."""
 
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
-    """Attention kernel. `auto` is the fastest kernel that works. A named kernel that does not work stops the server."""
+    """Attention kernel. `auto` is the fastest kernel that works. If a named kernel does not work, the server stops."""
 
     guard: GuardConfig | None = None
     """Compares layers with dense attention on live requests, and runs inaccurate layers dense. `{}` turns the guard on

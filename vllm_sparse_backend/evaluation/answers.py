@@ -49,7 +49,7 @@ class Answer:
     """Place of the value's first token in the statement."""
     begin: int
     end: int
-    """Places of the value's tokens in the question; ``end`` is past the last."""
+    """Positions of the value's tokens in the question; ``end`` is after the last token."""
 
     @property
     def distance(self) -> int:
@@ -71,7 +71,7 @@ class Line:
     token_ids: list[int]
     begin: int
     end: int
-    """Places of the tokens that hold the value; ``end`` is past the last."""
+    """Positions of the value's tokens; ``end`` is after the last token."""
 
     @staticmethod
     def of(encode: Encode, template: str, name: str, value: str) -> "Line":
@@ -161,7 +161,7 @@ class Scores:
     """Ranks of each answer's tokens; 1 is the most likely token."""
     nats: float
     others: int
-    """Sum of negative log-probabilities of the tokens outside answers, and their number. The first token has none."""
+    """Sum of negative log-probabilities, and number, of tokens outside answers, except the first token."""
 
 
 def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:
@@ -174,17 +174,17 @@ def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Score
     if not isinstance(returned, list) or len(returned) != len(token_ids):
         came = len(returned) if isinstance(returned, list) else returned
         raise RequestError(f"prompt_logprobs: given {came!r}, expected {len(token_ids)} entries")
-    # The first token has none.
+    # The first token has no log-probability.
     ranks, logprobs = [0], [0.0]
     for place in range(1, len(token_ids)):
         entry = (returned[place] or {}).get(str(token_ids[place]))
         if entry is None:
-            raise RequestError(f"prompt_logprobs: no entry for token {token_ids[place]} at place {place}")
+            raise RequestError(f"prompt_logprobs: no entry for token {token_ids[place]} at position {place}")
         logprob, rank = entry.get("logprob"), entry.get("rank")
         if not isinstance(logprob, int | float) or not -1e5 < logprob <= 1e-3:
-            raise RequestError(f"prompt_logprobs: log-probability {logprob} at place {place}")
+            raise RequestError(f"prompt_logprobs: log-probability {logprob} at position {place}")
         if not isinstance(rank, int) or rank < 1:
-            raise RequestError(f"prompt_logprobs: rank {rank} at place {place}")
+            raise RequestError(f"prompt_logprobs: rank {rank} at position {place}")
         ranks.append(rank)
         logprobs.append(logprob)
     inside = {place for answer in prompt.answers for place in range(answer.begin, answer.end)}

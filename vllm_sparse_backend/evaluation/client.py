@@ -62,7 +62,7 @@ class TimedAnswer:
 
     @property
     def token_s(self) -> float | None:
-        """Mean time per token after the first; None if there is none, or if all arrived at once."""
+        """Mean time per token after the first token; None without such tokens, or if all tokens arrived at once."""
         taken = self.last_token_s - self.first_token_s
         return taken / (self.tokens - 1) if self.tokens > 1 and taken > BURST_S else None
 
@@ -75,9 +75,9 @@ class Endpoint:
     url: str
     model: str
     root: str | None = None
-    """The folder or name that the server loaded, if it says so."""
+    """The folder or name that the server loaded, if the server reports it."""
     max_model_len: int | None = None
-    """Tokens of the longest request including its answer, if the server says so."""
+    """Tokens of the longest request including its answer, if the server reports it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every completion request."""
 

@@ -203,7 +203,7 @@ class MethodTimer:
 
 
 def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[Engine]) -> dict[str, float]:
-    """Return the mean wall time of a layer in a step through all layers, sparse on their engines and dense."""
+    """Return the mean wall time per layer of a step through all layers: sparse on each engine, and dense."""
     begin = new_step(layers)
 
     def first() -> None:

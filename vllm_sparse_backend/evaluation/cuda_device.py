@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured CUDA device: vLLM's FlashAttention on it, and two kinds of times.
 
-*Device time* is the time for which the device is busy. The device waits before a contestant's turn, so that the host
-gets ahead, and then runs the contestant until its clock is that of a server that runs layer after layer. *Wall time*
-also includes launches by the host, which dominate for few new tokens. Both alternate with FlashAttention in the same
-run, over several inputs, and are reported as medians.
+*Device time* is the time during which the device is busy. The device waits before a contestant's turn, so that the host
+gets ahead, and then runs the contestant until its clock matches that of a server, which runs layer after layer. *Wall
+time* also includes launches by the host, which dominate for few new tokens. Both alternate with FlashAttention in the
+same run, over several inputs, and are reported as medians.
 """
 
 import math

@@ -95,7 +95,7 @@ def alternate_requests(
     most_repeats: int,
     step: Callable[[], None],
 ) -> Iterator[tuple[Length, list[ServerResults]]]:
-    """Send each prompt to all servers, alternating between order and reverse order.
+    """Send each prompt to all servers, every second prompt in reverse order.
 
     Yields each length with the results of every server. Prompts depend only on the prompts taken from ``prompts``
     before.

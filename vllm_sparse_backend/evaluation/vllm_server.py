@@ -255,7 +255,7 @@ class Server:
             raise ServerError(f"POST {path}: {error}. {self._end_of_log()}") from error
 
     def kill(self) -> None:
-        """Kill the server's processes at once. ``stop`` must still be called."""
+        """Kill the server's processes immediately. ``stop`` must still be called."""
         if self._process is not None:
             _kill_group(self._process.pid)
 

@@ -283,7 +283,7 @@ def _salted(original: Function) -> Function:
 
 
 def _marked_in_core(original: Function) -> Function:
-    """Mark requests that have no mark, and apply the exact switch to all, before their blocks are hashed."""
+    """Mark requests that have no mark, and apply the exact switch to all requests, before their blocks are hashed."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
@@ -294,8 +294,8 @@ def _marked_in_core(original: Function) -> Function:
         exact_switch.mark_new_request(self, request)
         prepared = original(self, request)
         if refusal is not None:
-            # Not before: the original takes the request's images into the core's cache, where the front process
-            # expects to find them for the next request.
+            # Raise only now, because the original puts the request's images into the core's cache, where the front
+            # process expects them for the next request.
             raise refusal
         return prepared
 

@@ -103,7 +103,7 @@ def input_processor_of(engine_client: Any) -> Any:
         engine_client: vLLM's client of all engines of the server.
 
     Returns:
-        The client's input processor; the client itself if it has none.
+        The client's input processor; the client itself if it has no processor.
     """
     return getattr(engine_client, "input_processor", engine_client)
 

@@ -129,7 +129,7 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
 
 
 def _optional(vllm_config: VllmConfig, part: str, field: str) -> Any:
-    """Return a field that some versions do not have, of a part that may be absent; None without it."""
+    """Return a field of a part of the configuration; None if vLLM's release lacks the field or the part."""
     return getattr(getattr(vllm_config, part, None), field, None)
 
 
@@ -166,7 +166,7 @@ def other_decode(stock: str, dense: str) -> str | None:
         dense: vLLM's name of the dense backend, on which decodes and dense rows run here.
 
     Returns:
-        What they run on, what it costs and what to do; None if stock vLLM would also choose the dense backend.
+        The backend that they run on, its cost, and what to do; None if stock vLLM would also choose the dense backend.
     """
     if stock == dense:
         return None

@@ -58,7 +58,7 @@ class AttendSpec:
         Args:
             cache: Keys and values of the layer.
             index: The layer's index.
-            options: Approximations that heads request; None without any.
+            options: Approximations that heads request, or None.
             sinks: [num_heads] learnt sinks; None if the layer has none.
 
         Returns:
@@ -113,7 +113,7 @@ class Attend(Protocol):
             scale: Factor from q·k to scores, above 0; includes ``PagedCache.score_scale``.
             lse: [num_heads, num_tokens] float32, filled with the natural logarithm of Σ exp(score) over the keys; None
                 to omit it.
-            options: Approximations that heads request; None without any.
+            options: Approximations that heads request, or None.
             sinks: [num_heads] of any float dtype, score of an additional key without a value; None without sinks. A
                 sink scales a query's output by exp(lse) / (exp(lse) + exp(sink)) and does not change ``lse``.
 

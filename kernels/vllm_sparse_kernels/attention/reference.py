@@ -58,7 +58,7 @@ class ReferenceAttend:
             out: Like q; tokens outside the index's rows stay untouched.
             scale: Factor from q·k to scores, usually 1/√head_dim.
             lse: [num_heads, num_tokens], or None.
-            options: Approximations that heads request; None without any.
+            options: Approximations that heads request, or None.
             sinks: [num_heads], or None.
 
         Raises:
@@ -158,7 +158,7 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
     Args:
         scores: [queries, keys], masked.
-        steps: [keys], the step of each.
+        steps: [keys], the step of each key.
 
     Returns:
         [steps].

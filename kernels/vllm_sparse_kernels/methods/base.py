@@ -124,7 +124,7 @@ class Method(ABC):
             share: p, in (0, 1].
 
         Returns:
-            The method, merged or not, with this p; the method itself if it has none.
+            The method, merged or not, with this p; the method itself if it has no p.
         """
         return self
 
@@ -136,7 +136,7 @@ class Method(ABC):
             methods: The methods of this class on all heads of the model.
 
         Returns:
-            Why they have no effect, and what to change; None if they have one.
+            The reason why they have no effect, and what to change; None if they have an effect.
         """
         return None
 
@@ -252,7 +252,7 @@ class PerHead(Method):
             methods: The method of each head; all have the same ``group_key``.
 
         Returns:
-            A method whose ``settings`` are these methods; the first one if all are equal.
+            A method whose ``settings`` are these methods; the first method if all are equal.
 
         Raises:
             ValueError: The methods differ in a field that ``differing`` does not list.

@@ -93,7 +93,7 @@ def choose_select_engine(
 
     Args:
         spec: Properties of the layer.
-        trial: Runs an engine and returns why its selection is wrong, or None if it is right; None to run no engine.
+        trial: Runs an engine and returns why its selection is wrong, or None if it is correct; None to run no engine.
 
     Returns:
         The first of ``spec.method.select_engines`` that passes, and why each engine before it was not chosen.

@@ -27,7 +27,7 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
         shape: Sizes of the layer.
         num_selected: Number of query heads to select.
         stripe_capacity: Positions of all lists of stripes of one head.
-        num_columns: Maximum number of columns that vertical-slash keeps of a row.
+        num_columns: Maximum number of columns that vertical-slash keeps per row.
 
     Returns:
         Bytes.
@@ -47,7 +47,7 @@ def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
     Args:
         rows: The rows of a step.
         num_selected: Number of query heads to select.
-        num_columns: Maximum number of columns that vertical-slash keeps of a row.
+        num_columns: Maximum number of columns that vertical-slash keeps per row.
 
     Returns:
         Bytes.

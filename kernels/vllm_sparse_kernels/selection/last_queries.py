@@ -5,8 +5,8 @@
 
 The results are the column sums of Â and its sums over diagonals, of single keys or of blocks of 64. K is read twice,
 first for the log-sum-exp of each query and then for the sums, so Â itself is never stored. Query heads that share keys
-are stacked and share their reads. All sums have a fixed order. How a row's keys are split among programs depends only
-on its length and on the number of heads.
+are stacked and share their reads. All sums have a fixed order. The split of a row's keys among programs depends only on
+its length and on the number of heads.
 """
 
 from typing import Any, NamedTuple
@@ -120,7 +120,7 @@ def last_query_sums(
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
         cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
         index: The index, whose rows and workspace are used.
-        rows: First row, and the row after the last one.
+        rows: First row, and the row after the last row.
         heads: [n] int32 on the device, numbers of the selected query heads.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         estimate: The queries from which Â is computed.

@@ -223,8 +223,8 @@ def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.
 def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.constexpr):
     """Write partial[row, head, split, query], the log-sum-exp in base 2 of one query over one split of the keys.
 
-    A row's scores lie in LANES threads, pairs of keys in turn. Each thread keeps the maximum and the sum of its scores.
-    They are joined at the end, so nothing moves between threads before that.
+    LANES threads hold a row's scores, and each pair of keys goes to the next thread. Each thread keeps the maximum and
+    the sum of its scores. Threads exchange data only at the end, when these are merged.
 
     Grid: (splits, kv heads · stacks of a kv head, rows). Bound by the matrix units and exponentials; keys are read
     once.
@@ -235,7 +235,7 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
         num_rows: Rows of the step.
         first_row: First row of the slab.
         SHAPE: StackShape.
-        LANES: Threads that a row of scores lies in.
+        LANES: Threads that hold a row of scores.
     """
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS

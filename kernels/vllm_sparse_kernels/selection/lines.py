@@ -46,7 +46,7 @@ def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
         num_heads: Number of query heads.
 
     Returns:
-        First row of each slab, and the row after its last one.
+        First row of each slab, and the row after its last row.
     """
     return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
 
@@ -91,7 +91,7 @@ def write_lines(
 
     Args:
         index: The index, whose lists of ``heads`` are overwritten.
-        rows: First row, and the row after the last one.
+        rows: First row, and the row after the last row.
         heads: [n] int32 on the device, numbers of the selected query heads.
         lines: Lines that each head keeps of each row.
         band: 1: diagonals of keys; 64: of blocks.

@@ -444,7 +444,7 @@ def _pool_keys_kernel(
 def _centers_kernel(sums, centers, row_blocks, first_row, num_splits, SHAPE, CHUNK: tl.constexpr):
     """Compute the mean key of one row and kv head.
 
-    Grid: (kv heads, rows). Bound by latency: it reads 4 bytes a channel for each 512 keys.
+    Grid: (kv heads, rows). Bound by latency: it reads 4 bytes per channel for every 512 keys.
 
     Args:
         sums: [kv heads, num_splits, HEAD_DIM] float32.
@@ -489,7 +489,7 @@ def _products_kernel(
         products: [n, pooled queries of the run, width · 64] float32; written.
         width: Columns of ``products``, in units of 64.
         first_tile: First tile of the run.
-        end_tile: The tile after the last one of the run.
+        end_tile: The tile after the last tile of the run.
         num_tiles: Tiles of the step.
         first_row: First row of the slab.
         num_blocks: Blocks of 64 keys in the slab.

@@ -324,7 +324,7 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.const
         prefix: The digit before, in the second pass.
         PASS: Number of the pass, 0 or 1.
         CHUNK: Values of a step of the second pass.
-        WIDTH: Values that a warp takes at a time in the first.
+        WIDTH: Values that a warp processes at a time in the first pass.
 
     Returns:
         [256] float32.
@@ -344,7 +344,7 @@ def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constex
         first: The first value.
         end: End of the values.
         WARPS: Warps of the program.
-        WIDTH: Values that a warp takes at a time, more for long rows.
+        WIDTH: Values that a warp processes at a time, more for long rows.
 
     Returns:
         [256] float32.

@@ -92,7 +92,7 @@ def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
         rows: The rows of a step.
 
     Returns:
-        First row, and the row after the last one.
+        First row, and the row after the last row.
     """
     return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
 
@@ -105,7 +105,7 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         most: Maximum size of a slab.
 
     Returns:
-        First row, and the row after the last one.
+        First row, and the row after the last row.
     """
     first = taken = 0
     for row, size in enumerate(sizes):
@@ -140,7 +140,7 @@ def ranges_of_runs(
     Args:
         rows: The rows of a step.
         first_row: The first row.
-        end_row: The row after the last one.
+        end_row: The row after the last row.
         num_selected: Number of query heads to select.
         tile_bytes: Returns the bytes of one tile.
 
@@ -212,7 +212,7 @@ def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int
     Args:
         rows: The rows of a step.
         first_tile: First tile of the run.
-        end_tile: The tile after the last one of the run.
+        end_tile: The tile after the last tile of the run.
         key_starts: Offset of each row's keys in the slab.
 
     Returns:

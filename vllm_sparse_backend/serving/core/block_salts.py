@@ -10,7 +10,7 @@ from typing import Any
 from vllm_sparse_backend.config.request_levels import Mark
 
 ExtraKeys = tuple[Any, ...] | None
-"""vLLM's extra keys of a block's hash; None if it has none."""
+"""vLLM's extra keys of a block's hash; None without extra keys."""
 
 
 def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx: int) -> ExtraKeys:
@@ -23,7 +23,7 @@ def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx:
         keys: vLLM's own extra keys of the block.
         request: vLLM's request.
         start_token_idx: First position of the block.
-        end_token_idx: Position after its last.
+        end_token_idx: Position after the last token of the block.
 
     Returns:
         The keys with the level's at their end; ``keys`` itself for blocks that all levels share.

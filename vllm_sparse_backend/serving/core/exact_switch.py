@@ -44,7 +44,7 @@ def mark_new_request(core: Any, request: Any) -> None:
     Args:
         core: vLLM's ``EngineCore``.
         request: vLLM's request, before its blocks are hashed. Its sampling parameters are changed in place; a request
-            for pooling has none and stays as it is.
+            for pooling does not have them and stays as it is.
     """
     mark: Mark | None = getattr(core, SWITCHED_MARK, None)
     if mark is not None and request.sampling_params is not None:

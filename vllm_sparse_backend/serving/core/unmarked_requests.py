@@ -24,7 +24,7 @@ def mark_new_request(core: Any, request: Any) -> VLLMValidationError | None:
     Args:
         core: vLLM's ``EngineCore``.
         request: vLLM's request, before its blocks are hashed. Its sampling parameters are changed in place. A request
-            for pooling has none, and vLLM's own requests that are born aborted, to free blocks of another server,
+            for pooling has none, and requests that vLLM creates already aborted, to free blocks of another server,
             prefill nothing: both stay as they are.
 
     Returns:

@@ -233,7 +233,7 @@ def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
 
 
 class MetricsEndpoint:
-    """vLLM endpoint plugin that adds our counters to /metrics; each app of a server process has one."""
+    """vLLM endpoint plugin that adds our counters to /metrics; each app of a server process has an instance."""
 
     name = "sparse_prefill"
     required_tasks = None

@@ -40,7 +40,7 @@ PREFILLING = {
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank",
 }  # fmt: skip
-"""vLLM's paths that prefill prompts, or that turn a body into one for such a path. Paths of later releases refuse
+"""vLLM's paths that prefill prompts, or that turn a body into a body for such a path. Paths of later releases refuse
 levels until they are listed here."""
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
@@ -49,7 +49,7 @@ SMALL_BYTES = 1 << 16
 """Bodies up to this size are parsed on the event loop. Longer bodies are ignored on paths that do not prefill."""
 
 MOST_KEYS = 200_000
-"""Maximum number of keys of a body that may contain ours: parsing a larger one would block the event loop."""
+"""Maximum number of keys of a body that may contain ours: parsing a larger body would block the event loop."""
 KEY_END = re.compile(rb'"[ \t\r\n]*:')
 """The end of a key. After a backslash it is a quote within a string instead."""
 MOST_INSPECTED = 250_000
@@ -250,7 +250,7 @@ def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
 
 
 def form_fields(scope: dict[str, Any], chunks: Sequence[bytes]) -> dict[str, Any]:
-    """Parse a form. This runs a new event loop, so the calling thread must have none.
+    """Parse a form. This runs a new event loop, so the calling thread must not have a loop.
 
     Args:
         scope: The request's ASGI scope.

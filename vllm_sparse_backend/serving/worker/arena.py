@@ -5,7 +5,7 @@ The arena is sized on the host, from the configuration, and allocated in vLLM's 
 before it sizes the KV cache. It holds any row that the scheduler can form, and several rows at once up to half a GiB.
 Steps with more rows run in several slabs, and each slab selects and attends separately. A row whose selection is larger
 than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if single
-tiles of it do not fit. How a row is cut does not depend on other rows. The memory of every row is computed in every
+tiles of it do not fit. The parts of a row do not depend on other rows. The memory of every row is computed in every
 step, because it does not always grow with the row's length.
 """
 
@@ -36,7 +36,7 @@ from vllm_sparse_kernels.rows import ceil_div
 logger = logging.getLogger(LOGGER)
 
 SEVERAL_ROWS_BYTES = 512 << 20
-"""Size in bytes up to which the arena grows beyond the longest row's need, for steps of several rows."""
+"""Maximum size in bytes to which the arena grows for steps of several rows, if the longest row needs less."""
 
 SLACK = 1.01
 """Factor on the arena's size. A row that is shorter by a tile may need slightly more than the longest row, because
@@ -101,7 +101,7 @@ class LayerNeed:
         device: torch.device,
         engine: str = AUTO,
     ) -> "LayerNeed":
-        """Return the need of a layer with this plan.
+        """Return the memory that a layer with this plan needs.
 
         Args:
             groups: Groups of heads of the layer.
@@ -468,7 +468,7 @@ class Memory:
 
 
 def _layer_needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) -> tuple[LayerNeed, ...]:
-    """Return the need of each distinct layer of this worker at any level."""
+    """Return the memory that each distinct layer of this worker needs at any level."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_dim, engine = resolved.plan.shape.head_dim, resolved.config.engine
     first, end = model.get_layers_start_end_indices(parallel)

@@ -82,14 +82,14 @@ class SparsePrefillBackend(DenseBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        """Return the page sizes that kernels take, and that vLLM aligns the pages of hybrid models to.
+        """Return the page sizes that kernels accept, and that vLLM aligns the pages of hybrid models to.
 
         vLLM makes a hybrid's pages as long as a recurrent state, in multiples of the smallest size that the backend
-        names; ``--block-size`` may raise that multiple, not lower it. Pages that bulk copies take therefore need no
+        names; ``--block-size`` may raise that multiple, but not lower it. Pages that bulk copies read therefore need no
         splitting: blocks of keys lie within any page that is a multiple of 128 tokens.
 
         Args:
-            kv_cache_spec: The layers' cache spec; None where vLLM has none yet, and in all calls of vLLM 0.26.
+            kv_cache_spec: The layers' cache spec; None where vLLM does not have it yet, and in all calls of vLLM 0.26.
 
         Returns:
             The dense backend's sizes; for hybrids on Hopper multiples of 128 tokens.

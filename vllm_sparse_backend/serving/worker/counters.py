@@ -2,7 +2,7 @@
 """Counts sparse and dense rows and their pairs. Each worker counts, partly on its device; the server collects.
 
 Nothing here waits for the device, and counting sends nothing. The server calls its workers when somebody reads its
-/metrics (``metrics_endpoint``). The counts of host and device in an answer are of the same moment.
+/metrics (``metrics_endpoint``). The counts of host and device in an answer are from the same moment.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -191,7 +191,7 @@ class Recorder:
             start: Whether to start a copy of the current counts, unless one is under way.
 
         Returns:
-            The samples, all of one moment, and whether counts of a later moment are on their way.
+            The samples, all from the same moment, and whether later counts are still being copied.
         """
         self._take_arrived()
         if start and self._pending is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the engines of each layer's selection and attention: the fastest that supports the layer and passes a trial.
 
-A trial is one call on the warm-up batch. Attention is compared with float64 over the same index, selection with the
+A trial is one call on the warm-up batch. Attention is compared with float64 over the same index, and selection with the
 method's portable engine. If a new compiler or driver breaks an engine, the server is therefore slower, but it starts
-and its answers are right. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An
+and its answers are correct. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An
 exception of an engine in a later step surfaces.
 """
 
@@ -58,7 +58,7 @@ class EnginePicker:
         Args:
             batch: The warm-up batch.
             index: The keys that such a layer selected for the batch.
-            options: Options of its attention; None without any.
+            options: Options of its attention, or None.
 
         Returns:
             The engine.
@@ -166,7 +166,7 @@ class EnginePicker:
     def _changes(
         self, spec: AttendSpec | SelectSpec, choice: EngineChoice[Engine] | EngineChoice[SelectEngine]
     ) -> bool:
-        """Return whether the choice is out of date, because another engine was excluded since."""
+        """Return whether the choice is out of date, because another engine has been excluded since."""
         return not self._excluded.get(_subject(spec), {}).keys() <= choice.passed_over.keys()
 
     def report(self, layers: Mapping[int, Engine]) -> None:

@@ -3,9 +3,9 @@
 
 In one of ``period_steps`` steps with sparse rows of a level, a layer is checked: the dense backend also computes up to
 128 queries of one such row, over all keys, and the two outputs are compared. If the error is too large in several
-consecutive checks, the layer falls back to dense attention for rows of that level. It falls back at once if its output
-has NaN or infinity, because that is a fault rather than a loss of accuracy. The layer is still checked while it is held
-dense. Its sparse output is then computed for the check only, to measure its recovery.
+consecutive checks, the layer falls back to dense attention for rows of that level. It falls back immediately if its
+output has NaN or infinity, because that is a fault rather than a loss of accuracy. The layer is still checked while it
+is held dense. Its sparse output is then computed for the check only, to measure its recovery.
 
 * **Queries**: any 128 consecutive sparse queries of the level in the step, not always the last of a row. Methods that
   estimate from a chunk's last queries are most accurate there.
@@ -16,7 +16,7 @@ dense. Its sparse output is then computed for the check only, to measure its rec
   smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is also dense
   for these requests.
 * **Ranks**: each rank judges its own heads. One rank may run a layer dense that another runs sparse. No head reads
-  another head, so the output of every rank is right, and the exchange between ranks after attention does not change.
+  another head, so the output of every rank is correct, and the exchange between ranks after attention does not change.
 * **No synchronisation**: sums are copied to the host asynchronously and judged in a later step.
 """
 

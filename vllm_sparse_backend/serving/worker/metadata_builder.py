@@ -114,7 +114,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         Args:
             common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
             common_attn_metadata: vLLM's metadata of the batch.
-            fast_build: As vLLM's own.
+            fast_build: As in vLLM's builder.
 
         Returns:
             The dense backend's metadata; with the sparse part of the step if a row runs sparse.

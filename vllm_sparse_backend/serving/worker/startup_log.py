@@ -35,7 +35,7 @@ def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
     """Log the layers that prefill dense, one line for each reason.
 
     Args:
-        reasons: By layer, why it prefills dense; None if it can run sparse.
+        reasons: By layer, the reason why it prefills dense; None if it can run sparse.
     """
     for reason in Fallback:
         dense = [number for number, why in reasons.items() if why is reason]

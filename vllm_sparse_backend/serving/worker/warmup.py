@@ -54,7 +54,7 @@ def warm_up(
     order: Sequence[int] = compat.TOKENS_FIRST,
     gather: Callable[[Report], Sequence[Report]] = lambda report: [report],
 ) -> None:
-    """Choose the engines of each distinct plan, and run all plans over a small cache that is laid out as vLLM's.
+    """Choose the engines of each distinct plan, and run all plans over a small cache with the layout of vLLM's cache.
 
     Args:
         impls: The layers. All their levels get engines.

@@ -16,7 +16,7 @@ anywhere. Every (query head, tile) therefore becomes a sequence with one head, w
 Two kernels surround the calls: one copies the queries of each sequence together and writes the tables, the other merges
 the results, applies sinks, and copies the output back.
 
-An fp8 cache is read with fp8 queries by version 3 on Hopper, which rounds weights to fp8 and writes bf16. The scales of
+On Hopper, version 3 reads an fp8 cache with fp8 queries, rounds weights to fp8 and writes bf16. The scales of
 queries and keys are part of the softmax scale, and the last kernel applies the scale of values. FlashAttention itself
 gets no scales.
 
@@ -156,7 +156,7 @@ def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
         spec: Properties of the layer.
 
     Returns:
-        Why it cannot, as the end of a sentence; None if it can.
+        Why the kernel cannot run it, as the end of a sentence; None if it can.
     """
     if flash is None:
         return "there is no FlashAttention for this device"

@@ -142,7 +142,7 @@ class StepPlan:
         """Return the mask of the step that begins ``to_end`` blocks before the list's end.
 
         Args:
-            to_end: Blocks from the step's first one to the list's end.
+            to_end: Blocks from the step's first block to the list's end.
             config: ``Config``.
 
         Returns:
@@ -246,7 +246,7 @@ class Consumer:
             state: ``Softmax`` of the step before.
 
         Returns:
-            (counter after these steps, ``Softmax`` of the last one).
+            (counter after these steps, ``Softmax`` of the last step).
         """
         for i in range(1, plan.num_masked):
             mask = plan.causal_mask(plan.first_blocks + i * self.config.BLOCKS, self.config)
@@ -268,7 +268,7 @@ class Consumer:
             state: ``Softmax`` of the step before.
 
         Returns:
-            (counter after these steps, ``Softmax`` of the last one).
+            (counter after these steps, ``Softmax`` of the last step).
         """
         STEP: gl.constexpr = self.config.STEP
         for _ in range(plan.num_stripes // STEP):

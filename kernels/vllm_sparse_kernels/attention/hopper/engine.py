@@ -63,7 +63,7 @@ def refusal(spec: AttendSpec) -> str | None:
         spec: The layer and the device.
 
     Returns:
-        Why it cannot, as the end of a sentence; None if it can.
+        Why the kernel cannot run it, as the end of a sentence; None if it can.
     """
     reason = gluon_refusal(spec.capability, MISSING_GLUON)
     if reason is not None:

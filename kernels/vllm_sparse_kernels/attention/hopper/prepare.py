@@ -122,7 +122,7 @@ def _item_in_order(i_item, index, num_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _keys(index, o_count, valid, BLOCK_N: tl.constexpr):
-    """Return the cost of an item in keys. A stripe counts as one and a half."""
+    """Return the cost of an item in keys. A stripe counts as 1.5 keys."""
     keys = tl.load(index.block_counts + o_count, mask=valid, other=0).to(tl.float32) * BLOCK_N
     return keys + tl.load(index.stripe_counts + o_count, mask=valid, other=0).to(tl.float32) * 1.5
 

@@ -95,7 +95,7 @@ def attend(
         out: [num_tokens, num_heads, head_dim]; written for the index's rows.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         lse: [num_heads, num_tokens] float32, also written; or None.
-        options: Approximations that heads request; None without any.
+        options: Approximations that heads request, or None.
         sinks: [num_heads], logits that join the softmax; or None.
 
     Raises:
@@ -160,7 +160,7 @@ def refusal(spec: AttendSpec) -> str | None:
         spec: Properties of the layer.
 
     Returns:
-        Why it cannot, as the end of a sentence; None if it can.
+        Why the kernel cannot run it, as the end of a sentence; None if it can.
     """
     if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
         return "Triton runs kernels on a CPU in its interpreter alone (TRITON_INTERPRET=1)"
@@ -188,7 +188,7 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
 
 
 def program_queries(head_dim: int, limit_bytes: int) -> int | None:
-    """Return the number of a tile's queries that one program takes.
+    """Return the number of a tile's queries that a program processes.
 
     Args:
         head_dim: Channels of a head.
@@ -216,7 +216,7 @@ def _bytes_of(block_tokens: int, head_dim: int, num_buffers: int, num_queries: i
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_bytes: int) -> int:
-    """Return ``_bytes_of`` for the number of queries that a program takes on a GPU with this shared memory."""
+    """Return ``_bytes_of`` for the number of queries that a program processes on a GPU with this shared memory."""
     return _bytes_of(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes) or MIN_QUERIES)
 
 
@@ -236,7 +236,7 @@ def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: boo
 
     Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier.
 
-    Without room for them, 0 lets the compiler load keys and values separately, which margins do not allow.
+    If these do not fit, 0: the compiler then loads keys and values separately, which margins do not allow.
     """
     extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
     return 2 if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) + extra <= limit_bytes else int(with_margins)
@@ -306,8 +306,8 @@ def _option_args(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
     """Return the kernel arguments of the options.
 
-    These are margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and their descriptor for bulk
-    copies.
+    These are margins to skip, 8-bit keys with their descriptor for bulk copies, and flags of the 8-bit heads unless
+    all heads are 8-bit.
 
     Each is None unless it is requested. They are separate arguments because Triton 3.6 cannot compare a tuple that
     contains None with None.

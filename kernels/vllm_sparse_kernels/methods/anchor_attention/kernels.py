@@ -49,7 +49,7 @@ class Voting(NamedTuple):
 
 
 class VoteSplit(NamedTuple):
-    """How ``vote_kernel`` cuts its work; every field is a ``tl.constexpr``."""
+    """How ``vote_kernel`` divides its work; every field is a ``tl.constexpr``."""
 
     SPLIT: Any  # keys of a program
     COLUMNS: Any  # voters at a time

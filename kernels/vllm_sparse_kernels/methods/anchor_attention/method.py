@@ -33,16 +33,17 @@ Choices where the paper is ambiguous, and deviations from it:
 
 **The authors' released code** differs from the paper in five ways:
 
-* It runs only on the first n − n mod span tokens of a prompt of n tokens, and attends the remaining queries densely.
+* It runs only on the first n − n mod span tokens of a prompt of n tokens, and computes the remaining queries densely.
   ``dense_tail`` does the same. Of 48 questions inside a prompt of 12,000 tokens (code-lm-29m-128k, θ = 12, step 16) the
   paper's rule answers 6 and the released code 26: all 15 that are asked in the dense tail, all 6 whose fact lies in the
   first 2,048 tokens, and none of the 22 that need other distant keys. So ``dense_tail`` helps the end of a prompt, and
   not the method. Tests that ask at a prompt's end mostly measure the tail.
 * Its initial region is the first group (2,048 keys), not the first block (128 keys), also for x_a. ``first_group`` does
-  the same. The released code attends keys of the first group that also pass the vote twice; here they count once.
-* It never attends the 128 keys before a group: its window begins with the group, and its vote ends 128 keys before. One
-  of its kernels counts blocks from 1 as the paper does and the other from 0, so this is a mistake and not an option:
-  these are the keys nearest to the group's first queries, and leaving out 128 of thousands saves no measurable time.
+  the same. The released code counts keys of the first group that also pass the vote twice; here they count once.
+* It never attends to the 128 keys before a group: its window begins with the group, and its vote ends 128 keys before.
+  One of its kernels counts blocks from 1 as the paper does, and the other counts from 0, so this is a mistake and not
+  an option: these are the keys nearest to the group's first queries, and leaving out 128 of thousands saves no
+  measurable time.
 * It compares scores and anchors in half precision and in units of log2. This module compares in float32.
 * It takes no prefix or chunk: all queries of a prompt run at once.
 

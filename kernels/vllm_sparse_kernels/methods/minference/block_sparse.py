@@ -5,8 +5,8 @@ Queries and keys are averaged in blocks of 64. Each query block keeps the k_b ke
 
 Deviations from the paper:
 
-* A tile of 128 queries keeps the same keys: the union of its two query blocks' k_b blocks. In an index of 128 keys a
-  block stands for two of 64.
+* A tile of 128 queries keeps the same keys: the union of its two query blocks' k_b blocks. If the index has
+  blocks of 128 keys, such a block stands for two.
 * Query blocks are counted from the row's first query of this step, key blocks from position 0. The last query block and
   the last key block are averaged over the tokens that exist; the authors' code pads them with zeros.
 * A key block is a candidate when its first key is not later than the query block's last query. Softmax keeps the order

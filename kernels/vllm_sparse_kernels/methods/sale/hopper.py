@@ -42,7 +42,7 @@ class Span:
 
     i_selected: gl.tensor  # place of the head among the selected heads
     i_kv: gl.tensor
-    i_tile: gl.tensor  # the first one; the other follows
+    i_tile: gl.tensor  # the first tile; the second tile follows
     num_tiles: gl.tensor  # 1 or 2
     begin: gl.tensor  # position of the first key: the first block that any tile tests
     end: gl.tensor
@@ -259,7 +259,7 @@ def half_kernel(
 def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, INDEX_N: gl.constexpr):
     """Run step 3 for two tiles of one head and the span's keys: ``scores._test_span`` by products in fp8.
 
-    Queries and keys are integers −7 … 7 in e4m3, [128, BLOCK_D] a step; their sums of products are exact in half
+    Queries and keys are integers −7 … 7 in e4m3, [128, BLOCK_D] per step. The sums of their products are exact in half
     precision.
     """
     N: gl.constexpr = STEP_TOKENS

@@ -59,7 +59,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
     """
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
-    moments = 2 if kept_d < block_d else 1  # the second one tells the channels apart
+    moments = 2 if kept_d < block_d else 1  # the second moment is needed to choose channels
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "MOMENTS": moments}
     keys = workspace.empty(moments, rows.num_rows, num_kv_heads, block_d)
     queries = workspace.empty(moments, rows.num_rows, num_heads, block_d)
@@ -100,7 +100,7 @@ def _query_sums_kernel(
     queries, tiles, sums,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Sum of one tile's queries of one head, and of their squares.
+    """Sum the queries of a tile and head, and their squares.
 
     Grid: (tiles, heads). Bound by memory: it reads each query once.
 
@@ -110,7 +110,7 @@ def _query_sums_kernel(
         sums: [MOMENTS, num_tiles, heads, BLOCK_D] float32; written.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        MOMENTS: 2: sums of squares as well.
+        MOMENTS: 1 for sums only; 2 for sums of squares as well.
         BLOCK_M: Queries of a tile.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
@@ -128,7 +128,7 @@ def _key_sums_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum of up to SPLIT keys of one kv head, and of their squares.
+    """Sum up to SPLIT keys of a kv head, and their squares.
 
     Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key once.
 
@@ -140,7 +140,7 @@ def _key_sums_kernel(
         num_splits: Splits of all rows of the slab.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        MOMENTS: 2: sums of squares as well.
+        MOMENTS: 1 for sums only; 2 for sums of squares as well.
         SPLIT: Keys of a program.
         BLOCK_N: Keys of a step.
         STAGES: Steps that are loaded ahead.
@@ -170,7 +170,7 @@ def _means_kernel(
 ):
     """Average one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
 
-    Grid: (rows, heads, moments). Bound by latency: a few KB a program.
+    Grid: (rows, heads, moments). Bound by latency: a few KB per program.
 
     Args:
         sums: [moments, num_sums, heads, BLOCK_D] float32.
@@ -200,9 +200,9 @@ def _channels_kernel(
     keys, queries, channels, left_out,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """Store the KEPT_D channels of one row and kv head with the largest weight.
+    """Store the KEPT_D channels with the largest weight, for a row and kv head.
 
-    Grid: (rows, kv heads). Bound by latency: a few KB a program.
+    Grid: (rows, kv heads). Bound by latency: a few KB per program.
 
     Args:
         keys: [2, num_rows, kv heads, BLOCK_D] float32, means and mean squares.

@@ -114,7 +114,7 @@ class Sale(PerHead):
     block."""
 
     tau: float = 0.004
-    """τ, in [0, 1): relative attention score from which a block is kept. 0 keeps every block. The paper calibrates it
+    """τ, in [0, 1): minimum relative attention score of a kept block. 0 keeps every block. The paper calibrates it
     per head, from 0.008 downwards by halves."""
 
     sink_tokens: int = 32
@@ -142,7 +142,7 @@ class Sale(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """The engine for Hopper in half precision, then the portable one in float32."""
+        """The engine for Hopper in half precision, then the portable engine in float32."""
         return (
             SelectEngine("hopper", half_refusal, select_on_hopper),
             SelectEngine(PORTABLE, portable_refusal, select_on_portable),
@@ -163,7 +163,7 @@ class Sale(PerHead):
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads`` on the first engine that does not refuse: see ``Method.select``.
 
-        A server tries engines first, and calls the chosen one itself.
+        A server tries engines first, and calls the chosen engine itself.
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE's first two steps: queries and keys in 4 bits, and every query's threshold. method.py has the paper's part.
+"""SALE's first two steps: queries and keys in 4 bits, and every query's threshold. ``method.py`` cites the paper.
 
 Each kernel handles all rows of a step in a single launch, except keys, which are rounded a slab of rows at a time
 (``selection/slabs.py``). The results for a row depend on that row alone.

@@ -83,7 +83,7 @@ class Work(NamedTuple):
 
     i_selected: Any  # place among the selected heads
     i_kv: Any
-    i_tile: Any  # the first one
+    i_tile: Any  # the first tile
     num_tiles: Any
     begin: Any  # position of the first key
     end: Any
@@ -181,7 +181,8 @@ def half_refusal(spec: SelectSpec) -> str | None:
         spec: Properties of the layer.
 
     Returns:
-        Why it cannot, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if the sums fit.
+        Why the kernel cannot run it, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if
+        the sums fit.
     """
     return gluon_refusal(spec.capability, MISSING_GLUON)
 

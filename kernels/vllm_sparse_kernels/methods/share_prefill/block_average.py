@@ -2,9 +2,9 @@
 """Scaled QK averaged over blocks of keys, and its softmax over blocks: the estimates and maps of SharePrefill.
 
 A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all
-pairs is (mean q) · (mean k): nothing but means is needed. Blocks on the diagonal, few of each tile, are averaged over
-the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these also
-score the last queries of a key head's query heads. kernels.py makes maps, once their heads are known.
+pairs is (mean q) · (mean k): nothing but means is needed. Each tile has a few blocks on the diagonal. These are
+averaged over the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average
+them: these also score the last queries of a key head's query heads. kernels.py makes maps, once their heads are known.
 """
 
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ class BlockAverages:
 
     ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 has the blocks before a row's last tile.
     ``scores`` [query heads, all rows' key blocks] has the scores of the last queries. Both cover only heads whose entry
-    in ``clusters`` [heads] int32 is at least 0. Key heads without such a head are not read.
+    in ``clusters`` [heads] int32 is at least 0. Key heads that serve no such head are not read.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ def _sum_of(b_k):
 def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
     """Compute the softmax over the blocks of one (head, row).
 
-    Grid: (n, rows). Bound by latency: 4 bytes a block, three times.
+    Grid: (n, rows). Bound by latency: it reads 4 bytes per block, three times.
 
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
@@ -362,7 +362,7 @@ def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
     i_row, token, length, first = load_tile(tiles, i_tile)
     diagonal, num_causal = tile_blocks(tiles, i_tile, SHAPE.BLOCK_N)
     i_kv, o_m = i_head // SHAPE.GROUP, tl.arange(0, SHAPE.BLOCK_M)
-    # Loads of keys start before the wait for queries, and loads of the next keys before products of these.
+    # Keys are loaded before the program waits for queries, and the next keys before these keys are multiplied.
     b_k = _load_chunk(keys, i_row, i_kv, diagonal * SHAPE.BLOCK_N, first + length, SHAPE)
     b_q = load_queries(queries, i_head, token, length, SHAPE.BLOCK_M, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)

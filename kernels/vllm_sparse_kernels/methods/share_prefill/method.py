@@ -15,7 +15,7 @@ each head in order (Algorithms 1 to 4):
 4. *Share.* A later head of the cluster takes the pivot's pattern if sqrt(JSD) between their estimates is below τ, and
    vertical-slash otherwise.
 
-Which head becomes a pivot depends on the data, so it differs from row to row. The device decides all of it.
+The choice of pivots depends on the data and differs between rows. The device makes it without the host.
 
 **Choices where the paper is open, and deviations from it:**
 

@@ -23,7 +23,7 @@ default, so that attention over the kept blocks is exact to rounding.
 * Its cumulative cut is that of the paper's listing: it keeps blocks while the sum is at most τ, and so stops one block
   earlier than the paper's text, though it keeps at least 1.
 * No diagonal block is forced: a tile may drop the keys at its own queries.
-* ``attention_sink`` keeps the first key block. The module that attends with searched parameters sets it, the
+* ``attention_sink`` keeps the first key block. The module with searched parameters sets it, and the
   recommended call does not.
 * On Hopper, SageAttention2's calls use tiles of 64 queries and blocks of 128 keys.
 * These calls apply the causal mask to whole blocks; their attention kernel gets no causal mask.
@@ -83,7 +83,7 @@ from vllm_sparse_kernels.selection.pooled import (
 )
 
 HELD_BLOCKS = 2048
-"""Blocks of a row of S^ that stay in registers while its threshold is searched, those of 131,072 keys. The other blocks
+"""Blocks of a row of S^ that stay in registers during the search for its threshold: 131,072 keys. The other blocks
 of longer rows are read again in each step of the search."""
 
 CUMULATIVE = 0.0
@@ -93,7 +93,7 @@ FORCED = tl.constexpr(-1.0)
 """Rank of a key block outside the softmax; all other ranks are >= 0."""
 
 LEAST = tl.constexpr(-3.0e38)
-"""Stands for the largest score of a row that has none."""
+"""Replaces the largest score of a row without scores."""
 
 LOG2_E = 1.4426950408889634
 ONE_BITS = tl.constexpr(0x3F800000)
@@ -232,7 +232,7 @@ def _keep_top_blocks_kernel(
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
     keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and
-    diagonal are always kept. HALVES neighbouring blocks make one of the index, kept if one of them is.
+    diagonal are always kept. HALVES neighbouring blocks make one block of the index. It is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over ranks in registers.
 

@@ -111,7 +111,7 @@ def mark_blocks(
         index: The index; only its rows are read.
         first_tile: First tile of ``masses``.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        shares: What each head keeps.
+        shares: Shares that each head must keep.
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
         marks: [n, tiles, width] uint8, contiguous; receives ``CHOSEN`` or 0 for each causal block of 32 keys.

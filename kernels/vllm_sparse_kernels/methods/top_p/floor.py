@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The floor of ``top_p``: a query whose kept share is below it adds its own heaviest blocks.
+"""The floor of ``top_p``: a query that keeps a smaller share of its attention adds its own heaviest blocks.
 
-The masses of a run decide which blocks are kept for the whole tile (``choice.mark_blocks``). The shares of single
-queries are still in the run's scratch: as half-precision scores (``portable.py``) or as bytes (``hopper.py``). From
-there, ``_floor_kernel`` sums what each query keeps. Most programs end here, usually after a part of the blocks. For
-each query that lacks something, bisection over the stored codes finds the smallest share that it adds, without
-sorting; ties go to the first blocks. Codes sort as the shares do.
+``choice.mark_blocks`` chooses the blocks that the whole tile keeps. The shares of single queries are still in the run's
+scratch then, as half-precision scores (``portable.py``) or as bytes (``hopper.py``). ``_floor_kernel`` sums the shares
+that each query keeps. Most programs end after that, usually after a part of the blocks. For each query below its
+target, bisection over the stored codes finds the smallest share to add, without sorting. If shares are equal, the first
+blocks are added. Codes have the same order as the shares.
 
-A query's target is ``floor`` times its sum. Where shares are bytes, the sum before rounding and the sum of the bytes
-differ; the smaller one counts, so that a query can always reach its target.
+A query's target is ``floor`` times its sum. Bytes are rounded, so their sum differs from the sum before rounding. The
+smaller sum counts, so that a query can always reach its target.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.selection.lists import load_tile
 
 QUERIES = 32
-"""Queries of one program. In a tile of flat attention every query may lack something."""
+"""Queries of one program. In a tile with flat attention, every query may be below its target."""
 
 STEP_BLOCKS = 64
 """Half-precision scores of a query that are summed at a time."""
@@ -31,14 +31,15 @@ STEP_ROUNDS = 8
 """Rounds of bytes (16 blocks each) that are summed at a time."""
 
 HELD_BLOCKS = 1024
-"""Codes of a query that stay in registers during the search. More would take registers from other programs."""
+"""Codes of a query that stay in registers during the search. More would leave too few for other programs."""
 
 TILE = tl.constexpr(TILE_TOKENS)
 ROUND_BLOCKS = tl.constexpr(16)
-"""Blocks whose bytes lie together, of all queries of a tile (``hopper.py``)."""
+"""Blocks whose bytes are stored together, for all queries of a tile (``hopper.py``)."""
 
 UNIT = tl.constexpr(2.0**103)
-"""Factor from a byte, taken as a float32's lowest bits of exponent and highest bits of mantissa, to an exponential."""
+"""Factor that turns a byte into an exponential. The byte becomes the middle bits of a float32: the lowest bits of the
+exponent and the highest bits of the mantissa."""
 
 BYTE_BITS = tl.constexpr(0x1FE00000)
 """The bits of that float32 that hold the byte."""
@@ -55,7 +56,7 @@ class FloorShares(NamedTuple):
 
 
 class StoredShares(NamedTuple):
-    """What an engine has stored of each query's shares in a run of tiles."""
+    """Shares of single queries in a run of tiles, as an engine stored them."""
 
     scratch: Any  # ``Scratch`` of the engine, filled by its ``masses``
     codes: torch.Tensor  # [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16
@@ -66,7 +67,7 @@ def add_for_floor(
     stored: StoredShares, marks: torch.Tensor, kept_mass: torch.Tensor, floors: torch.Tensor, tiles: torch.Tensor,
     first_tile: int, sink_tokens: int, local_tokens: int,
 ) -> None:  # fmt: skip
-    """Mark the blocks that queries add whose kept share is below their head's floor.
+    """Mark the blocks that are added by queries whose kept share is below their head's floor.
 
     Args:
         stored: Shares or scores of the run's tiles.
@@ -93,10 +94,10 @@ def _floor_kernel(
     scratch, codes, marks, width, shares, tiles, first_tile, sink, local, num_spans, num_places,
     QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Mark what QUERIES queries of one tile and head add to reach the floor.
+    """Mark the blocks that QUERIES queries of one tile and head add to reach the floor.
 
-    Grid: (tiles of the run, n, 128 / QUERIES). Bound by memory if no query lacks anything: it reads what the queries
-    have stored for marked blocks, until each of them has enough. Otherwise bound by the search, query by query.
+    Grid: (tiles of the run, n, 128 / QUERIES). Bound by memory if no query is below its target: it reads the stored
+    shares of marked blocks until each query has reached its target. Otherwise bound by the search, query by query.
 
     Args:
         scratch: Scratch of the engine.
@@ -146,13 +147,13 @@ def _floor_kernel(
 
 @triton.jit
 def _next_query(b_lacks, o_q, i_query):
-    """Return the first query after ``i_query`` that lacks something; TILE if there is none."""
+    """Return the first query after ``i_query`` that is below its target, or TILE if there is none."""
     return tl.min(tl.where(b_lacks & (o_q > i_query), o_q, TILE), 0)
 
 
 @triton.jit
 def _at(b_x, o_q, i_query):
-    """Return the element of one query."""
+    """Return the element of b_x for query ``i_query``."""
     return tl.sum(tl.where(o_q == i_query, b_x, 0.0), 0)
 
 
@@ -171,8 +172,8 @@ def _held_of_bytes(
 ):  # fmt: skip
     """Sum the exponentials of each query in marked blocks and in the tile's own keys.
 
-    Begins with the first rounds and goes on from the last round backwards, as most attention is there. Ends when each
-    query has reached its goal. Therefore the sum is complete only if some query lacks something.
+    Begins with the first rounds, and continues from the last round backwards, because most attention is there. Stops
+    when each query has reached its goal. The sum is therefore complete only if a query is below its goal.
     """
     b_held = tl.load(scratch.diagonal + place * TILE + o_q)
     num_blocks = position // TILE * 4  # before the tile's own keys
@@ -201,13 +202,13 @@ def _held_of_bytes(
 
 @triton.jit
 def _step(i, num_steps):
-    """Return the step to process after ``i`` others: the first one, then from the last one to the second."""
+    """Return the step to process after ``i`` other steps: first step 0, then from the last step down to step 1."""
     return tl.where((i == 0) | (i >= num_steps), 0, num_steps - i)
 
 
 @triton.jit
 def _marks_of_words(row, i_step, num_blocks, ROUNDS: tl.constexpr):
-    """Return which blocks of each word are kept for the whole tile, a bit for each of its bytes: [ROUNDS, 4] int32."""
+    """Return a bit for each byte of each word, 1 if the whole tile keeps its block: [ROUNDS, 4] int32."""
     o_block = (i_step * ROUNDS + tl.arange(0, ROUNDS))[:, None] * ROUND_BLOCKS + tl.arange(0, 4)[None, :]
     b_marks = tl.zeros([ROUNDS, 4], tl.int32)
     for slot in tl.static_range(4):
@@ -255,9 +256,9 @@ def _mark_heaviest(
     codes, row, place, num_places, i_query, begin, end, top, total, held, floor, AS_BYTES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Mark the fewest blocks of [begin, end), heaviest first, with which one query reaches the floor.
+    """Mark the fewest blocks of [begin, end), heaviest first, with which a query reaches the floor.
 
-    Codes of blocks that are kept already are 0. ``held`` and ``total`` are in units of the exponentials.
+    Codes of blocks that are already kept are 0. ``held`` and ``total`` are in units of the exponentials.
     """
     LEAST: tl.constexpr = 1 if AS_BYTES else LEAST_HALF
     b_first = _codes(codes, row, place, num_places, i_query, 0, begin, end, AS_BYTES, CHUNK)
@@ -307,9 +308,10 @@ def _sum_from(
 def _codes(
     codes, row, place, num_places, i_query, first, begin, end, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Load the codes of one query in the blocks from ``first`` on, 0 where they are kept already: [CHUNK] int32.
+    """Load the codes of one query for blocks from ``first`` on, 0 for blocks that are already kept: [CHUNK] int32.
 
-    Bytes are codes. The code of a half-precision number is its bits, mapped so that they sort as the numbers do.
+    A byte is its own code. The code of a half-precision number is its bits, mapped so that codes and numbers have the
+    same order.
     """
     o_b = first + tl.arange(0, CHUNK)
     b_inner = (o_b >= begin) & (o_b < end)
@@ -321,7 +323,7 @@ def _codes(
     else:
         source = codes + place * num_places * TILE + o_b * TILE + i_query
         b_u = tl.load(source, mask=b_inner, other=float("-inf"))
-        b_u = tl.where(b_u == 0.0, 0.0, b_u).to(tl.float16)  # one zero, without a sign
+        b_u = tl.where(b_u == 0.0, 0.0, b_u).to(tl.float16)  # turn -0 into 0
         b_bits = b_u.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         return tl.where(b_free, tl.where(b_bits < 0x8000, b_bits + 0x8000, 0xFFFF - b_bits), 0)
 

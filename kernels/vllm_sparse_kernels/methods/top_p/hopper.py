@@ -17,8 +17,8 @@ product and that arrival; a test checks this in the machine code (see ``attentio
 
 A byte has six bits of exponent and two of mantissa. It covers 2^-24 to 2^39 relative to the query's reference, which is
 the largest score near the query and among the first 128 keys. Rounding changes a number by up to a ninth, and the sum
-over 128 queries averages it out. Bytes of [128 queries, 16 blocks] lie together, query by query. The 16 bytes of a
-query are in four words, by the block's place in its step: each thread of the matrix product has one of them.
+over 128 queries averages it out. Bytes of [128 queries, 16 blocks] are stored together, query by query. The 16 bytes of
+a query are in four words, by the block's place in its step: each thread of the matrix product has one of them.
 """
 
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ HALF_TILE = gl.constexpr(TILE_TOKENS // 2)
 """Queries of a program of ``_diagonal_kernel``."""
 
 ROUND = gl.constexpr(512)
-"""Keys of a round of four steps: the 16 blocks whose bytes lie together."""
+"""Keys of a round of four steps: the 16 blocks whose bytes are stored together."""
 
 SPAN_TOKENS = 8192
 """Keys of a program: enough to hide its start, and few enough to fill a card."""
@@ -78,7 +78,7 @@ SPAN = gl.constexpr(SPAN_TOKENS)
 PAIR_FIELDS = gl.constexpr(slabs.PAIR_FIELDS)
 
 PERMUTED = True
-"""Whether keys lie permuted within steps."""
+"""Whether keys are stored permuted within steps."""
 
 WIDEST = 256
 """Maximum number of channels for which a program's queries and keys fit into shared memory."""
@@ -134,7 +134,7 @@ def stored(scratch: Scratch) -> StoredShares:
     """Describe what ``masses`` leaves in the scratch, for the floor.
 
     Args:
-        scratch: From ``room``, for a run.
+        scratch: Scratch that ``room`` allocated for a run.
 
     Returns:
         A byte for each query and block.
@@ -154,7 +154,7 @@ def masses(
         selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         run: The tiles to measure.
-        scratch: From ``room`` for this run.
+        scratch: Scratch that ``room`` allocated for this run.
         target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept_mass, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
@@ -420,7 +420,7 @@ def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
 
 @gluon.jit
 def _append_byte(b_word, b_x):
-    """Shift words down by a byte and fill the highest one.
+    """Shift words down by a byte and fill the highest byte.
 
     The new byte has six bits of exponent and two of mantissa, rounded to nearest.
     """

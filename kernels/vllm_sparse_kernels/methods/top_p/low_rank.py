@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of queries and keys to few channels, whose products miss the scores by least.
+"""Maps of queries and keys to few channels, whose products approximate the scores best.
 
-For a row and kv head, let C_q be the second moment of the queries that read it, and C_k the covariance of its keys,
-both of this step. Of all products of rank r, the one that misses q·k by least in mean square is q' · k' with
+For a row and kv head, let C_q be the second moment of the queries that use it, and C_k the covariance of its keys, both
+in this step. Among all products of rank r, the best approximation of q·k in mean square is q' · k' with
 
     q' = Xᵀ q,    k' = Xᵀ C_q (k - mean key),
 
 where the columns of X span the dominant r-dimensional invariant subspace of C_k C_q, and Xᵀ C_q X = 1. Orthogonal
-iteration finds that subspace without an eigensolver: X ← C_k C_q X, then orthonormalise X in C_q by Cholesky. It begins
-with the r channels of the largest weight (``rounding.py``). On a trained model
-(code-lm, chunks of 2,048 and 8,192 tokens), two iterations hold 0.007 to 0.008 less of the score variance than the
-optimum on average, and at most 0.016 less for any kv head.
+iteration finds that subspace without an eigensolver: it sets X ← C_k C_q X, and orthonormalises X in C_q with a
+Cholesky factor. It begins with the r channels of the largest weight (``rounding.py``). On a trained model (code-lm,
+chunks of 2,048 and 8,192 tokens), two iterations explain 0.007 to 0.008 less of the score variance than the optimum on
+average, and at most 0.016 less for any kv head.
 
-Samples depend only on the row: at most 8,192 of its keys, and the first 128 queries of each tile, or 64 or 32 if it has
-more than 16 or 32 tiles. Sums are added in a fixed order. Maps of a row therefore do not depend on other rows.
+Samples depend only on the row. They have at most 8,192 of its keys, and the first 128 queries of each tile: 64 if the
+row has more than 16 tiles, and 32 if it has more than 32. Sums are added in a fixed order. The maps of a row therefore
+do not depend on other rows.
 
-An element of 1e15 or more, an infinity or NaN counts as 0 here: one such token must not spoil the lists of others.
+Elements of 1e15 or more, infinities and NaNs count as 0 here, so that a token with such elements does not affect the
+lists of other tokens.
 """
 
 from typing import Any, NamedTuple
@@ -30,21 +32,21 @@ from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
 PARTS = 16
-"""Programs that add up one row and kv head's keys, and as many its queries."""
+"""Number of programs that add up the keys of a row and kv head, and number of programs that add up its queries."""
 
 GROUP_TOKENS = tl.constexpr(64)
-"""Keys of a group of the sample, and queries that one product adds."""
+"""Keys in a group of the sample, and queries that are added by one product."""
 
 SAMPLED_KEYS = 8192
-"""Most keys of a row that count."""
+"""Maximum number of sampled keys of a row."""
 
 COLUMNS = tl.constexpr(128)
-"""Most rows and columns of a moment that one program holds."""
+"""Maximum number of rows and columns of a moment in one program."""
 
 ITERATIONS = 2
 
 RIDGE = tl.constexpr(1e-3)
-"""Added to the diagonals of moments of mean diagonal 1, so that unused channels leave them invertible."""
+"""Added to the diagonals of moments, whose mean is 1, so that moments with unused channels are invertible."""
 
 MAX_REGISTERS = 128
 """Register cap per thread of ``_products_kernel``, with which two programs of 256 threads fit on a multiprocessor."""
@@ -58,11 +60,11 @@ TINY = tl.constexpr(1e-30)  # replaces sums of zeros
 TOO_LARGE = tl.constexpr(1e15)
 STRIPE = tl.constexpr(16)
 BYTES_AT_ONCE = 32 << 20
-"""Bytes; rows are handled together while the sums of their programs take no more."""
+"""Maximum bytes of the sums of rows that are processed together."""
 
 
 class SampleSums(NamedTuple):
-    """Sums of the programs of some rows, and what becomes of them."""
+    """Sums of the programs for some rows, and the moments and iterates that are computed from them."""
 
     means: Any  # [rows, kv heads, BLOCK_D] float32, of keys
     key_sums: Any  # [rows, kv heads, PARTS, BLOCK_D] float32
@@ -79,15 +81,15 @@ def rank_of(head_dim: int) -> int:
         head_dim: Elements of a head's query or key.
 
     Returns:
-        A quarter of head_dim, rounded up to a power of two. All channels of a head_dim of at most 64, where a product
-        of less saves no time, and cost accuracy on a trained model.
+        A quarter of head_dim, rounded up to a power of two. For a head_dim of at most 64, all channels, because
+        fewer channels saved no time there, and reduced the accuracy of a trained model.
     """
     block_d = triton.next_power_of_2(head_dim)
     return block_d // 4 if block_d > 64 else block_d
 
 
 def sums_bytes(num_rows: int, num_kv_heads: int, block_d: int) -> int:
-    """Return the memory of the sums of rows that are handled together.
+    """Return the memory for the sums of rows that are processed together.
 
     Args:
         num_rows: Rows of the step.
@@ -109,7 +111,7 @@ def _rows_at_once(num_rows: int, num_kv_heads: int, block_d: int) -> int:
 
 
 def fill_maps(inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, workspace: Workspace) -> None:
-    """Compute maps of each row and kv head, and the mean of its mapped keys.
+    """Compute the maps of each row and kv head, and the mean of its mapped keys.
 
     Args:
         inputs: Queries, cache and rows of the step.
@@ -151,11 +153,11 @@ def fill_maps(inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, work
 
 @triton.jit
 def sampling_period(seq_len, MOST_KEYS: tl.constexpr):
-    """Return the power of two n such that one group of keys in n belongs to the sample.
+    """Return the sampling period: every n-th group of keys belongs to the sample, where n is a power of two.
 
     Args:
         seq_len: Keys of the row.
-        MOST_KEYS: Most keys of the sample.
+        MOST_KEYS: Maximum number of keys in the sample.
     """
     period = 1
     while period * MOST_KEYS < seq_len:
@@ -165,7 +167,7 @@ def sampling_period(seq_len, MOST_KEYS: tl.constexpr):
 
 @triton.jit
 def _finite(b_x):
-    """Return b_x with 0 for elements that are too large for a sum of squares, and for NaN."""
+    """Return b_x with 0 for NaN and for elements that are too large for a sum of squares."""
     return tl.where(tl.abs(b_x.to(tl.float32)) < TOO_LARGE, b_x, 0.0).to(b_x.dtype)
 
 
@@ -175,16 +177,16 @@ def _products_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     MOST_KEYS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up products x xᵀ of a part of one row and kv head's sample: [WIDTH, WIDTH] of the BLOCK_D² elements.
+    """Add up products x xᵀ over a part of the sample of a row and kv head: [WIDTH, WIDTH] of the BLOCK_D² elements.
 
-    Grid: (2 · PARTS, squares · kv heads, rows); the first PARTS programs take keys, the others queries. Bound by
-    memory: it reads the sample once for each square.
+    Grid: (2 · PARTS, squares · kv heads, rows); the first PARTS programs process keys, and the others queries. Bound
+    by memory: it reads the sample once for each square.
 
     Args:
         queries: QueryArgs.
         keys: KeyArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        bounds: [num_rows + 1] int32, a row's first tile.
+        bounds: [num_rows + 1] int32, each row's first tile.
         row_ends: [num_rows] int32, each row's keys.
         first_row: First row of this launch.
         sums: SampleSums; ``key_sums``, ``key_products`` and ``query_products`` are written.
@@ -192,7 +194,7 @@ def _products_kernel(
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         GROUP: Query heads of a kv head.
         WIDTH: Rows and columns of a square.
-        MOST_KEYS: Most keys of the sample.
+        MOST_KEYS: Maximum number of keys in the sample.
         PARTS: Programs for one row's keys, and for its queries.
     """
     SIDE: tl.constexpr = BLOCK_D // WIDTH
@@ -243,7 +245,7 @@ def _products_kernel(
 
 @triton.jit
 def _load_sides(at, mask, o_a, o_b, HEAD_DIM: tl.constexpr, SIDE: tl.constexpr):
-    """Load channels o_a and o_b of the vectors at pointers ``at``: twice [len(at), WIDTH], 0 outside of ``mask``."""
+    """Load channels o_a and o_b of the vectors at pointers ``at``: [len(at), WIDTH] each, 0 outside of ``mask``."""
     b_a = widen(tl.load(at[:, None] + o_a[None, :], mask=mask[:, None] & (o_a < HEAD_DIM)[None, :], other=0.0))
     if SIDE == 1:
         return b_a, b_a
@@ -254,7 +256,7 @@ def _load_sides(at, mask, o_a, o_b, HEAD_DIM: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _queries_of_tile(num_tiles):
-    """Return how many queries of each of a row's tiles belong to the sample."""
+    """Return the number of sampled queries in each tile of a row."""
     return tl.where(num_tiles <= 16, 128, tl.where(num_tiles <= 32, 64, 32))
 
 
@@ -262,17 +264,17 @@ def _queries_of_tile(num_tiles):
 def _second_moments_kernel(
     row_ends, first_row, sums, BLOCK_D: tl.constexpr, MOST_KEYS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Add up the parts of one row and kv head: STRIPE rows of a moment of queries, or of the covariance of keys.
+    """Add up the parts of a row and kv head into STRIPE rows of the queries' moment or of the keys' covariance.
 
-    Grid: (stripes, 2 · kv heads, rows); even programs take queries, odd programs keys. Bound by memory.
+    Grid: (stripes, 2 · kv heads, rows); even programs process queries, and odd programs keys. Bound by memory.
 
     Args:
         row_ends: [num_rows] int32, each row's keys.
         first_row: First row of this launch.
-        sums: SampleSums; ``moments`` and ``means`` are written. Moments of queries are sums: their number only scales
-            them.
+        sums: SampleSums; ``moments`` and ``means`` are written. Moments of queries are not divided by the number of
+            queries, which would only scale them.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        MOST_KEYS: Most keys of the sample.
+        MOST_KEYS: Maximum number of keys in the sample.
         PARTS: Programs that added up a row's keys.
     """
     i_kv, takes_keys, i_place = tl.program_id(1) // 2, tl.program_id(1) % 2, tl.program_id(2)
@@ -307,7 +309,7 @@ def _maps_kernel(
 ):  # fmt: skip
     """Compute the maps of one row and kv head by orthogonal iteration.
 
-    X and C_q X stay in ``sums.iterates``, in the L1 cache, so that a program needs room for a part of them only.
+    X and C_q X stay in ``sums.iterates``, in the L1 cache, so that a program holds only a part of them at a time.
 
     Grid: (kv heads, rows). Bound by latency: RANK dependent steps for each Cholesky factor.
 
@@ -344,7 +346,7 @@ def _maps_kernel(
         _multiply(x_map, query_moment, scale_q, w_map, BLOCK_D, RANK)
         b_inverse = _inverse_factor(_gram(x_map, w_map, BLOCK_D, RANK), RANK)
         if i < ITERATIONS - 1:
-            # X follows from C_q X, so it is not needed here.
+            # The next iteration computes X from C_q X, so X is not needed here.
             _combine(b_inverse, w_map, sums.means + place * BLOCK_D, w_map, BLOCK_D, RANK)
         else:
             i_maps = ((first_row + i_place) * num_kv_heads + i_kv).to(tl.int64)
@@ -359,7 +361,7 @@ def _maps_kernel(
 def _multiply(x_map, moment, scale, target, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
     """Store (scale · moment + RIDGE) x, where moment is [BLOCK_D, BLOCK_D], and x and the result [BLOCK_D, RANK].
 
-    All threads see x as it was stored before, and the result afterwards.
+    Barriers at the beginning and the end make x and the result visible to all threads.
     """
     CHUNK: tl.constexpr = 16 if BLOCK_D > 128 else 32
     o_r, o_d, o_i = tl.arange(0, RANK), tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
@@ -376,7 +378,7 @@ def _multiply(x_map, moment, scale, target, BLOCK_D: tl.constexpr, RANK: tl.cons
 
 @triton.jit
 def _gram(x_map, w_map, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
-    """Return xᵀ w, [RANK, RANK], of x and w [BLOCK_D, RANK]."""
+    """Return xᵀ w as [RANK, RANK], where x and w are [BLOCK_D, RANK]."""
     CHUNK: tl.constexpr = 32
     o_r, o_i = tl.arange(0, RANK), tl.arange(0, CHUNK)
     b_g = tl.zeros([RANK, RANK], tl.float32)
@@ -391,7 +393,7 @@ def _gram(x_map, w_map, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
 def _combine(b_inverse, x_map, mean, target, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
     """Store x [BLOCK_D, RANK] times the transpose of b_inverse [RANK, RANK]; ``target`` may be x.
 
-    Return the product of the vector ``mean`` [BLOCK_D] with what is stored, as it is rounded: [RANK] float32.
+    Return the product of the vector ``mean`` [BLOCK_D] with the rounded values that were stored: [RANK] float32.
     """
     CHUNK: tl.constexpr = 64
     o_r, o_i = tl.arange(0, RANK), tl.arange(0, CHUNK)
@@ -408,7 +410,7 @@ def _combine(b_inverse, x_map, mean, target, BLOCK_D: tl.constexpr, RANK: tl.con
 
 @triton.jit
 def _inverse_factor(b_g, RANK: tl.constexpr):
-    """Return the inverse of the Cholesky factor L of a symmetric matrix G = L Lᵀ, [RANK, RANK], by elimination."""
+    """Compute by elimination the inverse of the Cholesky factor L of a symmetric matrix G = L Lᵀ [RANK, RANK]."""
     o_r, o_c = tl.arange(0, RANK), tl.arange(0, 2 * RANK)
     b_unit = (o_r[:, None] == o_r[None, :]).to(tl.float32)
     b_row_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 1), TINY))

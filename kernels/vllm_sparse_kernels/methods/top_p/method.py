@@ -91,7 +91,7 @@ from vllm_sparse_kernels.selection.slabs import Run, slabs_of
 hopper: ModuleType | None
 try:
     from vllm_sparse_kernels.methods.top_p import hopper
-except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
+except (ImportError, AttributeError) as error:  # this release of Triton lacks a name of Gluon
     hopper = None
     MISSING_GLUON: str | None = str(error)
 else:
@@ -125,7 +125,7 @@ class TopP(PerHead):
     64 channels, so all three mean the same for a head_dim of 64."""
 
     peak_share: float = 0.2
-    """Share, in (0, 1], of a single query's attention from which a block is kept. With 1, no block is kept for this."""
+    """Blocks with at least this share, in (0, 1], of a single query's attention are kept. 1 turns this off."""
 
     floor: float = 0.0
     """Share, in [0, 1), of its own estimated attention that every query keeps. A query below it adds its own heaviest
@@ -191,7 +191,7 @@ class TopP(PerHead):
 
     @property
     def least_peak(self) -> float:
-        """Share from which a block is a peak; 2 if ``peak_share`` is 1: an 8-bit share may slightly exceed 1."""
+        """Minimum share of a peak; 2 if ``peak_share`` is 1, because an 8-bit share may slightly exceed 1."""
         return self.peak_share if self.peak_share < 1 else 2.0
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
@@ -212,7 +212,7 @@ class TopP(PerHead):
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
-        """The engine for Hopper, then the portable one."""
+        """The engine for Hopper, then the portable engine."""
         return (
             SelectEngine("hopper", hopper_refusal, select_on_hopper),
             SelectEngine(PORTABLE, portable_refusal, select_on_portable),

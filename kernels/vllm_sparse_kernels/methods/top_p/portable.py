@@ -23,7 +23,7 @@ from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False
-"""Whether keys lie permuted within steps."""
+"""Whether keys are stored permuted within steps."""
 
 TILE = tl.constexpr(TILE_TOKENS)
 PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
@@ -99,7 +99,7 @@ def stored(scratch: Scratch) -> StoredShares:
     """Describe what ``masses`` leaves in the scratch, for the floor.
 
     Args:
-        scratch: From ``room``, for a run.
+        scratch: Scratch that ``room`` allocated for a run.
 
     Returns:
         Scores of each query and block, in half precision.
@@ -117,7 +117,7 @@ def masses(
         selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         run: The tiles to measure.
-        scratch: From ``room`` for this run.
+        scratch: Scratch that ``room`` allocated for this run.
         target: [num_selected, tiles of the run, width] float32; receives the masses, negative where the share of some
             query is at least ``selected.peak``. Undefined past a tile's causal blocks.
     """

@@ -65,7 +65,7 @@ class Selected(NamedTuple):
     heads: Any  # [num_selected] int32
     kept_mass: Any  # [num_selected] float32, p of each head
     most_share: Any  # [num_selected] float32
-    peak: float  # share of one query from which a block is kept
+    peak: float  # minimum share of a query's attention that keeps a block
     group: int  # query heads that share a kv head
 
 
@@ -282,7 +282,7 @@ def _moments_kernel(
 
     Ties go to lower channels.
 
-    Grid: (rows, kv heads). Bound by latency: a few KB a program.
+    Grid: (rows, kv heads). Bound by latency: a few KB per program.
 
     Args:
         sums: [num_rows, kv heads, num_splits, 2, BLOCK_D] float32.
