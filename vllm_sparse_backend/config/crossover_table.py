@@ -43,7 +43,7 @@ CHUNK_TOKENS = 4096
 """Maximum number of new tokens with which ``min_tokens`` is measured."""
 
 LINEAR_WEIGHTS = 8
-"""Weights of a decoder layer's linear layers, in squares of num_heads · head_dim: few for the usual models. SmolLM2-135M
+"""Weights of a decoder layer's linear layers, in squares of num_heads · head_dim. Most models have more: SmolLM2-135M
 has 10.7, and Llama-3.1-8B has 13."""
 
 ROUNDED_TOKENS = 256
@@ -109,7 +109,7 @@ class Lengths:
         """Whether the method is faster from any length on."""
         return self.min_tokens is not None and self.min_query_tokens is not None
 
-    def in_smaller_layers(self, width: int, measured_width: int) -> "Lengths":
+    def for_width(self, width: int, measured_width: int) -> "Lengths":
         """Estimate the lengths for layers that give a GPU less work than the measured layers.
 
         A sparse layer launches as many kernels in a small model as in a large one, and the GPU must not wait for them.
@@ -160,11 +160,11 @@ class ProfileCrossover(BreakEven):
     longest_tokens: Tokens
     """Longest measured prompt, in tokens."""
 
-    def in_layers_of(self, shape: tuple[int, int, int]) -> Lengths:
-        """Return the lengths, which were measured with the layers of the profile's own model.
+    def for_width(self, width: int | None) -> Lengths:
+        """Return the lengths, which were measured with layers of the profile's own model.
 
         Args:
-            shape: (num_heads, num_kv_heads, head_dim) of these layers.
+            width: num_heads · head_dim of these layers, which has no effect.
 
         Returns:
             The lengths as they were measured.
@@ -235,17 +235,17 @@ class Entry(BreakEven):
         """(num_heads, num_kv_heads, head_dim) of the measured layer."""
         return self.num_heads, self.num_kv_heads, self.head_dim
 
-    def in_layers_of(self, shape: tuple[int, int, int]) -> Lengths:
-        """Return the lengths for layers of any shape.
+    def for_width(self, width: int | None) -> Lengths:
+        """Return the lengths for layers of any width.
 
         Args:
-            shape: (num_heads, num_kv_heads, head_dim) of the layers.
+            width: num_heads · head_dim of the layers; None for the measured layers.
 
         Returns:
             The measured lengths, or an estimate if the layers have much less work for a GPU than the measured layers.
         """
         lengths = Lengths(self.min_tokens, self.min_query_tokens, self.method)
-        return lengths.in_smaller_layers(_width(shape), _width(self.shape))
+        return lengths if width is None else lengths.for_width(width, _width(self.shape))
 
 
 def _width(shape: tuple[int, int, int]) -> int:
@@ -365,6 +365,9 @@ def resolve_thresholds(
     The profile's own measurement counts if it matches device and engine. Otherwise the largest numbers of any method in
     the table count. Dense heads need no measurement if other methods are present, because no length makes them faster.
 
+    If ``min_tokens`` is ``auto`` and the table has other layers than the model's, both numbers are estimated for the
+    model's layers (``Lengths.for_width``). A number of the operator leaves the other number as it was measured.
+
     Args:
         min_tokens: The setting, in tokens.
         min_query_tokens: The setting, in tokens.
@@ -387,8 +390,9 @@ def resolve_thresholds(
         measurements = {
             method: entries for method, entries in measurements.items() if entries or not isinstance(method, Dense)
         }
-    entries = [entry.in_layers_of(shape) for method_entries in measurements.values() for entry in method_entries]
-    stand_in = UNMEASURED.in_smaller_layers(_width(shape), _width(UNMEASURED_SHAPE))
+    width = _width(shape) if min_tokens == AUTO else None
+    entries = [entry.for_width(width) for method_entries in measurements.values() for entry in method_entries]
+    stand_in = UNMEASURED if width is None else UNMEASURED.for_width(width, _width(UNMEASURED_SHAPE))
     unmeasured = sorted({name_of(method) for method, method_entries in measurements.items() if not method_entries})
     never_faster = sorted({entry.method for entry in entries if not entry.pays})
     where = f"on {device} with engine {engine}"
@@ -421,9 +425,10 @@ def resolve_thresholds(
     if any(entry.is_estimate for entry in entries):
         num_heads, _, head_dim = shape
         notes.append(
-            f"layers of {num_heads} heads of {head_dim} give a GPU less work than the measured layers, and their "
-            f"kernels take the host as long: auto uses min_tokens {most} and min_query_tokens {fewest}; run "
-            f"`{COMMAND} MODEL` to measure this model"
+            f"layers of {num_heads} heads of {head_dim} give a GPU less work than the measured layers, and the host "
+            f"launches as many kernels for them: auto estimates min_tokens {most}"
+            + (f" and min_query_tokens {fewest}" if min_query_tokens == AUTO else "")
+            + f"; run `{COMMAND} MODEL` to measure this model"
         )
     return Thresholds(most, fewest, tuple(notes), measured)
 
