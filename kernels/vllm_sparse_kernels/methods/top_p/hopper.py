@@ -151,7 +151,7 @@ def masses(
         target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
-    num_selected, num_pairs, kept_d = len(heads), len(run.pairs), rounded.keys.shape[2]
+    num_selected, num_pairs, kept_d = heads.shape[0], run.pairs.shape[0], rounded.keys.shape[2]
     num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
     _own_kernel[(num_pairs, 4, num_selected)](
         rounded, heads, kept, tiles, first_tile, run.pairs, scratch, num_tiles,

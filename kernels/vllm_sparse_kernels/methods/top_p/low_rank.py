@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.layer_inputs import LayerInputs
-from vllm_sparse_kernels.paged import key_args, key_offsets, query_args, widen
+from vllm_sparse_kernels.paged import key_args, key_offsets, padded_dim, query_args, widen
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -76,7 +76,7 @@ def rank_of(head_dim: int) -> int:
         A quarter of head_dim, rounded up to a power of two. All channels of a head_dim of at most 64, where a product
         of less saves no time, and cost accuracy on a trained model.
     """
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = padded_dim(head_dim)
     return block_d // 4 if block_d > 64 else block_d
 
 

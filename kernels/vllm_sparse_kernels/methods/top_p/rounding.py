@@ -24,7 +24,7 @@ from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, wide_dtype, widen
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, query_args, wide_dtype, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -101,7 +101,7 @@ def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> 
     """
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
-    block_d, kept_d = triton.next_power_of_2(head_dim), storage.kept_d
+    block_d, kept_d = padded_dim(head_dim), storage.kept_d
     if storage.low_rank:
         means = workspace.empty(rows.num_rows, num_kv_heads, kept_d)
         maps = workspace.empty(rows.num_rows, num_kv_heads, 2, block_d, kept_d, dtype=wide_dtype(q.dtype))
@@ -147,11 +147,12 @@ def round_queries(
     """
     q, rows = inputs.q, inputs.rows
     num_queries = rows.num_tiles * TILE_TOKENS
-    values = workspace.empty(len(heads), num_queries, storage.kept_d, dtype=storage.dtype)
-    factors = workspace.empty(len(heads), num_queries)
-    block_d = triton.next_power_of_2(q.shape[2])
+    num_selected = heads.shape[0]
+    values = workspace.empty(num_selected, num_queries, storage.kept_d, dtype=storage.dtype)
+    factors = workspace.empty(num_selected, num_queries)
+    block_d = padded_dim(q.shape[2])
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device))
-    _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), len(heads))](
+    _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), num_selected)](
         query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors, num_queries,
         HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
         KV_HEADS=moments.means.shape[1], TILE=TILE_TOKENS, ROUNDED=num_rounded, num_warps=8,
@@ -178,10 +179,10 @@ def round_keys(
     cache, rows = inputs.cache, inputs.rows
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
     steps = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
-    block_d = triton.next_power_of_2(cache.head_dim)
+    block_d = padded_dim(cache.head_dim)
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(cache.keys.device))
     num_programs = ceil_div(slab.longest, 128) * (128 // num_rounded)
-    _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
+    _round_keys_kernel[(num_programs, cache.num_kv_heads, slab.key_starts.shape[0])](
         key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
         slab.num_keys,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, KEPT_D=storage.kept_d, PERMUTED=permuted, ROUNDED=num_rounded,
