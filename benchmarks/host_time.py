@@ -41,12 +41,11 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.serving import compat, hooks
-from vllm_sparse_backend.serving.worker.arena import Row, kernel_rows
+from vllm_sparse_backend.serving.worker.arena import Arena, Row, kernel_rows
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
-from vllm_sparse_kernels import Workspace
 from vllm_sparse_kernels.attention import engine as attention_engine
 from vllm_sparse_kernels.attention.hopper.engine import HOPPER
 from vllm_sparse_kernels.layer import Layer
@@ -140,7 +139,7 @@ class Pass:
         recorder = Recorder(CPU)
         recorder.add_layers(range(shape.num_layers))
         recorder.device = META  # counts as on a GPU
-        memory = SimpleNamespace(arena=Workspace(CPU, torch.empty(ARENA_BYTES, dtype=torch.uint8)))
+        memory = SimpleNamespace(arena=Arena(CPU, torch.empty(ARENA_BYTES, dtype=torch.uint8)))
         resolved = SimpleNamespace(config=SimpleNamespace(check_index=False))
         worker: Any = SimpleNamespace(recorder=recorder, memory=memory, guard=None, resolved=resolved)
         served: dict[Any, Layer] = {}

@@ -62,7 +62,8 @@ class Workspace:
         if entry is None:
             entry = self._create(*key)
         self.used_bytes, tensor = entry
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
         return tensor
 
     def _create(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:

@@ -393,6 +393,8 @@ def resolve_thresholds(
     width = _width(shape) if min_tokens == AUTO else None
     entries = [entry.for_width(width) for method_entries in measurements.values() for entry in method_entries]
     stand_in = UNMEASURED if width is None else UNMEASURED.for_width(width, _width(UNMEASURED_SHAPE))
+    assert stand_in.min_tokens is not None
+    assert stand_in.min_query_tokens is not None
     unmeasured = sorted({name_of(method) for method, method_entries in measurements.items() if not method_entries})
     never_faster = sorted({entry.method for entry in entries if not entry.pays})
     where = f"on {device} with engine {engine}"

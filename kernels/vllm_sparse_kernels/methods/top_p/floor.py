@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import ADDED, CHOSEN, KEY_BLOCK
 from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -33,14 +34,14 @@ STEP_ROUNDS = 8
 HELD_BLOCKS = 1024
 """Codes of a query that stay in registers during the search. More would take registers from other programs."""
 
-TILE = tl.constexpr(TILE_TOKENS)
-ROUND_BLOCKS = tl.constexpr(16)
+TILE = Constant(TILE_TOKENS)
+ROUND_BLOCKS = Constant(16)
 """Blocks whose bytes lie together, of all queries of a tile (``hopper.py``)."""
 
-UNIT = tl.constexpr(2.0**103)
+UNIT = Constant(2.0**103)
 """Factor from a byte, taken as a float32's lowest bits of exponent and highest bits of mantissa, to an exponential."""
 
-LEAST_HALF = tl.constexpr(0x400)
+LEAST_HALF = Constant(0x400)
 """Code of the lowest finite half-precision number (see ``_codes``)."""
 
 

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.gluon_compat import (
     Channel,
     aggregate,
@@ -52,23 +53,23 @@ from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import Run
 from vllm_sparse_kernels.workspace import Workspace
 
-STAGES = gl.constexpr(4)
+STAGES = Constant(4)
 """Steps of keys in shared memory."""
 
-MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, gl.constexpr(104), gl.constexpr(24)
+MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, Constant(104), Constant(24)
 """Registers per thread: at the start, when two programs fit on an SM; then of consumers and of the producer's group."""
 
-STEP = gl.constexpr(128)
+STEP = Constant(128)
 """Keys of one step, and queries of a tile."""
 
-ROUND = gl.constexpr(512)
+ROUND = Constant(512)
 """Keys of a round of four steps: the 16 blocks whose bytes lie together."""
 
 SPAN_TOKENS = 8192
 """Keys of a program: enough to hide its start, and few enough to fill a card."""
 
-SPAN = gl.constexpr(SPAN_TOKENS)
-PAIR_FIELDS = gl.constexpr(3)
+SPAN = Constant(SPAN_TOKENS)
+PAIR_FIELDS = Constant(3)
 
 PERMUTED = True
 """Whether keys lie permuted within steps."""

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import key_args, key_offsets, padded_dim, query_args, widen
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -32,25 +33,25 @@ from vllm_sparse_kernels.workspace import Workspace
 PARTS = 16
 """Programs that add up one row and kv head's keys, and as many its queries."""
 
-GROUP_TOKENS = tl.constexpr(64)
+GROUP_TOKENS = Constant(64)
 """Keys of a group of the sample, and queries that one product adds."""
 
 SAMPLED_KEYS = 8192
 """Most keys of a row that count."""
 
-COLUMNS = tl.constexpr(128)
+COLUMNS = Constant(128)
 """Most rows and columns of a moment that one program holds."""
 
 ITERATIONS = 2
 
-RIDGE = tl.constexpr(1e-3)
+RIDGE = Constant(1e-3)
 """Added to the diagonals of moments of mean diagonal 1, so that unused channels leave them invertible."""
 
 MAX_REGISTERS = 128
 """Register cap per thread of ``_products_kernel``, with which two programs of 256 threads fit on a multiprocessor."""
 
-TOO_LARGE = tl.constexpr(1e15)
-STRIPE = tl.constexpr(16)
+TOO_LARGE = Constant(1e15)
+STRIPE = Constant(16)
 BYTES_AT_ONCE = 32 << 20
 """Bytes; rows are handled together while the sums of their programs take no more."""
 

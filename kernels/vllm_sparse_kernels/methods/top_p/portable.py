@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import mass_bytes
 from vllm_sparse_kernels.methods.top_p.floor import StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
@@ -31,7 +32,7 @@ SPAN_TOKENS = 8192
 MASS_BLOCKS = 64
 """Blocks of one program of ``_masses_kernel``."""
 
-MOST = tl.constexpr(60000.0)
+MOST = Constant(60000.0)
 """Limit of the absolute value of scores: half precision cannot hold much larger numbers."""
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps
@@ -31,15 +32,15 @@ from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
 from vllm_sparse_kernels.workspace import Workspace
 
-LARGEST = tl.constexpr(15.0)
-MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
-TINY = tl.constexpr(1e-20)  # replaces the largest magnitude of zeros
+LARGEST = Constant(15.0)
+MAGIC = Constant(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
+TINY = Constant(1e-20)  # replaces the largest magnitude of zeros
 LOG2_E = 1.4426950408889634
 
-SAMPLE = tl.constexpr(64)
+SAMPLE = Constant(64)
 """Keys of a group of the sample. The sample has half as many queries of each tile."""
 
-EVERY = tl.constexpr(8)
+EVERY = Constant(8)
 """Out of this many consecutive groups of keys, the first belongs to the sample."""
 
 SPLIT_GROUPS = 4
