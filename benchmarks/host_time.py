@@ -175,10 +175,9 @@ class Pass:
 
 
 @contextmanager
-def as_on_hopper() -> Iterator[None]:
-    """Take the paths of an H100 on this machine's CPU tensors, and launch on a card that runs nothing."""
+def hopper_paths() -> Iterator[None]:
+    """Take the host's paths of an H100, with tensors of this machine's CPU."""
     with ExitStack() as stack:
-        stack.enter_context(null_card())
         stack.enter_context(patch.object(attention_engine, "capability_of", lambda device: (9, 0)))
         stack.enter_context(patch.object(top_p, "stored_dtype", lambda device: torch.float8_e4m3fn))
         stack.enter_context(patch.object(compat, "IS_CPU", False))
@@ -226,7 +225,7 @@ def prefill(
     torch.set_num_threads(1)
     num_heads, num_kv_heads, head_dim = map(int, heads.split(","))
     shape = ModelShape("LlamaForCausalLM", layers, num_heads, num_kv_heads, head_dim)
-    with as_on_hopper():
+    with hopper_paths(), null_card():
         step = Pass.of(shape, method, context, tokens).step()
         step()  # compiles
         launches, operations = counted_launches(step), counted_operations(step)
