@@ -133,8 +133,8 @@ class TestSmallLayers:
         assert "auto estimates min_tokens 97792; run `sparse-prefill bench crossover MODEL` to measure" in note
 
     def test_a_measurement_of_the_same_layers_needs_no_estimate(self) -> None:
-        own = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
-        assert in_layers(9, 3, 64, entry(12288, 1000), entry(20480, 512, **own)) == Thresholds(20480, 512)
+        same_layers = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+        assert in_layers(9, 3, 64, entry(12288, 1000), entry(20480, 512, **same_layers)) == Thresholds(20480, 512)
 
     def test_numbers_of_the_operator_stay(self) -> None:
         """An operator who sets min_tokens runs sparse from there on, with the measured number of new tokens."""

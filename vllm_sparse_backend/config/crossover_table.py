@@ -106,7 +106,7 @@ class Lengths:
 
     @property
     def pays(self) -> bool:
-        """Whether the method is faster from any length on."""
+        """Whether the method is faster at any length."""
         return self.min_tokens is not None and self.min_query_tokens is not None
 
     def for_width(self, width: int, measured_width: int) -> "Lengths":
