@@ -38,13 +38,15 @@ int cuPointerGetAttribute(u64 *value, int attribute, u64 pointer) { *value = poi
 """
 
 
-def load_null_library() -> None:
+def load_null_library(folder: Path) -> None:
     """Compile the stand-in for CUDA's driver library and load it into this process.
+
+    Args:
+        folder: An existing folder for the library, in which Triton's compiler looks for it.
 
     Raises:
         RuntimeError: There is no C compiler.
     """
-    folder = Path(tempfile.mkdtemp(prefix="null-card-"))
     source, library = folder / "cuda.c", folder / LIBRARY
     source.write_text(LIBRARY_SOURCE)
     flags = [f"-DSHARED_BYTES={SHARED_KIB[int(HOPPER_TARGET.arch)] << 10}", f"-Wl,-soname,{LIBRARY}"]
@@ -86,10 +88,11 @@ class NullDriver:
 @contextmanager
 def null_card() -> Iterator[None]:
     """Launch kernels on a card that runs nothing, within the context."""
-    load_null_library()
-    before = driver._active
-    driver.set_active(NullDriver())
-    try:
-        yield
-    finally:
-        driver._active = before
+    with tempfile.TemporaryDirectory() as folder:
+        load_null_library(Path(folder))
+        before = driver._active
+        driver.set_active(NullDriver())
+        try:
+            yield
+        finally:
+            driver._active = before
