@@ -95,64 +95,6 @@ def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str
     assert "run `sparse-prefill bench crossover` to measure this device" in note
 
 
-def in_layers(num_heads: int, num_kv_heads: int, head_dim: int, *entries: dict[str, Any], **fields: Any) -> Thresholds:
-    """Return the thresholds of a model whose layers have these heads."""
-    config = SparsePrefillConfig(**({"method": "a_shape"} | fields))
-    shape = ModelShape("LlamaForCausalLM", 4, num_heads, num_kv_heads, head_dim)
-    return Plan.build(config, shape).thresholds(table(*entries), CARD, ["flash"])
-
-
-class TestSmallLayers:
-    """Layers with less work for the GPU than the measured layers, 32 heads of 128."""
-
-    @pytest.mark.parametrize("heads", [(32, 8, 128), (24, 8, 128), (28, 4, 128), (64, 8, 64), (64, 8, 128)])
-    def test_layers_with_enough_work_take_the_measured_numbers(self, heads: tuple[int, int, int]) -> None:
-        assert in_layers(*heads, entry(12288, 1000)) == Thresholds(12288, 1000)
-
-    def test_the_numbers_are_those_at_which_a_small_layer_has_the_measured_work(self) -> None:
-        """Its attention and linear layers together have at least as many operations as the measured attention."""
-
-        def operations(width: int, linear_weights: int, context_len: int, query_len: int) -> int:
-            return 4 * width * query_len * (context_len + query_len // 2) + 2 * linear_weights * width**2 * query_len
-
-        measured = operations(32 * 128, 0, 12288, 4096)
-        for num_heads in (1, 5, 9, 16):
-            width = num_heads * 64
-            least = in_layers(num_heads, 1, 64, entry(12288, 1000)).min_tokens
-            assert least is not None
-            assert operations(width, 8, least, 4096) >= measured > operations(width, 8, least - 300, 4096)
-
-    def test_smaller_layers_wait_longer(self) -> None:
-        """SmolLM2-135M, which lost at 32,768 tokens, runs dense there. The new tokens grow by the same factor."""
-        numbers = [in_layers(num_heads, 1, 64, entry(12288, 1000)) for num_heads in (32, 15, 9)]
-        assert [(n.min_tokens, n.min_query_tokens) for n in numbers] == [(18432, 1536), (55296, 4096), (97792, 7168)]
-        (note,) = numbers[2].notes
-        assert note.startswith("layers of 9 heads of 64 give a GPU less work than the measured layers")
-        assert "auto estimates min_tokens 97792 and min_query_tokens 7168; run `sparse-prefill bench" in note
-        (note,) = in_layers(9, 3, 64, entry(12288, 1000), min_query_tokens=64).notes
-        assert "auto estimates min_tokens 97792; run `sparse-prefill bench crossover MODEL` to measure" in note
-
-    def test_a_measurement_of_the_same_layers_needs_no_estimate(self) -> None:
-        same_layers = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
-        assert in_layers(9, 3, 64, entry(12288, 1000), entry(20480, 512, **same_layers)) == Thresholds(20480, 512)
-
-    def test_numbers_of_the_operator_stay(self) -> None:
-        """An operator who sets min_tokens runs sparse from there on, with the measured number of new tokens."""
-        assert in_layers(9, 3, 64, entry(12288, 1000), min_tokens=2048, min_query_tokens=64) == Thresholds(2048, 64)
-        assert in_layers(9, 3, 64, entry(12288, 1000), min_tokens=2048) == Thresholds(2048, 1000)
-        assert in_layers(9, 3, 64, entry(12288, 1000), min_query_tokens=64).min_query_tokens == 64
-        assert in_layers(9, 3, 64, min_tokens=2048).min_query_tokens == crossover_table.UNMEASURED_MIN_QUERY_TOKENS
-
-    def test_the_numbers_without_a_measurement_are_for_large_layers_too(self) -> None:
-        thresholds = in_layers(9, 3, 64)
-        assert (thresholds.min_tokens, thresholds.min_query_tokens) == (126720, 7168)
-        (note,) = thresholds.notes
-        assert "auto uses the conservative defaults min_tokens 126720 and min_query_tokens 7168;" in note
-
-    def test_a_method_that_never_pays_in_large_layers_does_not_in_small_ones(self) -> None:
-        assert in_layers(9, 3, 64, entry(None)).min_tokens is None
-
-
 @pytest.mark.parametrize("numbers", [(None, 512), (9000, None), (None, None)])
 def test_what_never_pays_stays_dense_until_the_operator_sets_a_number(numbers: tuple[int | None, int | None]) -> None:
     measured = table(entry(*numbers))

@@ -36,19 +36,6 @@ UNMEASURED_MIN_QUERY_TOKENS = 1024
 an H100, and selection reads all keys even for few queries.
 """
 
-UNMEASURED_SHAPE = (32, 8, 128)
-"""(num_heads, num_kv_heads, head_dim) of the layers for which the numbers without measurements were chosen."""
-
-CHUNK_TOKENS = 4096
-"""Maximum number of new tokens with which ``min_tokens`` is measured."""
-
-LINEAR_WEIGHTS = 8
-"""Weights of a decoder layer's linear layers, in squares of num_heads · head_dim. Most models have more: SmolLM2-135M
-has 10.7, and Llama-3.1-8B has 13."""
-
-ROUNDED_TOKENS = 256
-"""A computed length is rounded up to a multiple of this number."""
-
 COMMAND = "sparse-prefill bench crossover"
 SHIPPED = "_crossover/measured.json"
 """Path of the bundled table within the package."""
@@ -88,64 +75,6 @@ class BreakEven(Section):
         return self.min_tokens is not None and self.min_query_tokens is not None
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths from which a method is faster than dense attention in layers of one shape.
-
-    Attributes:
-        min_tokens: Prompt length in tokens; None if the method never was faster.
-        min_query_tokens: New tokens of a step; None if the method never was faster.
-        method: Name of the method.
-        is_estimate: Whether the layers are smaller than those that were measured.
-    """
-
-    min_tokens: int | None
-    min_query_tokens: int | None
-    method: str = ""
-    is_estimate: bool = False
-
-    @property
-    def pays(self) -> bool:
-        """Whether the method is faster at any length."""
-        return self.min_tokens is not None and self.min_query_tokens is not None
-
-    def for_width(self, width: int, measured_width: int) -> "Lengths":
-        """Estimate the lengths for layers that give a GPU less work than the measured layers.
-
-        A sparse layer launches as many kernels in a small model as in a large one, and the GPU must not wait for them.
-        At the measured crossover, the host's time for a layer was at most the GPU's time for dense attention. The
-        estimate is the length from which the GPU has as much work in a small layer.
-
-        A chunk of q tokens after n others is 4 w q (n + q / 2) operations in dense attention of w = num_heads ·
-        head_dim, and at least 2 · ``LINEAR_WEIGHTS`` w² q in a decoder layer's linear layers. The number of new tokens
-        grows by the same factor as the number of keys, n + q / 2.
-
-        Args:
-            width: num_heads · head_dim of the layers.
-            measured_width: The same of the measured layers.
-
-        Returns:
-            The lengths. They are the measured lengths if layers of this width have enough work.
-        """
-        if self.min_tokens is None or self.min_query_tokens is None:
-            return self
-        half_chunk = min(self.min_tokens, CHUNK_TOKENS) // 2
-        measured_keys = self.min_tokens + half_chunk
-        num_keys = measured_width * measured_keys / width - LINEAR_WEIGHTS * width / 2
-        if num_keys <= measured_keys:
-            return self
-        min_query_tokens = self.min_query_tokens * num_keys / measured_keys
-        return Lengths(_round_up(num_keys - half_chunk), _round_up(min_query_tokens), self.method, is_estimate=True)
-
-
-def _round_up(num_tokens: float) -> int:
-    return math.ceil(num_tokens / ROUNDED_TOKENS) * ROUNDED_TOKENS
-
-
-UNMEASURED = Lengths(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
-"""Lengths without measurements, for layers of ``UNMEASURED_SHAPE``."""
-
-
 class ProfileCrossover(BreakEven):
     """Measurement of a level's own heads on one prompt, made together with its profile."""
 
@@ -159,17 +88,6 @@ class ProfileCrossover(BreakEven):
 
     longest_tokens: Tokens
     """Longest measured prompt, in tokens."""
-
-    def for_width(self, width: int | None) -> Lengths:
-        """Return the lengths, which were measured with layers of the profile's own model.
-
-        Args:
-            width: num_heads · head_dim of these layers, which has no effect.
-
-        Returns:
-            The lengths as they were measured.
-        """
-        return Lengths(self.min_tokens, self.min_query_tokens, self.method)
 
     def matches(self, device: str, engine: str) -> bool:
         """Return whether the measurement holds for a device and engine.
@@ -234,23 +152,6 @@ class Entry(BreakEven):
     def shape(self) -> tuple[int, int, int]:
         """(num_heads, num_kv_heads, head_dim) of the measured layer."""
         return self.num_heads, self.num_kv_heads, self.head_dim
-
-    def for_width(self, width: int | None) -> Lengths:
-        """Return the lengths for layers of any width.
-
-        Args:
-            width: num_heads · head_dim of the layers; None for the measured layers.
-
-        Returns:
-            The measured lengths, or an estimate if the layers have much less work for a GPU than the measured layers.
-        """
-        lengths = Lengths(self.min_tokens, self.min_query_tokens, self.method)
-        return lengths if width is None else lengths.for_width(width, _width(self.shape))
-
-
-def _width(shape: tuple[int, int, int]) -> int:
-    num_heads, _, head_dim = shape
-    return num_heads * head_dim
 
 
 class Crossover(Section):
@@ -365,9 +266,6 @@ def resolve_thresholds(
     The profile's own measurement counts if it matches device and engine. Otherwise the largest numbers of any method in
     the table count. Dense heads need no measurement if other methods are present, because no length makes them faster.
 
-    If ``min_tokens`` is ``auto`` and the table has other layers than the model's, both numbers are estimated for the
-    model's layers (``Lengths.for_width``). A number of the operator leaves the other number as it was measured.
-
     Args:
         min_tokens: The setting, in tokens.
         min_query_tokens: The setting, in tokens.
@@ -390,18 +288,14 @@ def resolve_thresholds(
         measurements = {
             method: entries for method, entries in measurements.items() if entries or not isinstance(method, Dense)
         }
-    width = _width(shape) if min_tokens == AUTO else None
-    entries = [entry.for_width(width) for method_entries in measurements.values() for entry in method_entries]
-    stand_in = UNMEASURED if width is None else UNMEASURED.for_width(width, _width(UNMEASURED_SHAPE))
-    assert stand_in.min_tokens is not None
-    assert stand_in.min_query_tokens is not None
+    entries = [entry for method_entries in measurements.values() for entry in method_entries]
     unmeasured = sorted({name_of(method) for method, method_entries in measurements.items() if not method_entries})
     never_faster = sorted({entry.method for entry in entries if not entry.pays})
     where = f"on {device} with engine {engine}"
     notes = []
     if unmeasured:
-        stand_ins = {"min_tokens": (min_tokens, stand_in.min_tokens)}
-        stand_ins["min_query_tokens"] = (min_query_tokens, stand_in.min_query_tokens)
+        stand_ins = {"min_tokens": (min_tokens, UNMEASURED_MIN_TOKENS)}
+        stand_ins["min_query_tokens"] = (min_query_tokens, UNMEASURED_MIN_QUERY_TOKENS)
         automatic = [f"{name} {number}" for name, (setting, number) in stand_ins.items() if setting == AUTO]
         notes.append(
             f"{', '.join(unmeasured)} not measured {where}: auto uses the conservative defaults "
@@ -410,7 +304,7 @@ def resolve_thresholds(
     query_lengths = [entry.min_query_tokens for entry in entries if entry.min_query_tokens is not None]
     measured = None if unmeasured or not query_lengths else max(query_lengths)
     if measured is None:
-        query_lengths.append(stand_in.min_query_tokens)
+        query_lengths.append(UNMEASURED_MIN_QUERY_TOKENS)
     fewest = max(query_lengths) if min_query_tokens == "auto" else min_query_tokens
     if min_tokens != "auto":
         return Thresholds(min_tokens, fewest, tuple(notes) if min_query_tokens == "auto" else (), measured)
@@ -422,17 +316,8 @@ def resolve_thresholds(
         return Thresholds(None, fewest, (note,))
     lengths = [entry.min_tokens for entry in entries if entry.min_tokens is not None]
     if unmeasured:
-        lengths.append(stand_in.min_tokens)
-    most = max(lengths)
-    if any(entry.is_estimate for entry in entries):
-        num_heads, _, head_dim = shape
-        notes.append(
-            f"layers of {num_heads} heads of {head_dim} give a GPU less work than the measured layers, and the host "
-            f"launches as many kernels for them: auto estimates min_tokens {most}"
-            + (f" and min_query_tokens {fewest}" if min_query_tokens == AUTO else "")
-            + f"; run `{COMMAND} MODEL` to measure this model"
-        )
-    return Thresholds(most, fewest, tuple(notes), measured)
+        lengths.append(UNMEASURED_MIN_TOKENS)
+    return Thresholds(max(lengths), fewest, tuple(notes), measured)
 
 
 def crossover_file(path: str | None = None) -> Path:
