@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named groups of compile-time constants of a kernel."""
+"""Compile-time constants of kernels: single constants at module level, and named groups as arguments of a launch."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -7,6 +7,39 @@ from typing import Any, NamedTuple, TypeVar
 import triton.language as tl
 
 Group = TypeVar("Group", bound=NamedTuple)
+
+EQUAL = tl.constexpr(False)
+
+
+class Constant(tl.constexpr):
+    """A constant at module level that kernels read.
+
+    At every launch, Triton compares a copy of each such constant of the kernel with its present value. The comparison
+    of two ``tl.constexpr`` takes the host 1 µs, and the launches of a layer compare 44. This class is not copied, and
+    is equal to itself at once.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Constant":
+        """Return the constant itself, which never changes.
+
+        Args:
+            memo: As for any ``__deepcopy__``.
+
+        Returns:
+            The constant.
+        """
+        return self
+
+    def __ne__(self, other: object) -> tl.constexpr:
+        """Compare the constant with another.
+
+        Args:
+            other: A constant or a number.
+
+        Returns:
+            Whether they differ, as a compile-time constant.
+        """
+        return EQUAL if other is self else super().__ne__(other)
 
 
 @lru_cache(maxsize=4096, typed=True)

@@ -6,6 +6,7 @@ that passes both is used from the first step on. It is never replaced: an except
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -85,7 +86,15 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     Returns:
         (major, minor); (0, 0) if it is not a CUDA device.
     """
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if device.type != "cuda":
+        return 0, 0
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    """Return the compute capability of a GPU. Every layer of a step asks for it."""
+    return torch.cuda.get_device_capability(index)
 
 
 def gluon_refusal(capability: tuple[int, int], missing_gluon: str | None) -> str | None:

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import TILE_FIELDS
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -31,7 +32,7 @@ gather_load = async_copy.async_load if hasattr(async_copy, "async_load") else as
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 bulk_descriptor = tma.tensor_descriptor
 
-FIELDS = gl.constexpr(TILE_FIELDS)
+FIELDS = Constant(TILE_FIELDS)
 """Columns of ``Rows.tiles``."""
 
 T = TypeVar("T")

@@ -310,10 +310,10 @@ class SparseIndex:
             self.stripe_counts, self.stripe_positions, self.stripe_offsets,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def has_stripes(self) -> bool:
         """Whether any head has room for stripes."""
-        return len(self.stripe_positions) > 0
+        return self.stripe_positions.shape[0] > 0
 
     def clear_stripes(self, heads: torch.Tensor) -> None:
         """Remove the stripes of some heads.
@@ -486,4 +486,7 @@ def causal_pairs(rows: Rows) -> int:
     Returns:
         Pairs of all rows together.
     """
-    return sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True))
+    return rows.once(
+        causal_pairs,
+        lambda: sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True)),
+    )

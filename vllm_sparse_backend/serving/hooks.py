@@ -24,7 +24,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import DOCUMENTS
+from vllm_sparse_backend.config.keys import DOCUMENTS, REQUESTS
 from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
 from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, RELEASES
 from vllm_sparse_backend.serving.registration import is_ours, why_displaced
@@ -53,6 +53,9 @@ FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "ela
 Ranks without requests call the last of these while other ranks are busy. Steps with requests use other methods, which
 differ between executors.
 """
+
+LOOKED_UP = frozenset((WORKER_METHOD, REPORT_METHOD, AGREEMENT_METHOD, *FOR_NO_REQUEST))
+"""Methods of a worker for which a call by name gets ours, or a wrapper."""
 
 
 # --- every process: the lookup of a backend, and the configuration ---
@@ -199,6 +202,8 @@ def _counting(original: Function) -> Function:
     """Answer our methods where vLLM's wrapper of a worker looks methods up by name, and do not count idle runs."""
 
     def look_up(self: Any, attr: str) -> Any:
+        if attr not in LOOKED_UP:  # the methods of every step
+            return original(self, attr)
         worker = vars(self).get("worker")  # absent until it is made
         if worker is None or not is_ours(worker.vllm_config.attention_config.backend):
             return original(self, attr)
@@ -214,8 +219,7 @@ def _counting(original: Function) -> Function:
             from vllm_sparse_backend.serving.frontend.worker_agreement import worker_numbers
 
             return functools.partial(worker_numbers, self.worker)
-        method = original(self, attr)
-        return _uncounted(method) if attr in FOR_NO_REQUEST else method
+        return _uncounted(original(self, attr))
 
     return look_up
 
@@ -332,13 +336,15 @@ def _known(original: Function) -> Function:
     """
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours(self.vllm_config.attention_config.backend):
-            return original(self, scheduler_output, *args, **kwargs)
-        from vllm_sparse_backend.serving.worker.step_context import requests_of
+        requests = vars(self).get(REQUESTS)
+        if requests is None:  # the runner's first step, or a runner without a layer of ours
+            if not is_ours(self.vllm_config.attention_config.backend):
+                return original(self, scheduler_output, *args, **kwargs)
+            from vllm_sparse_backend.serving.worker.step_context import requests_of
 
-        requests = requests_of(self)
-        if requests is None:  # a runner without a layer of ours
-            return original(self, scheduler_output, *args, **kwargs)
+            requests = requests_of(self)
+            if requests is None:
+                return original(self, scheduler_output, *args, **kwargs)
         with requests.at_step(scheduler_output, self):
             if hasattr(self, "input_batch"):
                 requests.name_rows(lambda: self.input_batch.req_ids)

@@ -18,18 +18,19 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
-STEP_TOKENS = tl.constexpr(64)
+STEP_TOKENS = Constant(64)
 """Keys that share a scale."""
 
 ALIGN_TOKENS = 128
 """A row's keys are padded to whole blocks of either size."""
 
-INT8_MAX = tl.constexpr(127.0)
-TINY = tl.constexpr(1e-20)  # replaces the largest magnitude of a block of zeros
+INT8_MAX = Constant(127.0)
+TINY = Constant(1e-20)  # replaces the largest magnitude of a block of zeros
 
 UNSPECIALIZED = ("i_row", "seq_len", "start", "num_keys")
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""

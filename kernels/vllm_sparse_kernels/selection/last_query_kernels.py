@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_offsets
 
-LAST = tl.constexpr(64)
+LAST = Constant(64)
 """Keys of a tile of Â, and maximum number of queries for diagonals of single keys."""
 
 UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")

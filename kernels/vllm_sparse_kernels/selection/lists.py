@@ -5,12 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import TILE_FIELDS
 
 CHUNK_BLOCKS = 1024
 
-FIELDS = tl.constexpr(TILE_FIELDS)
+FIELDS = Constant(TILE_FIELDS)
 
 
 @triton.jit

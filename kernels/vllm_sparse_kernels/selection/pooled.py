@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, query_args
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
@@ -32,13 +32,13 @@ SLAB_BYTES = 128 << 20
 SPLIT_BLOCKS = 8
 """Blocks that one program pools one after the other."""
 
-ALIGNED = tl.constexpr(64)
+ALIGNED = Constant(64)
 """Rows of products are padded to a multiple of this, which allows wide loads."""
 
-ROW_BLOCK_FIELDS = tl.constexpr(3)
+ROW_BLOCK_FIELDS = Constant(3)
 """Columns of the rows' table on the device: a row's keys, its first block and first split, counted over all rows."""
 
-HEADS_AT_ONCE = tl.constexpr(128)
+HEADS_AT_ONCE = Constant(128)
 """Number of selected heads that ``is_read`` checks per step."""
 
 UNSPECIALIZED = (

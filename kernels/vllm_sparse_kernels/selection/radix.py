@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
 from vllm_sparse_kernels.selection.last_queries import Sums
@@ -30,19 +31,19 @@ CHUNK = 4096
 """Values processed at a time. Arrays of up to 16 times as many values have chunks of this size, and longer
 arrays have longer chunks."""
 
-MOST_CHUNKS = tl.constexpr(16)
-DIGITS = tl.constexpr(256)
+MOST_CHUNKS = Constant(16)
+DIGITS = Constant(256)
 
 PASSES = 2
-LAST_PASS = tl.constexpr(PASSES - 1)
+LAST_PASS = Constant(PASSES - 1)
 
-EQUAL_BITS = tl.constexpr(13)
+EQUAL_BITS = Constant(13)
 """Values are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
 
-HALF_EQUAL = tl.constexpr(1 << 12)
+HALF_EQUAL = Constant(1 << 12)
 """Half of the range of these bits."""
 
-LEAST_KEY = tl.constexpr((127 - 57) << 10)
+LEAST_KEY = Constant((127 - 57) << 10)
 """Values below 2⁻⁵⁷ also count as equal, which leaves 16 bits for keys of masses up to 2⁷."""
 
 UNSPECIALIZED = ("num_selected", "first_row", "num_rows", "capacity", "chunks", "max_columns")

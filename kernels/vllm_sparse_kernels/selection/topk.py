@@ -10,7 +10,9 @@ Nothing is sorted, nothing is copied to the host, and the result is deterministi
 import triton
 import triton.language as tl
 
-ALIGNED = tl.constexpr(64)
+from vllm_sparse_kernels.compile_time import Constant
+
+ALIGNED = Constant(64)
 """Rows of scores are padded to a multiple of this."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.crossover_cases import entry, written
@@ -132,6 +133,24 @@ class TestMetadata:
         common = make_common(lengths)
         assert type(builder.build(0, common)) is compat.DenseMetadata
         assert recorder_of(builder).samples()[0] == [("rows", [DECODE, "", ""], sum(q for _, q in lengths))]
+
+    @pytest.mark.parametrize("num_rows", [1, 64])
+    def test_decodes_alone_take_one_number_from_a_tensor(
+        self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch, num_rows: int
+    ) -> None:
+        """Any further operation of torch would lengthen the step of every generated token."""
+        monkeypatch.setattr(compat.DenseBuilder, "build", lambda *args: None)
+        common = make_common([(300, 1)] * num_rows)
+        operations: list[str] = []
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                operations.append(str(function))
+                return function(*args, **(kwargs or {}))
+
+        with Counting():
+            builder.build(0, common)
+        assert operations == ["aten.select.int", "aten._local_scalar_dense.default"]
 
     @pytest.mark.full
     @given(lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=12))

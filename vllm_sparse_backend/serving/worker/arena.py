@@ -58,18 +58,19 @@ class Arena(Workspace):
 
     overflows = 0
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return an uninitialised tensor in the arena, or outside it if it does not fit: this must not end a server.
+    def _create(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
+        """Create a tensor in the arena, or outside it if it does not fit: this must not end a server.
 
         Args:
-            *shape: Shape of the tensor.
+            begin: Offset of the tensor in the arena.
             dtype: Its dtype.
+            shape: Its shape.
 
         Returns:
-            The tensor, on the arena's device.
+            The offset after it, which is ``begin`` for a tensor outside the arena, and the tensor.
         """
         try:
-            return super().empty(*shape, dtype=dtype)
+            return super()._create(begin, dtype, shape)
         except MemoryError as error:
             if self.overflows == 0:
                 logger.warning(
@@ -77,7 +78,7 @@ class Arena(Workspace):
                     "report this with the plan that the log shows at start-up (logged once)", error,
                 )  # fmt: skip
             self.overflows += 1
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            return begin, torch.empty(shape, dtype=dtype, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -187,11 +187,12 @@ class SparsePrefillImpl(compat.DenseImpl):
         levels = {slab.level for slab in step.slabs}
         held = {level for level in levels if (self.number, level) in step.held}
         probes = [probe for probe in step.probes if self.number in probe.layers]
-        # Levels that the guard holds dense still run sparse for its checks. Dense attention overwrites their output.
-        with not_counting():
-            run_sparse(held & {probe.level for probe in probes})
-        held_outputs = {probe.level: output[probe.run.tokens].clone() for probe in probes if probe.level in held}
+        held_outputs: dict[str, torch.Tensor] = {}
         if held:
+            # These levels still run sparse for the checks of the guard. Dense attention overwrites their output.
+            with not_counting():
+                run_sparse(held & {probe.level for probe in probes})
+            held_outputs = {probe.level: output[probe.run.tokens].clone() for probe in probes if probe.level in held}
             forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)
         else:
             for run in step.dense_runs:

@@ -8,12 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_sparse_backend.config.keys import REQUESTS
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, Mark, RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.request_tallies import RequestTallies, ticket_in
-
-REQUESTS = "sparse_prefill_requests"
-"""Name of the attribute of vLLM's runner that holds its ``RunnerRequests``."""
 
 
 class Step:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types that the kernel, its producer and its consumers share: sizes, work items, and the channels between them."""
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.gluon_compat import Channel, aggregate, barrier, gl, gluon, mbarrier
 
-HALF = gl.constexpr(64)
+HALF = Constant(64)
 """Queries of a consumer group, and also columns of 16 bits in a row of 128 bytes, the span of the swizzle."""
 
-SWEEP = gl.constexpr(8)
+SWEEP = Constant(8)
 """Rows of a swizzle atom, the smallest part of a step that is a valid tile."""
 
 ROOM = {
@@ -80,7 +81,7 @@ class Item:
     num_stripes: gl.tensor
 
 
-WORDS = gl.constexpr(8)
+WORDS = Constant(8)
 """Room for an item in ``ItemSlots``, of which six words are used."""
 
 

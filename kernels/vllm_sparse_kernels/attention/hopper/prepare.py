@@ -4,7 +4,9 @@
 import triton
 import triton.language as tl
 
-MOST_HEADS = tl.constexpr(1 << 16)
+from vllm_sparse_kernels.compile_time import Constant
+
+MOST_HEADS = Constant(1 << 16)
 """Upper bound of the number of kv heads of a rank."""
 
 

@@ -10,16 +10,17 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.attention.smooth_keys import STEP_TOKENS, quantize
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_offsets, widen
 from vllm_sparse_kernels.selection.lists import load_tile
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = Constant(1.4426950408889634)
+LN_2 = Constant(0.6931471805599453)
 
-KEYS = tl.constexpr(0)
-VALUES = tl.constexpr(1)
+KEYS = Constant(0)
+VALUES = Constant(1)
 
-UNREACHED = tl.constexpr(1e30)
+UNREACHED = Constant(1e30)
 """Running maximum of rows past the tile's last query, so high that these rows never prevent a skip."""
 
 

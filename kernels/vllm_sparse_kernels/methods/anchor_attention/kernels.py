@@ -10,20 +10,21 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import load_keys, widen
 from vllm_sparse_kernels.selection.lists import append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.pooled import is_read
 
-WORD = tl.constexpr(32)
+WORD = Constant(32)
 """Keys whose votes make one word."""
 
-ALL_KEPT = tl.constexpr(-1)
+ALL_KEPT = Constant(-1)
 """The word of 32 keys that are all kept."""
 
-GROUP_FIELDS = tl.constexpr(4)
+GROUP_FIELDS = Constant(4)
 """Columns of the groups' table: start of the window, first tile, number of tiles, offset of the list."""
 
-FIRST_TILE, NUM_TILES, LIST_OFFSET = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+FIRST_TILE, NUM_TILES, LIST_OFFSET = Constant(1), Constant(2), Constant(3)
 """Columns after the first of the groups' table."""
 
 

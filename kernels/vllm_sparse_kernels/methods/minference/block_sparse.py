@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
@@ -28,7 +29,7 @@ from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
 from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
 from vllm_sparse_kernels.selection.topk import kept_in_chunk, load_bits
 
-POOL = tl.constexpr(KEY_BLOCK_TOKENS)
+POOL = Constant(KEY_BLOCK_TOKENS)
 """Tokens of a pooled query or key: the paper's block_size."""
 
 PER_TILE = 2

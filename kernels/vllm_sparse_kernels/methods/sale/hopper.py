@@ -8,6 +8,7 @@ ahead. A score takes one fused multiply-add and one maximum, each instruction ha
 If half precision may not represent all sums exactly, a program marks its part for ``scores.py`` and does not test it.
 """
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.gluon_compat import (
     aggregate,
     barrier,
@@ -24,15 +25,15 @@ from vllm_sparse_kernels.gluon_compat import (
 )
 from vllm_sparse_kernels.selection import slabs
 
-PAIR_FIELDS = gl.constexpr(slabs.PAIR_FIELDS)
+PAIR_FIELDS = Constant(slabs.PAIR_FIELDS)
 
-STAGES = gl.constexpr(4)
+STAGES = Constant(4)
 """Number of steps of keys that shared memory holds and that each round of the loop handles."""
 
-STEP_TOKENS = gl.constexpr(128)
+STEP_TOKENS = Constant(128)
 """Keys of one step, and queries of a tile."""
 
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS.value, 32]))
+SCORES = Constant(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS.value, 32]))
 """How a warp group holds the scores of a tile and a step."""
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
@@ -21,14 +21,14 @@ from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
 from vllm_sparse_kernels.workspace import Workspace
 
-QUERY_BLOCK = tl.constexpr(64)  # b_q
-KEY_BLOCK = tl.constexpr(32)  # b_k
-SEGMENT = tl.constexpr(128)  # keys between sink and local region: a multiple of four 32-key blocks
-LEVELS = tl.constexpr(7.0)
-TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of zeros
-LEAST = tl.constexpr(-1e30)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+QUERY_BLOCK = Constant(64)  # b_q
+KEY_BLOCK = Constant(32)  # b_k
+SEGMENT = Constant(128)  # keys between sink and local region: a multiple of four 32-key blocks
+LEVELS = Constant(7.0)
+TINY = Constant(1e-20)  # stands in for the largest magnitude of a vector of zeros
+LEAST = Constant(-1e30)
+LOG2_E = Constant(1.4426950408889634)
+LN_2 = Constant(0.6931471805599453)
 
 ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
 """Keys of one program."""

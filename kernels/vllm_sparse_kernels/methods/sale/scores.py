@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.engine_choice import gluon_refusal
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.rounding import (
@@ -40,7 +40,7 @@ TEST_WARPS = 4
 SPAN_TOKENS = 8192
 """Keys that a program tests: enough to hide its start (256 queries to load), and few enough to fill a card."""
 
-PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
+PAIR_FIELDS = Constant(slabs.PAIR_FIELDS)
 
 try:
     from vllm_sparse_kernels.gluon_compat import bulk_steps

@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
-MEANS_AT_ONCE = tl.constexpr(128)
+MEANS_AT_ONCE = Constant(128)
 """Mean keys that are multiplied by a mean query at a time. This number, or twice as many, are buffered."""
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.share_prefill.block_average import (
     MEANS_AT_ONCE,
     average_tile,
@@ -19,13 +20,13 @@ from vllm_sparse_kernels.methods.share_prefill.block_average import (
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
-VERTICAL_SLASH, SHARED, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+VERTICAL_SLASH, SHARED, DENSE = Constant(0), Constant(1), Constant(2)
 """The pattern of a head in a row: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
 
-CHUNK = tl.constexpr(CHUNK_BLOCKS)
+CHUNK = Constant(CHUNK_BLOCKS)
 """Blocks of a step."""
 
-TILES_AT_ONCE = tl.constexpr(32)
+TILES_AT_ONCE = Constant(32)
 """Tiles whose weights are under way at a time where those of a row are added up."""
 
 

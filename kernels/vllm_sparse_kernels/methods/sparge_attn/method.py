@@ -69,6 +69,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
@@ -89,14 +90,14 @@ of longer rows are read again in each step of the search."""
 CUMULATIVE = 0.0
 """``HeadLimits.top_share`` of a head with the cumulative cut."""
 
-FORCED = tl.constexpr(-1.0)
+FORCED = Constant(-1.0)
 """Rank of a key block outside the softmax; all other ranks are >= 0."""
 
-LEAST = tl.constexpr(-3.0e38)
+LEAST = Constant(-3.0e38)
 """Replaces the largest score of a row without scores."""
 
 LOG2_E = 1.4426950408889634
-ONE_BITS = tl.constexpr(0x3F800000)
+ONE_BITS = Constant(0x3F800000)
 """The bits of 1.0, the largest rank. The bits of floats >= 0 sort as the floats do."""
 
 

@@ -14,28 +14,29 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.lists import append, load_tile, tile_blocks
 
-KEY_BLOCK = tl.constexpr(32)
+KEY_BLOCK = Constant(32)
 
 HELD_BLOCKS = 4096
 """Masses that stay in registers during the search for the threshold: those of 131,072 keys."""
 
-LISTED_BLOCKS = tl.constexpr(1024)
+LISTED_BLOCKS = Constant(1024)
 """Number of blocks whose places in a list are found at a time. More would take registers from other programs."""
 
 MAX_REGISTERS = 64
 """Register cap per thread that allows four programs of 256 threads per multiprocessor."""
 
-TWO_BITS = tl.constexpr(0x40000000)
+TWO_BITS = Constant(0x40000000)
 """The bits of 2.0. Masses are at most 1, but for rounding."""
 
-CHOSEN = tl.constexpr(1)
+CHOSEN = Constant(1)
 """Mark of a block that is kept for the whole tile. Unmarked blocks have 0."""
 
-ADDED = tl.constexpr(2)
+ADDED = Constant(2)
 """Mark of a block that a single query adds (``floor.py``). Other queries do not count it as kept, so that the result
 does not depend on the order of queries."""
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import ADDED, CHOSEN, KEY_BLOCK
 from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -33,18 +34,18 @@ STEP_ROUNDS = 8
 HELD_BLOCKS = 1024
 """Codes of a query that stay in registers during the search. More would leave too few for other programs."""
 
-TILE = tl.constexpr(TILE_TOKENS)
-ROUND_BLOCKS = tl.constexpr(16)
+TILE = Constant(TILE_TOKENS)
+ROUND_BLOCKS = Constant(16)
 """Blocks whose bytes are stored together, for all queries of a tile (``hopper.py``)."""
 
-UNIT = tl.constexpr(2.0**103)
+UNIT = Constant(2.0**103)
 """Factor that turns a byte into an exponential. The byte becomes the middle bits of a float32: the lowest bits of the
 exponent and the highest bits of the mantissa."""
 
-BYTE_BITS = tl.constexpr(0x1FE00000)
+BYTE_BITS = Constant(0x1FE00000)
 """The bits of that float32 that hold the byte."""
 
-LEAST_HALF = tl.constexpr(0x400)
+LEAST_HALF = Constant(0x400)
 """Code of the lowest finite half-precision number (see ``_codes``)."""
 
 

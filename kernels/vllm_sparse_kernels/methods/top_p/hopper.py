@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.gluon_compat import (
     Channel,
     aggregate,
@@ -52,30 +53,30 @@ from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
-STAGES = gl.constexpr(4)
+STAGES = Constant(4)
 """Steps of keys in shared memory."""
 
-MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, gl.constexpr(104), gl.constexpr(24)
+MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, Constant(104), Constant(24)
 """Registers per thread: at the start, when two programs fit on an SM; then of consumers and of the producer's group."""
 
-TILE = gl.constexpr(TILE_TOKENS)
+TILE = Constant(TILE_TOKENS)
 
-STEP = gl.constexpr(128)
+STEP = Constant(128)
 """Keys of one step, which are multiplied and copied together."""
 
-STEP_BLOCKS = gl.constexpr(STEP.value // KEY_BLOCK.value)
+STEP_BLOCKS = Constant(STEP.value // KEY_BLOCK.value)
 
-HALF_TILE = gl.constexpr(TILE_TOKENS // 2)
+HALF_TILE = Constant(TILE_TOKENS // 2)
 """Queries of a program of ``_diagonal_kernel``."""
 
-ROUND = gl.constexpr(512)
+ROUND = Constant(512)
 """Keys of a round of four steps: the 16 blocks whose bytes are stored together."""
 
 SPAN_TOKENS = 8192
 """Keys of a program: enough to hide its start, and few enough to fill a card."""
 
-SPAN = gl.constexpr(SPAN_TOKENS)
-PAIR_FIELDS = gl.constexpr(slabs.PAIR_FIELDS)
+SPAN = Constant(SPAN_TOKENS)
+PAIR_FIELDS = Constant(slabs.PAIR_FIELDS)
 
 PERMUTED = True
 """Whether keys are stored permuted within steps."""
@@ -158,7 +159,7 @@ def masses(
         target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept_mass, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
-    num_selected, num_pairs, kept_d = len(heads), len(run.pairs), rounded.keys.shape[2]
+    num_selected, num_pairs, kept_d = heads.shape[0], run.pairs.shape[0], rounded.keys.shape[2]
     num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
     _diagonal_kernel[(num_pairs, 4, num_selected)](
         rounded, heads, kept_mass, tiles, first_tile, run.pairs, scratch, num_tiles,

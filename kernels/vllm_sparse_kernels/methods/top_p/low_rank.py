@@ -26,39 +26,40 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.layer_inputs import LayerInputs
-from vllm_sparse_kernels.paged import key_args, key_offsets, query_args, widen
+from vllm_sparse_kernels.paged import key_args, key_offsets, padded_dim, query_args, widen
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
 PARTS = 16
 """Number of programs that add up the keys of a row and kv head, and number of programs that add up its queries."""
 
-GROUP_TOKENS = tl.constexpr(64)
+GROUP_TOKENS = Constant(64)
 """Keys in a group of the sample, and queries that are added by one product."""
 
 SAMPLED_KEYS = 8192
 """Maximum number of sampled keys of a row."""
 
-COLUMNS = tl.constexpr(128)
+COLUMNS = Constant(128)
 """Maximum number of rows and columns of a moment in one program."""
 
 ITERATIONS = 2
 
-RIDGE = tl.constexpr(1e-3)
+RIDGE = Constant(1e-3)
 """Added to the diagonals of moments, whose mean is 1, so that moments with unused channels are invertible."""
 
 MAX_REGISTERS = 128
 """Register cap per thread of ``_products_kernel``, with which two programs of 256 threads fit on a multiprocessor."""
 
-JITTER = tl.constexpr(1e-6)
+JITTER = Constant(1e-6)
 """Added to the diagonal of the matrix that is factorised, which has a diagonal of 1."""
 
-LEAST_PIVOT = tl.constexpr(1e-7)
-TINY = tl.constexpr(1e-30)  # replaces sums of zeros
+LEAST_PIVOT = Constant(1e-7)
+TINY = Constant(1e-30)  # replaces sums of zeros
 
-TOO_LARGE = tl.constexpr(1e15)
-STRIPE = tl.constexpr(16)
+TOO_LARGE = Constant(1e15)
+STRIPE = Constant(16)
 BYTES_AT_ONCE = 32 << 20
 """Maximum bytes of the sums of rows that are processed together."""
 
@@ -84,7 +85,7 @@ def rank_of(head_dim: int) -> int:
         A quarter of head_dim, rounded up to a power of two. For a head_dim of at most 64, all channels, because
         fewer channels saved no time there, and reduced the accuracy of a trained model.
     """
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = padded_dim(head_dim)
     return block_d // 4 if block_d > 64 else block_d
 
 

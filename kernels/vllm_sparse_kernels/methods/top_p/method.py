@@ -46,7 +46,6 @@ from types import ModuleType
 from typing import Literal, get_args
 
 import torch
-import triton
 
 from vllm_sparse_kernels.engine_choice import capability_of, gluon_refusal
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
@@ -74,7 +73,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
     rounding_bytes,
     row_moments,
 )
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import PagedCache, padded_dim
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import (
@@ -187,7 +186,7 @@ class TopP(PerHead):
         Returns:
             True if it does; False if it multiplies channels as they are.
         """
-        return self.channels == "low_rank" and rank_of(head_dim) < triton.next_power_of_2(head_dim)
+        return self.channels == "low_rank" and rank_of(head_dim) < padded_dim(head_dim)
 
     @property
     def least_peak(self) -> float:
@@ -227,7 +226,7 @@ class TopP(PerHead):
         Returns:
             Bytes of the kernels that round to ``channels``.
         """
-        return rounding_bytes(triton.next_power_of_2(head_dim), self.kept_channels(head_dim))
+        return rounding_bytes(padded_dim(head_dim), self.kept_channels(head_dim))
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads`` on the first engine that does not refuse; see ``Method.select``.
@@ -301,7 +300,8 @@ def select_on_portable(
 def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
     """Fill the lists of ``heads`` with the masses that the module ``kernels`` computes."""
     index.clear_stripes(heads)
-    methods = method.of_heads(len(heads))
+    num_selected = heads.shape[0]
+    methods = method.of_heads(num_selected)
     kept_mass = tuple(head.kept_mass for head in methods)
     if min(kept_mass) == 1:
         compact_blocks(None, index, heads)
@@ -316,7 +316,7 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
     with workspace.frame():
         moments = row_moments(inputs, storage, workspace)
         queries, factors = round_queries(inputs, moments, heads, storage, workspace)
-        for slab in slabs_of(index.rows, len(heads), kernels.tile_bytes):
+        for slab in slabs_of(index.rows, num_selected, kernels.tile_bytes):
             with workspace.frame():
                 keys, steps = round_keys(inputs, slab, moments, storage, kernels.PERMUTED, workspace)
                 rounded = Rounded(queries, factors, queries.shape[1], keys, steps, keys.shape[1])
@@ -330,7 +330,7 @@ def _select_run(
     index: SparseIndex, run: Run,
 ) -> None:  # fmt: skip
     """Write the lists of a run. ``floors`` [n] float32; None if no head has one."""
-    num_selected, workspace = len(selected.heads), index.workspace
+    num_selected, workspace = selected.heads.shape[0], index.workspace
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.floor import StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
@@ -25,13 +26,13 @@ from vllm_sparse_kernels.workspace import Workspace
 PERMUTED = False
 """Whether keys are stored permuted within steps."""
 
-TILE = tl.constexpr(TILE_TOKENS)
-PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
+TILE = Constant(TILE_TOKENS)
+PAIR_FIELDS = Constant(slabs.PAIR_FIELDS)
 
-STEP = tl.constexpr(128)
+STEP = Constant(128)
 """Keys of one matrix product."""
 
-STEP_BLOCKS = tl.constexpr(STEP.value // KEY_BLOCK.value)
+STEP_BLOCKS = Constant(STEP.value // KEY_BLOCK.value)
 
 SPAN_TOKENS = 8192
 """Keys of one program."""
@@ -39,7 +40,7 @@ SPAN_TOKENS = 8192
 MASS_BLOCKS = 64
 """Blocks of one program of ``_masses_kernel``."""
 
-MOST = tl.constexpr(60000.0)
+MOST = Constant(60000.0)
 """Limit of the absolute value of scores: half precision cannot hold much larger numbers."""
 
 

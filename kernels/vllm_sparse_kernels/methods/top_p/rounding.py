@@ -21,25 +21,26 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, wide_dtype, widen
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, query_args, wide_dtype, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
 from vllm_sparse_kernels.workspace import Workspace
 
-LARGEST = tl.constexpr(15.0)
-MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
-TINY = tl.constexpr(1e-20)  # replaces the largest magnitude of zeros
+LARGEST = Constant(15.0)
+MAGIC = Constant(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
+TINY = Constant(1e-20)  # replaces the largest magnitude of zeros
 LOG2_E = 1.4426950408889634
 
-SAMPLE = tl.constexpr(64)
+SAMPLE = Constant(64)
 """Keys of a group of the sample. The sample has half as many queries of each tile."""
 
-EVERY = tl.constexpr(8)
+EVERY = Constant(8)
 """Out of this many consecutive groups of keys, the first belongs to the sample."""
 
 SPLIT_GROUPS = 4
@@ -101,7 +102,7 @@ def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> 
     """
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
-    block_d, kept_d = triton.next_power_of_2(head_dim), storage.kept_d
+    block_d, kept_d = padded_dim(head_dim), storage.kept_d
     if storage.low_rank:
         means = workspace.empty(rows.num_rows, num_kv_heads, kept_d)
         maps = workspace.empty(rows.num_rows, num_kv_heads, 2, block_d, kept_d, dtype=wide_dtype(q.dtype))
@@ -147,11 +148,12 @@ def round_queries(
     """
     q, rows = inputs.q, inputs.rows
     num_queries = rows.num_tiles * TILE_TOKENS
-    values = workspace.empty(len(heads), num_queries, storage.kept_d, dtype=storage.dtype)
-    factors = workspace.empty(len(heads), num_queries)
-    block_d = triton.next_power_of_2(q.shape[2])
+    num_selected = heads.shape[0]
+    values = workspace.empty(num_selected, num_queries, storage.kept_d, dtype=storage.dtype)
+    factors = workspace.empty(num_selected, num_queries)
+    block_d = padded_dim(q.shape[2])
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device))
-    _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), len(heads))](
+    _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), num_selected)](
         query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors, num_queries,
         HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
         KV_HEADS=moments.means.shape[1], TILE=TILE_TOKENS, ROUNDED=num_rounded, num_warps=8,
@@ -178,10 +180,10 @@ def round_keys(
     cache, rows = inputs.cache, inputs.rows
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
     steps = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
-    block_d = triton.next_power_of_2(cache.head_dim)
+    block_d = padded_dim(cache.head_dim)
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(cache.keys.device))
     num_programs = ceil_div(slab.longest, 128) * (128 // num_rounded)
-    _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
+    _round_keys_kernel[(num_programs, cache.num_kv_heads, slab.key_starts.shape[0])](
         key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
         slab.num_keys,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, KEPT_D=storage.kept_d, PERMUTED=permuted, ROUNDED=num_rounded,

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's time in a step: what this backend adds to a step of decodes, and what a sparse layer takes. Needs no GPU.
+
+    python -m benchmarks.host_time decodes [--rows 64]
+    python -m benchmarks.host_time prefill [--heads 9,3,64] [--method NAME:FIELD=VALUE] [--profile]
+
+A GPU waits for the host if a layer's kernels take less time than the host needs to launch them, as in small models.
+
+``decodes`` times every function of this package that runs in each step of decodes, around functions of vLLM that do
+nothing. Under full CUDA graphs a layer's ``forward`` does not run.
+
+``prefill`` runs a chunk through all layers of a model on the engine for Hopper, on a card that runs nothing
+(``null_card``): Triton's launcher runs, and CUDA's driver and the kernels do not.
+
+Times are CPU times of one thread, and the minimum over repetitions, because other programs may share the machine.
+"""
+
+import cProfile
+import pstats
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import torch
+import typer
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from benchmarks.null_card import null_card
+from benchmarks.options import CHUNK_TOKENS, OneMethod, plan_asked
+from tests.helpers import vllm_objects
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.serving import compat, hooks
+from vllm_sparse_backend.serving.worker.arena import Arena, Row, kernel_rows
+from vllm_sparse_backend.serving.worker.counters import Recorder
+from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
+from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
+from vllm_sparse_kernels.attention import engine as attention_engine
+from vllm_sparse_kernels.attention.hopper.engine import HOPPER
+from vllm_sparse_kernels.layer import Layer
+from vllm_sparse_kernels.methods.top_p import method as top_p
+
+PAGE_TOKENS = 128
+ARENA_BYTES = 1 << 30
+REPETITIONS = 20
+CALLS = 2000
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def cpu_us(function: Callable[[], object], calls: int, repetitions: int = REPETITIONS) -> float:
+    """Return the CPU time of a call in µs: the minimum over repetitions of the mean over calls."""
+    means = []
+    for _ in range(repetitions):
+        began = time.process_time()
+        for _ in range(calls):
+            function()
+        means.append((time.process_time() - began) / calls)
+    return min(means) * 1e6
+
+
+# --- a step of decodes ---
+
+
+def nothing(*_: object, **__: object) -> None:
+    """In place of a function of vLLM."""
+
+
+def decode_parts(num_rows: int, folder: Path) -> Iterator[tuple[str, float]]:
+    """Yield what this package adds to a step of decodes: each part, and its time in µs."""
+    config = vllm_objects.make_config(vllm_objects.make_model(folder), {"min_tokens": 128})
+    layers = vllm_objects.make_layers(config, range(vllm_objects.SHAPE["num_hidden_layers"]))
+    with patch.object(compat, "tensor_parallel", lambda config: (0, 1)):  # without process groups
+        builder = vllm_objects.make_builder(config, layers)
+    common = vllm_objects.make_common([(500, 1)] * num_rows)
+    with patch.object(compat.DenseBuilder, "build", nothing):
+        yield "metadata: build", cpu_us(lambda: builder.build(0, common), CALLS)
+
+    runner = SimpleNamespace(vllm_config=config, input_batch=SimpleNamespace(req_ids=()))
+    scheduled = {f"request-{row}": 1 for row in range(num_rows)}
+    output = SimpleNamespace(finished_req_ids=(), scheduled_new_reqs=(), num_scheduled_tokens=scheduled)
+    execute_model = hooks._known(nothing)
+    yield "requests of the step: execute_model", cpu_us(lambda: execute_model(runner, output), CALLS)
+
+    wrapper = SimpleNamespace(worker=SimpleNamespace(vllm_config=config))
+    look_up = hooks._counting(nothing)
+    yield "a call by name: __getattr__", cpu_us(lambda: look_up(wrapper, "sample_tokens"), CALLS)
+
+    forward, metadata = layers[0].impl.forward, SimpleNamespace()
+    with patch.object(compat.DenseImpl, "forward", nothing):
+        layer_us = cpu_us(lambda: forward(layers[0], None, None, None, None, metadata, None), CALLS)
+    yield "without full graphs: forward of a layer", layer_us
+
+
+@app.command()
+def decodes(rows: Annotated[int, typer.Option(min=1, help="Requests that decode.")] = 1) -> None:
+    """Time what this package adds to a step of decodes."""
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        parts = [{"part": part, "us": round(us, 2)} for part, us in decode_parts(rows, Path(folder) / "model")]
+    Console().print(table_of(f"a step of {rows} decodes", {"part": "part", "us": "µs"}, parts))
+
+
+# --- a sparse layer ---
+
+
+@dataclass
+class Pass:
+    """A chunk's way through all layers of a model, without a GPU.
+
+    Attributes:
+        shape: The model.
+        impls: Its layers.
+        context_len: Tokens before the chunk.
+        query_len: Tokens of the chunk.
+    """
+
+    shape: ModelShape
+    impls: list[SparsePrefillImpl]
+    context_len: int
+    query_len: int
+
+    @staticmethod
+    def of(shape: ModelShape, method: str, context_len: int, query_len: int) -> "Pass":
+        """Return the pass of a chunk with a method. Layers of one plan share an object, as on a server."""
+        _, plan = plan_asked(method, shape)
+        recorder = Recorder(CPU)
+        recorder.add_layers(range(shape.num_layers))
+        recorder.device = META  # counts as on a GPU
+        memory = SimpleNamespace(arena=Arena(CPU, torch.empty(ARENA_BYTES, dtype=torch.uint8)))
+        resolved = SimpleNamespace(config=SimpleNamespace(check_index=False))
+        worker: Any = SimpleNamespace(recorder=recorder, memory=memory, guard=None, resolved=resolved)
+        served: dict[Any, Layer] = {}
+        impls = []
+        for number, groups in enumerate(plan.layers):
+            assert groups is not None
+            if groups not in served:
+                engines = tuple(group.method.select_engines[0] for group in groups)
+                layer = Layer.of(groups, shape.head_dim, CPU, HOPPER.name)
+                served[groups] = replace(layer, engine=HOPPER, select_engines=engines, by_kernels=True)
+            impl = object.__new__(SparsePrefillImpl)
+            impl.head_size, impl.scale, impl.sinks = shape.head_dim, shape.head_dim**-0.5, None
+            impl.adopt(number, {DEFAULT: LayerLevel(served[groups])}, worker)
+            impls.append(impl)
+        return Pass(shape, impls, context_len, query_len)
+
+    def step(self) -> Callable[[], None]:
+        """Return a function that runs one step through all layers, with new rows as in each step of a server."""
+        shape, num_pages = self.shape, -(-(self.context_len + self.query_len) // PAGE_TOKENS)
+        query = torch.zeros(self.query_len, shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
+        out = torch.empty_like(query)
+        cache = torch.zeros(num_pages, shape.num_kv_heads, PAGE_TOKENS, 2 * shape.head_dim, dtype=torch.bfloat16)
+        table = torch.arange(num_pages, dtype=torch.int32)[None]
+
+        def run() -> None:
+            rows = kernel_rows([Row(0, 0, self.query_len, self.context_len)], table)
+            metadata = SimpleNamespace(sparse=SparseStep((Slab(rows),), ()))
+            with torch.inference_mode():
+                for impl in self.impls:
+                    impl.forward(SimpleNamespace(), query, None, None, cache, metadata, out)
+
+        return run
+
+
+@contextmanager
+def hopper_paths() -> Iterator[None]:
+    """Take the host's paths of an H100, with tensors of this machine's CPU."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(attention_engine, "capability_of", lambda device: (9, 0)))
+        stack.enter_context(patch.object(top_p, "stored_dtype", lambda device: torch.float8_e4m3fn))
+        stack.enter_context(patch.object(compat, "IS_CPU", False))
+        yield
+
+
+def counted_launches(step: Callable[[], None]) -> Counter[str]:
+    """Return how often a step launches each kernel."""
+    launches: Counter[str] = Counter()
+    launch = JITFunction.run
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        launches[self.fn.__name__] += 1
+        return launch(self, *args, **options)
+
+    with patch.object(JITFunction, "run", counted):
+        step()
+    return launches
+
+
+def counted_operations(step: Callable[[], None]) -> Counter[str]:
+    """Return how often a step calls each operation of torch."""
+    operations: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations[str(function)] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Counting():
+        step()
+    return operations
+
+
+@app.command()
+def prefill(
+    heads: Annotated[str, typer.Option(help="Query heads, kv heads and head_dim.")] = "9,3,64",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 30,
+    method: OneMethod = "",
+    context: Annotated[int, typer.Option(min=0, help="Cached tokens before the chunk.")] = 24_576,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the chunk.")] = CHUNK_TOKENS,
+    profile: Annotated[bool, typer.Option(help="Print the functions that take the most time.")] = False,
+) -> None:
+    """Time the host's part of a sparse layer, and count its launches and operations of torch."""
+    torch.set_num_threads(1)
+    num_heads, num_kv_heads, head_dim = map(int, heads.split(","))
+    shape = ModelShape("LlamaForCausalLM", layers, num_heads, num_kv_heads, head_dim)
+    with hopper_paths(), null_card():
+        step = Pass.of(shape, method, context, tokens).step()
+        step()  # compiles
+        launches, operations = counted_launches(step), counted_operations(step)
+        total_us = cpu_us(step, 1) / layers
+        with patch.object(JITFunction, "run", nothing):
+            without_us = cpu_us(step, 1) / layers
+        rows = [
+            {"what": "host's time, µs", "value": f"{total_us:.0f}"},
+            {"what": "of it without launches, µs", "value": f"{without_us:.0f}"},
+            {"what": "launches", "value": f"{sum(launches.values()) / layers:.1f}"},
+            {"what": "operations of torch", "value": f"{sum(operations.values()) / layers:.1f}"},
+        ]
+        title = f"a sparse layer with {heads} heads, {tokens:,} tokens after {context:,}"
+        Console().print(table_of(title, {"what": "per layer", "value": ""}, rows))
+        if profile:
+            profiler = cProfile.Profile()
+            with profiler:
+                for _ in range(REPETITIONS):
+                    step()
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+
+
+if __name__ == "__main__":
+    app()
