@@ -10,7 +10,7 @@ import torch
 from tests.helpers.batches import random_batch, random_index
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, all_lists, select
-from vllm_sparse_kernels import block_width
+from vllm_sparse_kernels import block_width, engine_choice
 from vllm_sparse_kernels.block_width import index_block_tokens
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -96,7 +96,7 @@ SALE = [Sale(), Sale(tau=0.008), Sale(tau=0.0)]
 @pytest.fixture(params=[HOPPER, AMPERE, ADA, BLACKWELL], ids=str)
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Simulate a GPU of this compute capability with Hopper's shared memory, so nothing else differs."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
+    monkeypatch.setattr(engine_choice, "_capability", lambda index: request.param)
     monkeypatch.setattr(block_width, "shared_bytes", lambda device: 227 << 10)
     return request.param
 
@@ -130,6 +130,6 @@ def test_what_shares_an_index_with_others_is_as_wide_as_these(
 def test_without_a_gpu_as_on_hopper_and_shared_memory_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [index_block_tokens(SALE, 128, CPU, engine) for engine in ("auto", "portable")] == [32, 64]
     assert index_block_tokens([AnchorAttention(whole_blocks=True)], 128, CPU) == 32
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: AMPERE)
+    monkeypatch.setattr(engine_choice, "_capability", lambda index: AMPERE)
     monkeypatch.setattr(block_width, "shared_bytes", lambda device: 99 << 10)
     assert index_block_tokens([Dense()], 128, CUDA) == 64
