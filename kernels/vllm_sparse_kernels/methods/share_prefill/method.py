@@ -24,6 +24,7 @@ Which head becomes a pivot depends on the data, so it differs from row to row. T
   that the causal mask leaves.
 * *Blocks.* The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate
   uses the chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
+* *Diagonal.* Blocks on the diagonal are always kept, as by every method here. The paper keeps them if the map does.
 * *JSD* uses the natural logarithm, as the released code does. Blocks tied at the threshold are all kept.
 * *γ per head.* A head that shares takes the pivot's map, not its pattern, and keeps the blocks that hold the
   head's γ of the mass; the paper has one γ. Thus γ never decides which heads share, and a head's γ changes no other
