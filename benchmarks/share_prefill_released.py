@@ -262,11 +262,12 @@ def main(
     results: Results = None,
 ) -> None:
     """Print recall at equal density for each difference."""
-    with failures(), torch.no_grad():
+    with failures():
         captured = Capture.open(capture)
         report = Report("share_prefill_released", "CPU", results_path=results)
         numbers = head_clusters(Capture.open(clusters), "cpu", CPU_SIDE, distance)
-        heads = list(heads_of_prompt(captured, numbers, every))
+        with torch.no_grad():
+            heads = list(heads_of_prompt(captured, numbers, every))
         prompt = Prompt(heads[0].key_mass.shape[1])
         prefix = f"SharePrefill, {captured.model}, {len(heads)} heads, distance {distance:g}: "
 
