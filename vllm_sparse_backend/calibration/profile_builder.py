@@ -46,7 +46,7 @@ class LevelResult:
         ]
         if not sparse:
             return {}
-        figures = {}
+        figures: dict[str, float] = {}
         if self.bound.numbers:
             shares = [self.bound.used_fraction(result) for result in sparse]
             figures |= {
