@@ -55,8 +55,9 @@ it is implemented here:
 
 On a trained model (the 64 heads of a small one, 8,192 tokens, each head with the pattern of its own map, γ = 0.9),
 recall → density were 0.864 → 0.131 with averages, 0.874 → 0.163 with γ of each row, 0.910 → 0.154 with true mass, and
-0.926 → 0.190 with both. Averages reach a recall of 0.916 with γ = 0.95, at a density of 0.201. On SmolLM2
-none of the differences makes a shared pattern keep more than the head's own vertical-slash (docs/papers.md).
+0.926 → 0.190 with both. Averages reach a recall of 0.916 with γ = 0.95, at a density of 0.201. On
+SmolLM2, heads that share keep less with each of these maps than by their own vertical-slash at equal density
+(docs/papers.md, which has the other differences too).
 
 **Cost.** Which heads share is known before vertical-slash reads any key. Its work ends there for a head that shares,
 and for a key head all of whose query heads share. Query heads that share keys are stacked, so a single head costs as
