@@ -5,7 +5,8 @@
 
 ``tests/helpers/paper_rules.py`` implements the rules in float64, independently of the references. Queries and
 keys are structured as trained attention is (``tests/helpers/structured.py``). An overlap is the intersection over the
-union of kept (query, key) pairs. AnchorAttention keeps single keys, and SALE keeps blocks of 64 queries by 32 keys.
+union of kept (query, key) pairs. AnchorAttention keeps single keys, SALE keeps blocks of 64 queries by 32 keys, and
+SharePrefill keeps blocks of 128 queries by 64 keys.
 """
 
 import json
@@ -23,8 +24,11 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.anchor_attention.reference import select_anchor_attention
+from vllm_sparse_kernels.methods.flex_prefill.reference import select_flex_vertical_slash
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
+from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
+from vllm_sparse_kernels.methods.share_prefill.reference import select_share_prefill
 
 BAR = 0.999
 COMMAND = "python -m benchmarks.paper_rules"
@@ -171,6 +175,69 @@ class SaleOverlap:
         return SaleOverlap(*(mean(list(column)) for column in zip(*rows, strict=True)))
 
 
+@dataclass(frozen=True)
+class ShareOverlap:
+    """Overlaps of SharePrefill's reference with the paper's rule, where all heads are in the same cluster.
+
+    Attributes:
+        paper: Mean over heads that share, with the blocks on the diagonal added to the rule.
+        paper_without_diagonal: The same without them.
+        paper_density: Density of the heads that share.
+        pivots: Heads that are dense by the rule.
+        shared: Heads that share by the rule.
+        as_decided: Heads that the reference treats as the rule does.
+    """
+
+    paper: float
+    paper_without_diagonal: float
+    paper_density: float
+    pivots: int
+    shared: int
+    as_decided: int
+
+    @staticmethod
+    def measure(
+        num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, gamma: float, max_distance: float
+    ) -> "ShareOverlap":
+        """Compare the reference with the paper's rule on one prompt.
+
+        Args:
+            num_tokens: Tokens of the prompt.
+            num_heads: Query heads.
+            num_kv_heads: Key heads.
+            head_dim: Channels of a head.
+            gamma: γ.
+            max_distance: τ.
+
+        Returns:
+            The overlaps.
+        """
+        data, batch = prompt(num_tokens, num_heads, num_kv_heads, head_dim)
+        method = SharePrefill(1.01, max_distance, gamma, cluster=0)
+        index = SparseIndex.allocate(
+            batch.rows, num_heads, 64, dict.fromkeys(range(num_heads), method.stripe_layout(batch.rows))
+        )
+        heads = torch.arange(num_heads, dtype=torch.int32)
+        select_flex_vertical_slash(method.fallback, batch.q, batch.cache, index, heads, batch.scale)
+        lines = mask_of(index, 0)
+        select_share_prefill(SharePrefill.merged([method] * num_heads), batch.q, batch.cache, index, heads, batch.scale)
+        ours = mask_of(index, 0)
+        queries, keys = (torch.stack(x) for x in zip(*(head_of(data, i) for i in range(num_heads)), strict=True))
+        expected = rules.share_prefill(queries, keys, data.scale, gamma, 1.01, max_distance)
+        tokens = torch.arange(num_tokens)
+        causal = tokens[:, None] >= tokens
+        diagonal = causal & (tokens[:, None] // 128 <= tokens // 128)
+        overlaps, without, densities, decided = [], [], [], 0
+        for head, mask in enumerate(expected):
+            decided += torch.equal(ours[head], lines[head]) == (mask is None)
+            if mask is not None and not bool(mask.all()):
+                overlaps.append(rules.overlap(ours[head], (mask & causal) | diagonal))
+                without.append(rules.overlap(ours[head], mask & causal))
+                densities.append(int((mask & causal).sum()) / int(causal.sum()))
+        pivots = sum(mask is not None and bool(mask.all()) for mask in expected)
+        return ShareOverlap(mean(overlaps), mean(without), mean(densities), pivots, len(overlaps), decided)
+
+
 def row(name: str, value: float, bar: float | None) -> dict[str, Any]:
     """Return a row for docs/results/papers.json."""
     return {
@@ -183,6 +250,7 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="File to 
     """Measure all overlaps, and print a row for each."""
     anchor = AnchorOverlap.measure(6844, 4, 2, 64, theta=8.0, step_tiles=16)
     sale = SaleOverlap.measure(6844, 4, 2, 64, tau=0.004)
+    share = ShareOverlap.measure(6844, 4, 2, 64, gamma=0.9, max_distance=0.5)
     what = "6,844 tokens, 4 heads"
     rows = [
         row(f"rule, AnchorAttention, θ 8, step 16, {what}: reference against the paper", anchor.paper, BAR),
@@ -206,6 +274,14 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="File to 
         row(
             f"rule, SALE, τ 0.004, {what}: reference against the released code, whose queries share scales by "
             "pairs and whose biases are integers", sale.released, None,
+        ),
+        row(
+            f"rule, SharePrefill, γ 0.9, τ 0.5, {what}: heads that share against the paper, with blocks on the "
+            "diagonal added", share.paper, BAR,
+        ),
+        row(
+            f"rule, SharePrefill, γ 0.9, τ 0.5, {what}: heads that share against the paper",
+            share.paper_without_diagonal, None,
         ),
     ]  # fmt: skip
     for result in rows:

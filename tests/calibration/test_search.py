@@ -149,6 +149,9 @@ def test_a_ladder_takes_options_that_are_on_or_off(tmp_path):
      ("anchor_attention:dense=true", {}, "given 'dense=true', expected values of one of its ladders, or options that"),
      ("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
      ("sale:channels=few", {}, "--method sale: given 'channels=few', expected values of one of its ladders"),
+     ("minference:gamma=0.9", {}, "--method minference: given 'gamma=0.9', expected no fields: its search has"),
+     ("share_prefill+paper:gamma=0.9", {}, r"--method share_prefill\+paper: given 'gamma=0.9', expected no fields"),
+     ("share_prefill+paper", {}, r"--level: given with --method share_prefill\+paper, expected none: its settings are"),
      ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected only with share_prefill"),
      ("a_shape", {"taus": "0.008:0.0001"}, "--taus: given with --method a_shape, expected only with sale"),
      *(("sale", {"taus": taus}, f"--taus: given '{taus}', expected MOST:LEAST with 0 < LEAST < MOST < 1, such as 0.008")

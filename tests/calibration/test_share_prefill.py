@@ -13,7 +13,7 @@ from tests.helpers.calibration_cases import HEADS, LAYERS, TopicCapturer, make_j
 from tests.helpers.fake_judge import FakeJudge, figures, most_passes
 from vllm_sparse_backend.calibration import head_clusters as module
 from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
-from vllm_sparse_backend.calibration.calibration_loop import calibrate
+from vllm_sparse_backend.calibration.calibration_loop import calibrate, parse_strategy
 from vllm_sparse_backend.calibration.head_clusters import (
     EarlyStop,
     attention_maps,
@@ -268,7 +268,7 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
     again = sharing_job(tmp_path / "work")
     assert searched(again).to_yaml() == profile.to_yaml()
     assert again.capturer.captured == []
-    with pytest.raises(ConfigurationError, match="use --method flex_vertical_slash, or a larger"):
+    with pytest.raises(ConfigurationError, match="use --method flex_vertical_slash, a larger"):
         searched(sharing_job(tmp_path / "work"), Bound(1e-9))
 
 
@@ -279,3 +279,50 @@ def test_a_cluster_that_is_left_with_one_head_is_dissolved():
     assert search.should_repeat([member[:2], [member[2], Dense()]], 0.0)
     assert search.left == {0}
     assert not search.should_repeat([member[:2], [Dense(), Dense()]], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("clusters", "choices", "said"),
+    [
+        (
+            ((0, 0, 0), (0, 0, NOISE)),
+            [[choice(0, -0.9), choice(0, 0.2), choice(0)], [choice(0, 0.3), choice(0), choice(NOISE)]],
+            r"given 5 of 6 heads in clusters \(clusters: 1, --distance 10\), expected .* many: 2; dense .* need: 1\)",
+        ),
+        (
+            ((NOISE,) * 3,),
+            [[choice(NOISE)] * 3],
+            r"given 0 of 3 heads in clusters \(clusters: 0, .* many: 0; .* need: 0\)",
+        ),
+    ],
+)
+def test_a_search_without_a_gain_reports_its_clusters_and_what_to_do(clusters, choices, said):
+    search = SharePrefillSearch.__new__(SharePrefillSearch)
+    search.clusters, search.distance, search.choices = clusters, 10.0, choices
+    search.left = worthwhile_clusters(choices)
+    with pytest.raises(ConfigurationError, match=said) as refusal:
+        search._require_any()
+    for remedy in ("--method flex_vertical_slash", "--level", "--distance", "--method share_prefill+paper"):
+        assert f"{remedy}" in str(refusal.value).partition("; use ")[2]
+
+
+def paper_profile(job: Job, distance: float = 1000.0) -> Profile:
+    strategy = parse_strategy("share_prefill+paper", {"high": Bound()}, distance)
+    return calibrate(job, strategy, {"high": Bound()}, "a test")
+
+
+def test_the_papers_profile_has_its_clusters_and_thresholds_without_a_bound(tmp_path):
+    """Every head is in its cluster with the defaults, also heads whose error no bound would allow."""
+    profile = paper_profile(sharing_job(tmp_path / "work"))
+    for layer in range(LAYERS):
+        assert list(profile.methods_of(layer, HEADS)) == [SharePrefill(cluster=0)] * HEADS
+    assert profile.provenance.bounds == {}
+    assert set(profile.provenance.held_out) == {"error", "p99_error"}
+    assert profile.provenance.held_out["error"] > 0
+
+
+def test_the_papers_profile_needs_a_cluster(tmp_path):
+    job = sharing_job(tmp_path / "work")
+    write_json(tmp_path / "work" / "clusters-1000.json", [[NOISE] * HEADS] * LAYERS)
+    with pytest.raises(ConfigurationError, match="found no cluster at --distance 1000, expected at least 5 heads"):
+        paper_profile(job)

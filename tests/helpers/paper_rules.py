@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection rules of AnchorAttention and SALE, re-expressed from the papers and from the behaviour of released code.
+"""Selection rules of three methods, re-expressed from the papers and from the behaviour of released code.
 
 Nothing here uses the package's own references: masks are computed in float64 from whole prompts of one head, one block
 of queries at a time, so that tests can compare two independent statements of each rule.
@@ -185,3 +185,64 @@ def sale(
         kept[i, 1 : local_start // 32] = passed.any(0).view(-1, 32).any(1)
         kept[i, local_start // 32 : num_blocks] = True
     return kept
+
+
+def share_prefill(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, gamma: float, max_sparsity: float, max_distance: float
+) -> list[torch.Tensor | None]:
+    """Apply SharePrefill's Algorithms 1 to 4 to heads of a single cluster.
+
+    Queries of a block are 128, keys 64. QK is averaged over the pairs that the causal mask leaves.
+
+    Args:
+        queries: [num_heads, tokens, head_dim] float64.
+        keys: [num_heads, tokens, head_dim] float64, of each query head.
+        scale: Factor from q·k to scores.
+        gamma: γ.
+        max_sparsity: δ.
+        max_distance: τ.
+
+    Returns:
+        For each head in order, the kept pairs [tokens, tokens] without the causal mask; None where the head takes
+        vertical-slash.
+    """
+    num_tokens = queries.shape[1]
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_()
+    # Algorithm 3 compares the last 128 queries, whose first need not begin a block of the map.
+    pairs = _block_sums(causal.double(), 128, 64)
+    last_pairs = _block_sums(causal[-128:].double(), 128, 64)
+    pivot: tuple[torch.Tensor, torch.Tensor] | None = None
+    masks: list[torch.Tensor | None] = []
+    for q, k in zip(queries, keys, strict=True):
+        scores = (q @ k.T * scale).masked_fill_(~causal, 0)
+        estimate = (_block_sums(scores[-128:], 128, 64) / last_pairs)[0].softmax(0)
+        uniform = torch.full_like(estimate, 1 / len(estimate))
+        if _distance(estimate, uniform) >= max_sparsity:
+            masks.append(None)
+        elif pivot is None:
+            averages = (_block_sums(scores, 128, 64) / pairs).masked_fill(pairs == 0, -math.inf)
+            probabilities, order = averages.softmax(1).flatten().sort(descending=True)
+            needed = int((probabilities.cumsum(0) < gamma * probabilities.sum()).sum()) + 1
+            pattern = torch.zeros(pairs.numel(), dtype=torch.bool)
+            pattern[order[:needed]] = True
+            pivot = estimate, pattern.view_as(pairs)
+            masks.append(torch.ones_like(causal))
+        elif _distance(estimate, pivot[0]) < max_distance:
+            kept = pivot[1].repeat_interleave(128, 0).repeat_interleave(64, 1)
+            masks.append(kept[:num_tokens, :num_tokens])
+        else:
+            masks.append(None)
+    return masks
+
+
+def _block_sums(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return the sums of blocks of ``rows`` × ``columns`` values, with smaller blocks at the end."""
+    split = [part.sum(0) for part in values.split(rows)]
+    return torch.stack([torch.stack([piece.sum() for piece in part.split(columns)]) for part in split])
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the square root of the Jensen-Shannon divergence of two positive distributions, in natural logarithms."""
+    middle = (a + b) / 2
+    entropies = [-(p * p.log()).sum() for p in (a, b, middle)]
+    return math.sqrt(max(0.0, float(entropies[2] - (entropies[0] + entropies[1]) / 2)))

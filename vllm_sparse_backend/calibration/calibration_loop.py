@@ -24,7 +24,7 @@ from vllm_sparse_backend.calibration.minference import MInferenceSearch
 from vllm_sparse_backend.calibration.profile_builder import FiguresByLayer, LevelResult, mean_error, profile_of
 from vllm_sparse_backend.calibration.profile_crossover import measure_crossover
 from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, halving_settings, ladder_of
-from vllm_sparse_backend.calibration.share_prefill import SharePrefillSearch
+from vllm_sparse_backend.calibration.share_prefill import PaperSharing, SharePrefillSearch
 from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.config.method_parameters import describe, make_method
@@ -41,9 +41,16 @@ MARGIN = 0.1
 MOST_ROUNDS = 8
 """Maximum number of choices for a layer. A head that still misses the bound after that is dense."""
 
-NO_MEAN = ("minference", "share_prefill", "sparge_attn+skip")
+NO_MEAN = ("minference", "share_prefill", "share_prefill+paper", "sparge_attn+skip")
 PAPERS = (*NO_MEAN, "sparge_attn")
 """Methods whose papers describe their own calibration procedure."""
+
+WITHOUT_LADDER = ("minference", "share_prefill+paper")
+"""Methods of which ``NAME:FIELD=VALUE`` cannot select a part."""
+
+SHARING = ("share_prefill", "share_prefill+paper")
+UNBOUNDED = ("share_prefill+paper",)
+"""Methods whose settings are the paper's, whatever the error."""
 
 
 def calibratable_methods() -> list[str]:
@@ -86,14 +93,18 @@ def parse_strategy(
             bound, a distance, or thresholds. The search raises it for prompts that are too short for the method.
     """
     name, _, fields = text.partition(":")
+    if fields and name in WITHOUT_LADDER:
+        raise ConfigurationError(f"--method {name}: {unexpected(fields, 'no fields: its search has no ladder')}")
     _refuse_unsupported(name, bounds, distance, taus)
     if name == "minference":
         return MInferenceSearch
     settings = _settings(name.split("+")[0], fields)
-    if name == "share_prefill":
+    if name in SHARING:
         require_scipy()
         if distance is not None and not distance > 0:
             raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
+        if name in UNBOUNDED:
+            return partial(PaperSharing, distance=distance)
         return partial(SharePrefillSearch, ladder=settings, distance=distance)
     every = halved(settings if fields else ladder_of(name.split("+")[0]))
     ladder = halved(halved(settings))
@@ -115,8 +126,10 @@ def _refuse_unsupported(name: str, bounds: Mapping[str, Bound], distance: float 
     """Raise ConfigurationError if the method is unknown, or does not support an option."""
     if name not in calibratable_methods():
         raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
-    if distance is not None and name != "share_prefill":
+    if distance is not None and name not in SHARING:
         raise ConfigurationError(f"--distance: given with --method {name}, expected only with share_prefill")
+    if name in UNBOUNDED and any(bound.numbers for bound in bounds.values()):
+        raise ConfigurationError(f"--level: given with --method {name}, expected none: its settings are the paper's")
     if taus is not None and name != "sale":
         raise ConfigurationError(f"--taus: given with --method {name}, expected only with sale")
     if name in PAPERS and any(math.isfinite(bound.absolute) for bound in bounds.values()):

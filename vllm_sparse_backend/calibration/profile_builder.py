@@ -46,10 +46,14 @@ class LevelResult:
         ]
         if not sparse:
             return {}
-        shares = [self.bound.used_fraction(result) for result in sparse]
-        figures = {
-            "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
-            "most_of_bound": max(shares),
+        figures: dict[str, float] = {}
+        if self.bound.numbers:
+            shares = [self.bound.used_fraction(result) for result in sparse]
+            figures |= {
+                "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
+                "most_of_bound": max(shares),
+            }
+        figures |= {
             "error": fmean(result.error for result in sparse),
             "p99_error": fmean(result.p99 for result in sparse),
         }

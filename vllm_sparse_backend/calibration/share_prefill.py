@@ -14,6 +14,8 @@ depends on later layers.
 3. The whole model is then judged as chosen (``calibration_loop.py``): heads that miss the bound leave their cluster,
    and those that still miss it become dense. A cluster left with one member is dissolved and all is judged again.
 
+``PaperSharing`` is the paper's own procedure instead, without a search and without a bound.
+
 A server with several tensor-parallel ranks shares only within each rank. The figures here are for one rank.
 """
 
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.head_clusters import DISTANCE, Clusters, head_clusters, map_side
+from vllm_sparse_backend.calibration.head_clusters import DISTANCE, MIN_HEADS, Clusters, head_clusters, map_side
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
 from vllm_sparse_backend.calibration.layer_walk import needs_others, walk_layers
 from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Search, halved, sparse_enough, sparsest
@@ -49,20 +51,12 @@ class SharePrefillSearch(Search):
     """Search for each head's best option: its cluster's pattern, its own lines, or dense."""
 
     def __init__(self, job: Job, bound: Bound, ladder: Sequence[SharePrefill], distance: float | None = None) -> None:
-        distance = DISTANCE if distance is None else distance
-        side = map_side(min(map(len, job.prompts.prompts)), job.device)
-        clusters = job.load_or_make(
-            f"clusters-{distance:g}",
-            Clusters,
-            lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance, job.progress),
-        )
-        self.others = [
-            replace(ladder[0], cluster=number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})
-        ]
+        self.clusters, self.distance = find_clusters(job, distance)
+        self.others = [replace(ladder[0], cluster=number) for number in cluster_numbers(self.clusters)]
         fine = halved(halved(ladder))
 
         def survey(judge: LayerJudge) -> tuple[list[SharePrefill], list[SharingOptions]]:
-            of_heads = clusters[judge.layer]
+            of_heads = self.clusters[judge.layer]
             return [replace(ladder[0], cluster=number) for number in of_heads], survey_layer(
                 judge, bound, fine, of_heads
             )
@@ -107,9 +101,92 @@ class SharePrefillSearch(Search):
         return bool(lonely)
 
     def _require_any(self) -> None:
-        if not self.left:
-            why = "--method share_prefill: no two heads within the bound keep fewer pairs by sharing"
-            raise ConfigurationError(f"{why}; use --method flex_vertical_slash, or a larger --level or --distance")
+        if self.left:
+            return
+        heads = [number for of_layer in self.clusters for number in of_layer]
+        clustered = [number for number in heads if number != NOISE]
+        options = [option for option in chain.from_iterable(self.choices) if option.shared]
+        pivots = sum(option.saved < 0 for option in options)
+        raise ConfigurationError(
+            f"--method share_prefill: given {len(clustered)} of {len(heads)} heads in clusters (clusters: "
+            f"{len(cluster_numbers(self.clusters))}, --distance {self.distance:g}), expected a cluster whose heads "
+            "hold the bound and together keep fewer pairs by sharing than by their own vertical-slash (heads that hold "
+            f"the bound by sharing and keep at most as many: {len(options) - pivots}; dense pivots that they would "
+            f"need: {pivots}); use --method flex_vertical_slash, a larger --level or --distance, or --method "
+            "share_prefill+paper, which writes the paper's clusters and thresholds without a bound"
+        )
+
+
+class PaperSharing(Search):
+    """The paper's procedure: every head is in the cluster of its attention map, with the paper's γ, δ and τ.
+
+    Heads outside clusters take vertical-slash with the same γ. No error is bounded, as in the paper; figures on
+    held-out prompts are measured all the same.
+    """
+
+    def __init__(self, job: Job, bound: Bound, distance: float | None = None) -> None:
+        """Cluster the heads.
+
+        Args:
+            job: Model, prompts and folder.
+            bound: Not used.
+            distance: Linkage distance up to which heads are joined; None for the default.
+
+        Raises:
+            ConfigurationError: No heads form a cluster.
+        """
+        self.clusters, distance = find_clusters(job, distance)
+        self.others = [SharePrefill(cluster=number) for number in cluster_numbers(self.clusters)]
+        if not self.others:
+            raise ConfigurationError(
+                f"--method share_prefill+paper: found no cluster at --distance {distance:g}, expected at least "
+                f"{MIN_HEADS} heads with similar attention; use a larger --distance, or --method flex_vertical_slash"
+            )
+
+    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
+        """Return the paper's method for each head.
+
+        Args:
+            judge: Judges the layer's heads.
+            is_allowed: Whether a head may have a method; False only if its output is not a number.
+
+        Returns:
+            One method for each head.
+        """
+        methods = [SharePrefill(cluster=number) for number in self.clusters[judge.layer]]
+        return [method if is_allowed(head, method) else Dense() for head, method in enumerate(methods)]
+
+
+def find_clusters(job: Job, distance: float | None) -> tuple[Clusters, float]:
+    """Return the clusters of a model's heads on the first prompt, and the linkage distance.
+
+    Args:
+        job: Model, prompts and folder, where an earlier run may have left the clusters.
+        distance: Linkage distance up to which heads are joined; None for the default.
+
+    Returns:
+        For each layer, the cluster of each head; and the distance.
+    """
+    distance = DISTANCE if distance is None else distance
+    side = map_side(min(map(len, job.prompts.prompts)), job.device)
+    clusters = job.load_or_make(
+        f"clusters-{distance:g}",
+        Clusters,
+        lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance, job.progress),
+    )
+    return clusters, distance
+
+
+def cluster_numbers(clusters: Clusters) -> list[int]:
+    """Return the numbers of all clusters, ascending.
+
+    Args:
+        clusters: For each layer, the cluster of each head; −1 for noise.
+
+    Returns:
+        The numbers, without −1.
+    """
+    return sorted({*chain.from_iterable(clusters)} - {NOISE})
 
 
 def survey_layer(

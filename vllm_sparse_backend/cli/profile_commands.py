@@ -166,7 +166,8 @@ class Calibrate(JobOptions):
     method: Annotated[
         str,
         typer.Option(
-            help="minference, sparge_attn+skip (with its λ), or a method with a ladder; NAME:FIELD=VALUE for a part."
+            help="minference, sparge_attn+skip (with its λ), share_prefill+paper (the paper's clusters and "
+            "thresholds, without a bound), or a method with a ladder; NAME:FIELD=VALUE for a part."
         ),
     ]
     level: Level = None
@@ -184,8 +185,10 @@ class Calibrate(JobOptions):
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import calibration_loop
+        from vllm_sparse_backend.calibration.head_errors import Bound
 
-        bounds = _bounds(self.level)
+        unbounded = self.method.partition(":")[0] in calibration_loop.UNBOUNDED and self.level is None
+        bounds = {"high": Bound()} if unbounded else _bounds(self.level)
         strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance, self.taus)
         command = f"sparse-prefill profile calibrate --method {self.method}"
         if self.distance is not None:
@@ -214,7 +217,7 @@ def _report(profile: "Profile", out: Path) -> None:
         level = profile.at_level(name)
         provenance = level.provenance
         bounds = ", ".join(f"{quantity} {value:g}" for quantity, value in (provenance.bounds or {}).items())
-        say(f"{name}: {bounds}; density {provenance.density:.3f} over all heads")
+        say(f"{name}: {bounds or 'no bound'}; density {provenance.density:.3f} over all heads")
         figures = (provenance.held_out or {}).items()
         held_out = ", ".join(f"{quantity.replace('_', ' ')} {value:.4g}" for quantity, value in figures)
         say(f"  on held-out prompts: {held_out}")

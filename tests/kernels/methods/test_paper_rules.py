@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References of AnchorAttention and SALE against independent statements of the papers' rules and the released code.
+"""References of three methods against independent statements of the papers' rules and the released code.
 
 ``benchmarks.paper_rules`` prints the overlaps of longer prompts for docs/results/papers.json.
 """
@@ -7,7 +7,7 @@
 import pytest
 import torch
 
-from benchmarks.paper_rules import AnchorOverlap, SaleOverlap
+from benchmarks.paper_rules import AnchorOverlap, SaleOverlap, ShareOverlap
 from tests.helpers.paper_rules import overlap, sale_local_blocks
 
 LEAST = 0.999
@@ -51,6 +51,25 @@ def test_sale_keeps_what_the_released_code_keeps(sale: SaleOverlap) -> None:
     """Except for roundings, which the module's docstring lists, and which change a few of a hundred blocks."""
     assert sale.released_but_for_rounding >= LEAST
     assert 0.9 < sale.released < LEAST
+
+
+@pytest.fixture(scope="module")
+def share() -> ShareOverlap:
+    """Return a prompt with a last tile of 21 queries, whose estimate starts inside the tile before."""
+    return ShareOverlap.measure(num_tokens=1301, num_heads=4, num_kv_heads=2, head_dim=64, gamma=0.8, max_distance=0.3)
+
+
+def test_share_prefill_keeps_what_the_paper_keeps(share: ShareOverlap) -> None:
+    """Except the blocks on the diagonal, which are always kept here."""
+    assert share.paper >= LEAST
+    assert 0.05 < share.paper_density < 0.9
+    assert share.paper_without_diagonal < LEAST
+
+
+def test_share_prefill_decides_as_the_paper_does(share: ShareOverlap) -> None:
+    """One pivot is dense, some heads share, others are too far from the pivot."""
+    assert (share.pivots, share.as_decided) == (1, 4)
+    assert 0 < share.shared < 3
 
 
 def test_the_local_region_has_four_to_seven_blocks() -> None:

@@ -24,6 +24,7 @@ The choice of pivots depends on the data and differs between rows. The device ma
   that the causal mask leaves.
 * *Blocks.* The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate
   uses the chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
+* *Diagonal.* Blocks on the diagonal are always kept, as by every method here. The paper keeps them if the map does.
 * *JSD* uses the natural logarithm, as the released code does. Blocks tied at the threshold are all kept.
 * *γ per head.* A head that shares takes the pivot's map, not its pattern, and keeps the blocks that hold the
   head's γ of the mass; the paper has one γ. Thus γ never decides which heads share, and a head's γ changes no other
@@ -54,8 +55,9 @@ it is implemented here:
 
 On a trained model (the 64 heads of a small one, 8,192 tokens, each head with the pattern of its own map, γ = 0.9),
 recall → density were 0.864 → 0.131 with averages, 0.874 → 0.163 with γ of each row, 0.910 → 0.154 with true mass, and
-0.926 → 0.190 with both. Averages reach a recall of 0.916 with γ = 0.95, at a density of 0.201. The other differences
-have not been measured.
+0.926 → 0.190 with both. Averages reach a recall of 0.916 with γ = 0.95, at a density of 0.201. On
+SmolLM2, heads that share keep less with each of these maps than by their own vertical-slash at equal density
+(docs/papers.md, which has the other differences too).
 
 **Cost.** Which heads share is known before vertical-slash reads any key. Its work ends there for a head that shares,
 and for a key head all of whose query heads share. Query heads that share keys are stacked, so a single head costs as
