@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
 SPLIT_TOKENS = 1024
 """Keys per program in ``key_means``."""
@@ -297,7 +298,9 @@ def load_block(
         return load_keys(keys, i_row, i_kv, start + o_n, end, HEAD_DIM, BLOCK_D)
 
 
-def key_means(cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:
+def key_means(
+    cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int, means: torch.Tensor, workspace: Workspace
+) -> None:
     """Compute the mean key of one row.
 
     Args:
@@ -305,17 +308,32 @@ def key_means(cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: i
         block_table: [num_rows, max_pages] int32.
         row: Number of the row.
         seq_len: Number of keys.
+        means: [num_kv_heads, head_dim padded to a power of two] float32; written.
+        workspace: Memory of the sums, ``key_sums_bytes`` of it.
+    """
+    num_splits = ceil_div(seq_len, SPLIT_TOKENS)
+    with workspace.frame():
+        sums = workspace.empty(num_splits, *means.shape)
+        _key_sums_kernel[(num_splits, cache.num_kv_heads)](
+            key_args(cache, block_table), sums, row, seq_len,
+            HEAD_DIM=cache.head_dim, BLOCK_D=means.shape[1], SPLIT=SPLIT_TOKENS, BLOCK_N=64,
+        )  # fmt: skip
+        torch.sum(sums, 0, out=means)
+    means /= seq_len
+
+
+def key_sums_bytes(seq_len: int, num_kv_heads: int, head_dim: int) -> int:
+    """Return the workspace memory that ``key_means`` needs.
+
+    Args:
+        seq_len: Number of keys of the row.
+        num_kv_heads: Number of kv heads.
+        head_dim: Channels of a head.
 
     Returns:
-        [num_kv_heads, head_dim padded to a power of two] float32.
+        Bytes.
     """
-    block_d, num_splits = triton.next_power_of_2(cache.head_dim), ceil_div(seq_len, SPLIT_TOKENS)
-    sums = torch.empty(num_splits, cache.num_kv_heads, block_d, dtype=torch.float32, device=block_table.device)
-    _key_sums_kernel[(num_splits, cache.num_kv_heads)](
-        key_args(cache, block_table), sums, row, seq_len,
-        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, SPLIT=SPLIT_TOKENS, BLOCK_N=64,
-    )  # fmt: skip
-    return sums.sum(0) / seq_len
+    return padded_bytes(ceil_div(seq_len, SPLIT_TOKENS), num_kv_heads, padded_dim(head_dim))
 
 
 @triton.jit(do_not_specialize=("i_row", "seq_len"))

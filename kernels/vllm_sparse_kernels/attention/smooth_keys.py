@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, key_sums_bytes, load_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
@@ -72,7 +72,7 @@ def smooth_keys(
     keys = key_args(cache, rows.block_table)
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "GROUP": group, "HEADS": triton.next_power_of_2(group)}
     for row, seq_len in enumerate(rows.seq_lens):
-        smooth.means[row] = key_means(cache, rows.block_table, row, seq_len)
+        key_means(cache, rows.block_table, row, seq_len, smooth.means[row], workspace)
         _round_keys_kernel[((starts[row + 1] - starts[row]) // STEP_TOKENS.value, num_kv_heads)](
             keys, int8_heads, smooth.means[row], smooth.integers, smooth.steps, row, seq_len, starts[row], starts[-1],
             **shape,
@@ -97,6 +97,7 @@ def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
         padded_bytes(num_kv_heads, num_keys, block_d, dtype=torch.int8)
         + padded_bytes(num_kv_heads, num_keys // STEP_TOKENS.value)
         + padded_bytes(rows.num_rows, num_kv_heads, block_d)
+        + key_sums_bytes(max(rows.seq_lens), num_kv_heads, head_dim)
     )
 
 
