@@ -108,7 +108,7 @@ class Bound:
             figures: The head's figures.
 
         Returns:
-            True if every limit holds; False if a figure is NaN.
+            True if every limit is met; False if a figure is NaN.
         """
         return all(share <= 1 for share in self._shares(figures.unseen or figures))
 
