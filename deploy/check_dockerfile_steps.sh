@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the Dockerfile's steps without a Docker engine: build the wheel, install it where only vLLM and its dependencies
-# are, start the entry point with a small model on this machine's CPU, and ask the health check before and after.
+# Run the Dockerfile's steps without a Docker engine: build the wheel, install it next to vLLM and its dependencies
+# only, start the entry point with a small model on this machine's CPU, and run the health check before and after.
 #
 #     deploy/check_dockerfile_steps.sh        (after `make setup`)
 set -euo pipefail
@@ -34,7 +34,7 @@ pip=("$venv/bin/python" -m pip --python "$work/venv/bin/python" --disable-pip-ve
 cp "$venv/bin/vllm" "$work/venv/bin/vllm"
 sed -i "1s|.*|#!$work/venv/bin/python|" "$work/venv/bin/vllm"
 
-# Nothing of the caller's environment comes along, as in a container.
+# As in a container, commands inherit nothing from the caller's environment.
 clean() {
     env -i HOME="$work" PATH="$work/venv/bin:/usr/bin:/bin" LANG=C.UTF-8 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
         DO_NOT_TRACK=1 VLLM_CPU_KVCACHE_SPACE=1 "$@"

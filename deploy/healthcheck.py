@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """healthcheck.py [PORT]: exit 0 if the server of this container answers /health, else 1.
 
-Without PORT, port and TLS are as in the arguments of the server itself, which is the first process of the container.
+Without PORT, it reads port and TLS from the arguments of the server, which is the first process of the container.
 """
 
 import ssl
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def option(command: list[str], name: str) -> str | None:
-    """The value of ``--name VALUE`` or ``--name=VALUE``, the last of them; None if there is none."""
+    """Return the last value of ``--name VALUE`` or ``--name=VALUE``; None if there is none."""
     value = None
     for argument, following in zip(command, [*command[1:], ""]):
         if argument == name:
@@ -31,7 +31,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     command = [] if arguments else Path("/proc/1/cmdline").read_text().split("\0")
     url = address(arguments, command)
-    # It asks its own container, by an address that no certificate names.
+    # The check asks its own container by a loopback address, which no certificate names.
     unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
     try:
         urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified).open(url, timeout=4).close()

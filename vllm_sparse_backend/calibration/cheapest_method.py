@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for each head's cheapest method that holds the error bound. A head without such a method is dense.
+"""Search for each head's cheapest method that meets the error bound. A head without such a method is dense.
 
 No paper describes this search.
 
-For each kind of method, bisection finds the sparsest setting that holds. Each kind in a layer also costs a fixed time
-for its selection (``head_costs.py``), so the choice is made for the whole layer. Among all sets of up to ``MOST_KINDS``
-kinds plus dense attention, it is the set in which the heads' cheapest settings take the least time in total.
+For each kind of method, bisection finds the sparsest setting that meets the bound. Each kind in a layer also costs a
+fixed time for its selection (``head_costs.py``), so the choice is made for the whole layer: the set of up to
+``MOST_KINDS`` kinds, plus dense attention, in which the heads' cheapest settings take the least time in total.
 
-A bound of the mean over all heads (``Bound.mean``) becomes a price of error: heads minimise time plus price · error. At
-one price for the whole model, no other choice of the same mean error costs less (all heads then have equal slopes:
-Lagrange). ``price_of`` finds the lowest price at which the mean holds, once every layer is judged under every
-candidate.
+A bound of the mean over all heads (``Bound.mean``) becomes a price of error: heads minimise time plus price · error. If
+all heads of the model have the same price, no other choice with the same mean error costs less (Lagrange: all slopes
+are equal). After every layer is judged under every candidate, ``price_of`` finds the lowest price at which the mean
+meets its bound.
 """
 
 import math
@@ -40,7 +40,7 @@ LEAST_PRICE = 1e-3
 """Lowest price of error, as a multiple of the cost of a dense head."""
 
 DEARER = 1.25
-"""Factor by which the price rises if the heads that it chose miss the bound of the mean when judged together."""
+"""Factor by which the price rises if the methods chosen at the current price jointly miss the bound of the mean."""
 
 
 class CheapestSearch(Search):
@@ -71,7 +71,7 @@ class CheapestSearch(Search):
             is_allowed: Whether a head may use a method.
 
         Returns:
-            One method for each head, ``Dense()`` if nothing cheaper holds.
+            One method for each head, ``Dense()`` if no cheaper method meets the bound.
         """
         if not self.bound.has_mean:
             return cheapest_methods(sparsest_of_kinds(judge, self.bound, self.among, is_allowed), self.costs)
@@ -85,8 +85,8 @@ class CheapestSearch(Search):
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
         """Raise the price of error if the joint choice misses the bound of the mean.
 
-        A head whose method fails jointly with other heads gets another method, whose error may be larger than the price
-        assumed.
+        A head whose method fails jointly with other heads gets another method, whose error may be larger than assumed
+        when the price was set.
 
         Args:
             methods: The chosen method of each layer and head.
@@ -107,7 +107,7 @@ def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], 
 
     Args:
         judge: Judges the layer's heads.
-        bound: The bound that a setting must hold.
+        bound: The bound that a setting must meet.
         among: Candidates, within each kind the sparsest first.
         is_allowed: Whether a head may use a method.
 
@@ -142,7 +142,7 @@ def methods_within_bound(figures: Mapping[Method, Sequence[HeadResult]], bound: 
 
     Args:
         figures: By method, the figures of each head.
-        bound: The bound to hold.
+        bound: The bound to meet.
 
     Returns:
         For each head, the methods that meet the bound, with their figures.
@@ -187,7 +187,7 @@ def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Cost
     """Choose the methods that cost a layer least.
 
     Args:
-        holding: For each head, the methods that it may have, with their figures; every head may also be dense.
+        holding: For each head, the methods that it may use, with their figures; every head may also be dense.
         costs: Times of selection and attention.
         price: Price in ms of an error of 1.
 

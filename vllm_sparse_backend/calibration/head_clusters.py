@@ -10,19 +10,19 @@ Choices that the paper leaves open:
 * On a GPU, maps have the side 1,936, or the largest multiple of 16 that a shorter prompt fills. The paper does not
   state the side; it follows from its table 3, whose encoder ends in 468,512 = 32 · 121² values after pooling twice by
   4. On a CPU, maps have a side of at most ``CPU_SIDE``: training time is proportional to the number of pixels.
-* Maps are divided by their largest value, as the decoder ends in a sigmoid.
+* Maps are divided by their largest value, because the decoder ends in a sigmoid.
 * Representations are standardised, each value over all heads.
 * The linkage is Ward's, and the default distance is the 10 of appendix A.4. The only cluster file in the authors'
   repository has 40 in its name: at 40, other linkages of standardised representations would join all heads.
 * Training stops early ("early stopping" is all that appendix A.4 states) when the last ``PATIENCE`` epochs have lowered
   the loss by too little: on a GPU by less than a thousandth of the best loss, on a CPU by less than a hundredth of the
-  first. The first rule hardly ever holds for small maps, whose loss keeps falling by constant factors towards 0.
+  first. Small maps hardly ever meet the first rule, because their loss keeps falling by constant factors towards 0.
 * A GPU multiplies in bfloat16.
 
-**Memory.** Maps take half precision, 7.5 MB for each head at a side of 1,936: 0.5 GB for 64 heads, 7.7 GB for the 1,024
-of an 8B model (at a side of 512, 0.5 GB), on the host and, for training, on the device. Making them takes a layer's
-queries and keys there, and about 1 GB more; training takes 1 GB for the autoencoder of that side and Adam's state, and
-some 5 GB for a batch (``BATCH_PIXELS``).
+**Memory.** Maps are in half precision: at a side of 1,936, they take 7.5 MB for each head, 0.5 GB for 64 heads, and
+7.7 GB for the 1,024 heads of an 8B model (0.5 GB at a side of 512), on the host and, for training, on the device.
+Computing them takes a layer's queries and keys on the device, and about 1 GB more. At that side, training takes 1 GB
+for the autoencoder and Adam's state, and about 5 GB for a batch (``BATCH_PIXELS``).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -105,8 +105,9 @@ def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) ->
 
     Args:
         q: [num_tokens, num_heads, head_dim].
-        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Last tokens that do not fill a block are left out.
-        scale: What multiplies q·k.
+        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Trailing tokens that do not fill a block are
+            dropped.
+        scale: Scale of q·k.
         side: Blocks in each direction.
 
     Returns:
@@ -145,7 +146,7 @@ def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
         side: Side of the maps, a multiple of 16.
 
     Returns:
-        Encoder [n, 1, side, side] → [n, 64], and decoder of the reverse.
+        Encoder [n, 1, side, side] → [n, 64], and the reverse decoder.
 
     Raises:
         ValueError: ``side`` is not a multiple of 16.
@@ -205,7 +206,7 @@ class EarlyStop:
 
 @contextmanager
 def _fitting_threads(device: torch.device, batch_pixels: int) -> Iterator[None]:
-    """Limit torch's threads on a CPU to those that a batch has work for."""
+    """Limit torch's threads on a CPU to the number that a batch occupies."""
     threads = torch.get_num_threads()
     torch.set_num_threads(min(threads, max(1, batch_pixels // THREAD_PIXELS)) if device.type == "cpu" else threads)
     try:

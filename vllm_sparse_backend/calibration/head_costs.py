@@ -3,8 +3,8 @@
 
 Heads of a layer that are selected together (``Method.group_key``: a *kind* of method) share a fixed time of their
 selection. A kind therefore has three costs: a fixed cost of its selection, its selection for each head, and attention
-to all pairs, of which a head pays the share that it keeps. They are measured once, on the first layer that can run
-sparse, and saved: searches that read the same file of costs make the same decisions.
+to all pairs. Of the last cost, a head pays the share of pairs that it keeps. The costs are measured once, on the first
+layer that can run sparse, and saved: searches that read the same file of costs make the same decisions.
 
 Without a CUDA device, the references select and attend. Their times do not represent a server, so costs are then
 estimated from kept pairs and the relative cost in each method's description (``MethodSpec.cost``).
@@ -117,10 +117,9 @@ class EstimatedCosts:
     full_ms: float = 1.0
     """Time in ms of a head's attention to all pairs."""
     selects: bool = True
-    """False to count only kept pairs, for searches of the sparsest methods that are independent of a device."""
+    """False to count only kept pairs, for device-independent searches for the sparsest methods."""
 
     def of(self, method: Method) -> Cost:
-        # A third of a selection's time does not depend on the number of heads.
         """Estimate the times of a method's kind.
 
         Args:
@@ -129,6 +128,7 @@ class EstimatedCosts:
         Returns:
             Times in ms, in proportion to ``full_ms``.
         """
+        # A third of a selection's time does not depend on the number of heads.
         selection = METHODS[name_of(method)].cost * self.full_ms * self.selects
         return Cost(self.num_heads * selection / 3, selection * 2 / 3, self.full_ms)
 
@@ -189,7 +189,7 @@ class MeasuredCosts:
         density = kept / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
         head_ms_more = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
         full = max(0.0, taken["attend"] - self.layer.base_ms) / (density * num_heads)
-        # The rate of almost no pairs is meaningless. No rate is higher than that of dense attention.
+        # A rate measured on very few pairs is meaningless. No rate is higher than that of dense attention.
         full = full if isinstance(method, Dense) else max(full, self.of(Dense()).full_ms)
         return Cost(*map(_rounded, (max(0.0, taken["select"] - num_heads * head_ms_more), head_ms_more, full)))
 

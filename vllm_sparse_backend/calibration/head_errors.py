@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output error and density of each head of a layer on captured prompts, and their bounds.
 
-A search gets the figures of one method for each head from a ``LayerJudge``. It does not depend on captures or devices.
+A search gets the figures of one method for each head from a ``LayerJudge``, so it does not depend on captures or
+devices.
 """
 
 import math
@@ -17,7 +18,7 @@ BEYOND_P999 = 0.001
 """Share of queries above ``HeadResult.p999``: fewer than a hundredth of a prompt's queries may look up an answer."""
 
 LEAST_ERROR = 0.02
-"""Lower limit of the default's error in ratios. A smaller error would make heads dense needlessly."""
+"""Lower limit of the default's error in ratios. A smaller denominator would make heads dense needlessly."""
 
 ERRORS = ("error", "p99", "p999", "mean")
 """Fields of ``Bound`` that are errors themselves, not ratios."""
@@ -56,7 +57,7 @@ class HeadResult:
     """
     absolute: float
     """SALE's Err(τ) = ‖O − Õ‖₁ / N (section 3.3): the sum over a head's channels of |o − õ|, averaged over the N tokens
-    of a prompt, those that run dense included. Its size depends on the model's values."""
+    of a prompt, including tokens that run dense. Its size depends on the model's values."""
     density: float
     """Kept pairs divided by causal pairs."""
     unseen: Errors | None = None
@@ -93,7 +94,7 @@ class Bound:
         because it is the paper's number.
 
         Args:
-            margin: Share of each error limit to take off.
+            margin: Share by which each error limit is lowered.
 
         Returns:
             The tighter bound.
@@ -101,13 +102,13 @@ class Bound:
         return replace(self, **{name: getattr(self, name) * (1 - margin) for name in ERRORS})
 
     def holds(self, figures: HeadResult) -> bool:
-        """Return whether a head meets the bound, also on unseen prompts by the prediction of ``HeadResult.unseen``.
+        """Return whether a head meets the bound, including on unseen prompts as ``HeadResult.unseen`` predicts.
 
         Args:
             figures: The head's figures.
 
         Returns:
-            True if every limit holds; False if a figure is NaN.
+            True if every limit is met; False if a figure is NaN.
         """
         return all(share <= 1 for share in self._shares(figures.unseen or figures))
 
@@ -118,7 +119,7 @@ class Bound:
             figures: The head's figures.
 
         Returns:
-            The largest ratio of error to limit. The bound does not hold above 1.
+            The largest ratio of error to limit. Above 1, the head misses the bound.
         """
         return max(self._shares(figures))
 

@@ -2,9 +2,12 @@
 """One layer of a model on captured prompts, with the selection and attention of a server on this device.
 
 On a CUDA device, kernels select, and the engine that a server would choose attends. Elsewhere the references do both.
-The device holds one layer at a time: queries, keys, values and dense outputs of every prompt in the model's dtype,
-which are (2 · heads + 2 · kv heads) · head_dim elements per token (20 KB for Llama-3.1-8B); for one chunk, two outputs
-in float32 and an index; and 8 bytes for each token and head (errors under the method and under the default).
+The device holds one layer at a time:
+
+* queries, keys, values and dense outputs of every prompt in the model's dtype: (2 · heads + 2 · kv heads) · head_dim
+  elements per token (20 KB for Llama-3.1-8B);
+* for one chunk, two outputs in float32 and an index;
+* 8 bytes for each token and head: errors under the method and under the default.
 """
 
 import copy
@@ -92,7 +95,7 @@ class LayerPrompt:
         whole = dense_attention(tensors, scale)
         spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
-        without_nan(batches[0])  # of the cache that all chunks share
+        without_nan(batches[0])  # replaces NaN in the cache that all chunks share
         return LayerPrompt(batches, [whole[span] for span in spans], before)
 
     @property
@@ -248,7 +251,7 @@ def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
         errors: [num_prompts, 4, num_heads].
 
     Returns:
-        [4, num_heads]; a single prompt's own errors.
+        [4, num_heads]; for a single prompt, its own errors.
     """
     ordered = errors.sort(0).values
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
@@ -285,7 +288,7 @@ class RememberingJudge:
         """
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
-        # The key has all fields of all methods; equal methods count once.
+        # The key has all fields of all methods, or of the first method if all are equal.
         key = json.dumps([parameters_of(method) for method in (methods[:1] if len(set(methods)) == 1 else methods)])
         if key not in self.known:
             self.known[key] = self.captured.figures(methods)

@@ -2,8 +2,7 @@
 """MInference's pattern for each head (arXiv:2407.02490, section 3.2, Algorithm 1; appendix C.2 and table 7).
 
 The candidates of table 7 (an A-shape, four vertical-slashes and a block-sparse pattern) are first resized in steps to
-equal cost, that of the A-shape with 1,024 and 4,096 tokens. Each head then gets the candidate with the least output
-error.
+the cost of the A-shape with 1,024 and 4,096 tokens. Each head then gets the candidate with the least output error.
 
 Choices that the paper leaves open, and differences from it:
 
@@ -18,7 +17,7 @@ Choices that the paper leaves open, and differences from it:
 * Beyond the paper, there are several budgets, multiples of the paper's cost. Each head takes the smallest budget at
   which a candidate meets the bound. Budgets as expensive as dense attention are left out.
 
-Heads of one pattern may differ in their numbers within one launch.
+Heads with the same pattern may have different numbers within one launch.
 """
 
 from bisect import bisect_left
@@ -79,7 +78,7 @@ class MInferenceSearch(Search):
             is_allowed: Whether a head may use a method.
 
         Returns:
-            One method for each head, ``Dense()`` if no candidate holds in any budget.
+            One method for each head, ``Dense()`` if no candidate meets the bound in any budget.
         """
         chosen: list[Method | None] = [None] * judge.num_heads
         for space in self.spaces:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds profiles from search results: methods of all heads, their figures, and the origin of these."""
+"""Builds profiles from search results: methods of all heads, their figures, and the origin of both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class LevelResult:
         """Summarise the held-out prompts over the heads that are not dense.
 
         Returns:
-            The share of heads within the bound, the largest used fraction of it, and mean errors, to four digits; empty
-            if all heads are dense.
+            The share of heads within the bound, the largest used fraction of the bound, and mean errors, to four
+            digits; empty if all heads are dense.
         """
         sparse = [
             result
@@ -105,7 +105,7 @@ def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Pr
         if any(not isinstance(method, Dense) for layer in finding.methods for method in layer)
     }
     if (first := next(iter(findings))) not in levels:
-        # If another level took its place, it would become the default of requests.
+        # If another level took its place, it would become the default level of requests.
         numbers = ":".join(f"{x:g}" for x in findings[first].bound.numbers.values())
         why = f"{source}: no head meets the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")

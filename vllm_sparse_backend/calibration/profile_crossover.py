@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lengths from which a profile's heads are faster than dense attention on this card.
 
-The measurement is that of `bench crossover`, on the longest of the profile's prompts: every head has its own method,
-and every layer the engine that a server uses. The profile holds the result for ``auto``.
+The measurement is the same as in `bench crossover`, but on the longest of the profile's prompts. Every head has its own
+method, and every layer has the engine that a server uses. The profile contains the result for ``auto``.
 """
 
 import hashlib

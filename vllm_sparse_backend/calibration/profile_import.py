@@ -131,8 +131,9 @@ def _share_prefill(content: Any, shape: ModelShape) -> tuple[list[list[Method]],
     heads share only within the clusters of ``shared_clusters``. Heads of other clusters, or of no cluster, become noise
     (−1) here. Clusters keep their numbers.
 
-    The file has no thresholds. The profile gets the paper's (δ = 0.3, τ = 0.2, γ = 0.9). The thresholds of the authors'
-    code (similarity_threshold 0.5 and so on) belong to another comparison; see ``methods/share_prefill/method.py``.
+    The file has no thresholds. The profile gets the paper's thresholds (δ = 0.3, τ = 0.2, γ = 0.9). The thresholds of
+    the authors' code (similarity_threshold 0.5 and so on) belong to another comparison; see
+    ``methods/share_prefill/method.py``.
     """
     file = ClusterFile.read(content, "")
     for (layer, head), count in Counter(chain.from_iterable(file.clusters.values())).items():

@@ -17,11 +17,11 @@ def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tok
     Args:
         num_tokens: Tokens of the prompt, in pages numbered in order.
         chunk_tokens: Tokens of a step.
-        device: Where the block table goes.
-        min_tokens: Dense first positions, which are left out. A chunk that crosses this border is cut there.
+        device: Device of the block table.
+        min_tokens: Dense first positions, which are left out. A chunk that crosses this border begins there.
 
     Returns:
-        The rows of each step, one sequence each.
+        The rows of each step; every step has one sequence.
     """
     table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
     spans = [
@@ -35,7 +35,7 @@ def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
 
     Args:
         tensors: q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim].
-        scale: What multiplies q·k.
+        scale: Scale of q·k.
 
     Returns:
         [num_tokens, num_heads, head_dim], in q's dtype.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to calibrate on: the operator's own, or made from a text with questions and answers inserted.
+"""Prompts to calibrate on: the operator's own, or generated from a text with questions and answers inserted.
 
 Retrieval heads are active at lookups, where sparse attention loses most. Generated prompts therefore contain *threads*
 of three kinds, spread over a text: facts that are stated, and later asked for and answered (as in `eval answers`);
 values that pass from name to name before one of the names is asked for (several hops); and passages of another text
-that occur twice. Together they take about a third of a prompt, and with any tokenizer at most half, so that the
-hundredth of queries with the largest errors includes lookups.
+that occur twice. Together, threads take about a third of a prompt, so that the 1% of queries with the largest
+errors includes lookups. With any tokenizer, they take at most half.
 """
 
 import json
@@ -37,7 +37,7 @@ MOST_CHARS = 16
 
 KINDS = ("retrieval", "hops", "repeats")
 TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
-"""Average number of a prompt's tokens for each thread of a kind."""
+"""Average number of prompt tokens per thread of each kind."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int
 
 
 def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
-    """Drop threads, the longest kind first, until they take ``most_tokens``, or one of each kind is left.
+    """Drop threads, the longest kind first, until they fit into ``most_tokens``, or one of each kind is left.
 
-    Tokenizers differ by several times in the number of tokens of the same line.
+    For the same line, numbers of tokens differ several-fold between tokenizers.
     """
     while sum(map(_tokens, threads.values())) > most_tokens:
         kinds = [kind for kind in KINDS if len(threads[kind]) > 1]
@@ -179,7 +179,7 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptS
         The prompts.
 
     Raises:
-        ConfigurationError: A file cannot be read or holds no prompt. The message names file and line.
+        ConfigurationError: A file cannot be read or contains no prompt. The message names file and line.
     """
     tokenizer = load_tokenizer(model)
     start = begin_ids(tokenizer)

@@ -76,7 +76,7 @@ def judge_all(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> lis
 
     Args:
         judge: Judges the layer's heads.
-        bound: The bound to hold.
+        bound: The bound to meet.
         methods: One method for each head.
 
     Returns:
@@ -89,24 +89,24 @@ def judge_all(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> lis
 def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Method]]) -> dict[int, Judged]:
     """Find, by bisection, the sparsest setting of each head's ladder that meets the bound.
 
-    A pass runs one method on each head, so each step of the bisection judges all heads, each at the middle of its own
-    range, in at most ⌈log2(n + 1)⌉ passes for ladders of n settings. The returned setting itself was judged, so an
-    error curve that is not monotone costs sparsity but never violates the bound.
+    A pass runs one method on each head, so each step of the bisection judges all heads in one pass, each head at the
+    middle of its own range. Ladders of n settings need at most ⌈log2(n + 1)⌉ passes. The returned setting itself was
+    judged, so an error curve that is not monotone costs sparsity but never violates the bound.
 
     Args:
         judge: Judges the layer's heads.
-        bound: The bound to hold.
+        bound: The bound to meet.
         ladders: Settings by head, the sparsest first. Heads without a ladder are not searched.
 
     Returns:
-        By head, the setting that holds; if none holds, the last setting, with ``holds`` false.
+        By head, the setting that meets the bound; if none does, the last setting, with ``holds`` false.
     """
     low = dict.fromkeys(ladders, 0)
     high = {head: len(ladder) for head, ladder in ladders.items()}
     sparsest_by_head: dict[int, Judged] = {}
     while going := [head for head in ladders if low[head] < high[head]]:
         middles = {head: (low[head] + high[head]) // 2 for head in ladders}
-        # Finished heads keep their method, and heads without a ladder take an active head's, to avoid extra launches.
+        # Finished heads keep their method, and heads without a ladder use an active head's, to avoid extra launches.
         methods = {head: ladder[min(middles[head], len(ladder) - 1)] for head, ladder in ladders.items() if ladder}
         along = methods[going[0]]
         judged = judge_all(judge, bound, [methods.get(head, along) for head in range(judge.num_heads)])
@@ -146,7 +146,7 @@ class LadderSearch(Search):
             is_allowed: Whether a head may use a method.
 
         Returns:
-            One method for each head, ``Dense()`` if none holds or too little is left out.
+            One method for each head, ``Dense()`` if no setting meets the bound and leaves out enough pairs.
         """
         heads = range(judge.num_heads)
         ladders = {head: [setting for setting in self.settings if is_allowed(head, setting)] for head in heads}
@@ -169,13 +169,13 @@ def ladder_of(name: str) -> list[Method]:
 def halving_settings(settings: Sequence[Sale], most: float, least: float) -> list[Sale]:
     """Return SALE's settings with the thresholds of its paper's calibration (section 3.3).
 
-    The paper begins with τ = 0.008 and halves it until the bound holds. The authors' code stops at 0.0001: a head that
+    The paper begins with τ = 0.008 and halves it until the bound is met. The authors' code stops at 0.0001: a head that
     misses the bound at every larger τ is dense.
 
     Args:
         settings: Settings of one kind, which differ only in τ.
         most: The first τ.
-        least: Where halving stops; only larger τ are returned.
+        least: The τ at which halving stops; only larger τ are returned.
 
     Returns:
         The first setting with each τ, the largest τ (the sparsest setting) first.

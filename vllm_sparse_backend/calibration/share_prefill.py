@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """SharePrefill: clusters the heads on the first prompt, and finds for each head the γ that meets a bound.
 
-The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share. The search per head is our
-addition, and uses the paper's δ and τ. The pattern that a head takes over depends on heads of the same layer and of
-earlier layers. γ does not affect which heads share: only the clusters do (``methods/share_prefill/method.py``). Nothing
-depends on later layers.
+The paper (arXiv:2505.19578) has one γ for all heads, and all members of a cluster share patterns. The search per head
+is our addition, and uses the paper's δ and τ. The pattern that a head takes over depends on heads of the same layer and
+of earlier layers. γ does not affect which heads share: only the clusters do (``methods/share_prefill/method.py``).
+Nothing depends on later layers.
 
-1. *Survey*, with all clusters as computed. For each head, find the least γ of its own vertical-slash that holds the
+1. *Survey*, with all clusters as computed. For each head, find the least γ of its own vertical-slash that meets the
    bound, and then the least γ as a member of its cluster. Members that are dense at any γ are pivots.
-2. *Choice.* A head leaves its cluster if it misses the bound there, or if it keeps at least as much as alone. A cluster
-   is dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which they use in
-   prompts where they are not pivots. Outside a cluster, a head is dense if no γ holds or less than a tenth is left out.
+2. *Choice.* A head leaves its cluster if it misses the bound there, or if it keeps at least as many pairs as alone. A
+   cluster is dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which
+   they use in prompts where they are not pivots. Outside a cluster, a head is dense if no γ meets the bound and leaves
+   out at least a tenth.
 3. The whole model is then judged as chosen (``calibration_loop.py``): heads that miss the bound leave their cluster,
-   and those that still miss it become dense. A cluster left with one member is dissolved and all is judged again.
+   and those that still miss it become dense. A cluster with one remaining member is dissolved, and the model is judged
+   again.
 
 ``PaperSharing`` is the paper's own procedure instead, without a search and without a bound.
 
@@ -42,7 +44,7 @@ class SharingOptions:
     alone: Method
     """The head's method outside any cluster."""
     shared: SharePrefill | None = None
-    """The head's method in its cluster, for a pivot, or if it meets the bound and keeps at most as much as alone."""
+    """The head's method in its cluster, for a pivot, or if it meets the bound and keeps no more pairs than alone."""
     saved: float = 0.0
     """Share of pairs that sharing saves; negative for a pivot."""
 
@@ -120,8 +122,8 @@ class SharePrefillSearch(Search):
 class PaperSharing(Search):
     """The paper's procedure: every head is in the cluster of its attention map, with the paper's γ, δ and τ.
 
-    Heads outside clusters take vertical-slash with the same γ. No error is bounded, as in the paper; figures on
-    held-out prompts are measured all the same.
+    Heads outside clusters use vertical-slash with the same γ. As in the paper, no error is bounded. Figures on held-out
+    prompts are still measured.
     """
 
     def __init__(self, job: Job, bound: Bound, distance: float | None = None) -> None:
@@ -148,7 +150,7 @@ class PaperSharing(Search):
 
         Args:
             judge: Judges the layer's heads.
-            is_allowed: Whether a head may have a method; False only if its output is not a number.
+            is_allowed: Whether a head may use a method; False only if its output is not a number.
 
         Returns:
             One method for each head.
@@ -196,7 +198,7 @@ def survey_layer(
 
     Args:
         judge: Judges the layer's heads.
-        bound: The bound to hold.
+        bound: The bound to meet.
         ladder: Settings by γ, the sparsest first.
         clusters: The cluster of each head, −1 for noise.
 

@@ -3,26 +3,27 @@
 
 The search first finds the pair of τ and θ with the largest sparsity whose error is below l₁, then the λ that skips most
 with an error below l₂ (0.08 and 0.09 for Llama-3.1). The paper states "grid search". The details are
-those of the released code (``autotune.py``). θ goes in sixteenths. At each θ, bisection finds τ to a thousandth and λ
-to a tenth. Once the sparsity is below a tenth, no higher θ is tried. Heads that leave out less than a tenth of the
-pairs run dense.
+those of the released code (``autotune.py``). θ increases in steps of 1/16. At each θ, bisection finds τ to within a
+thousandth and λ to within a tenth. Once the sparsity is below a tenth, no higher θ is tried. Heads that leave out less
+than a tenth of the pairs run dense.
 
 Differences from the paper and from that code:
 
-* The error of both is the relative L1 distance of a head's whole output, a ratio of sums: Σ|O − O′| / Σ|O|. Here it is
-  the mean over queries of each query's ratio, ‖o − o′‖₁ / ‖o‖₁ (``HeadResult.error``), so that queries with small
-  outputs count as much as others. Bounds on the two are not interchangeable.
-* ``bound`` is l₂, which the final setting must hold; l₁ is 8/9 of it, the ratio of the paper's bounds for Llama-3.1.
+* In both, the error is the relative L1 distance of a head's entire output, a ratio of sums: Σ|O − O′| / Σ|O|. Here it
+  is the mean over queries of each query's ratio, ‖o − o′‖₁ / ‖o‖₁ (``HeadResult.error``), so that queries with small
+  outputs count as much as others. Bounds on these two errors are not interchangeable.
+* ``bound`` is l₂, which the final setting must meet; l₁ is 8/9 of it, the ratio of the paper's bounds for Llama-3.1.
   Both also limit the p99 of queries.
 * The code searches each prompt separately, and joins the results by the largest τ, θ and λ of neighbouring values of θ.
-  Here a setting is judged on all prompts and must hold on each, so there is nothing to join.
+  Here a setting is judged on all prompts and must meet the bound on each, so there is nothing to join.
 * λ is searched once, for the best pair, as in the paper; the code searches it for every θ.
 * θ begins at 0, not at −1: no block has a lower self-similarity (methods/sparge_attn/method.py).
 * λ is searched only with ``skipping``; otherwise ``bound`` is l₁. The fastest engines, Hopper's and FlashAttention, do
   not skip, and the engine that a layer with a λ needs takes longer by a quarter or more.
 * ``top_share`` is not searched: it replaces the cut by τ.
 
-Heads differ in all three parameters within one launch. The search takes at most ten passes for each θ, and nine for λ.
+Heads may differ in all three parameters within one launch. The search takes at most ten passes for each θ, and nine for
+λ.
 """
 
 from dataclasses import replace
@@ -55,7 +56,7 @@ class SpargeAttnSearch(Search):
             is_allowed: Whether a head may use a method.
 
         Returns:
-            One method for each head, ``Dense()`` if no pair holds or too little is left out.
+            One method for each head, ``Dense()`` if no pair meets the bound and leaves out enough.
         """
         pairs = self._pairs(judge, is_allowed)
         methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
@@ -77,7 +78,7 @@ class SpargeAttnSearch(Search):
         return sparsest_pairs
 
     def _with_margins(self, judge: LayerJudge, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:
-        """Add to each method the λ that skips most within the bound, if one holds."""
+        """Add to each method the λ that skips most within the bound, if there is such a λ."""
         settings = {
             head: [setting for margin in MARGINS if is_allowed(head, setting := replace(method, skip_margin=margin))]
             for head, method in enumerate(methods)

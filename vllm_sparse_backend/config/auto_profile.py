@@ -2,9 +2,9 @@
 """``profile: auto``: the choice of a bundled profile for the served model.
 
 A profile fits a model by architecture and shape, which several models may share. Among the profiles that fit, the
-profile with the model's name (``ModelShape.names``) is chosen. If none has the name, a profile is chosen only if all
-that fit were made for the same model: the served model may be a fine-tune of it. The choice always comes with its
-reason.
+profile with the model's name (``ModelShape.names``) is chosen. If no profile has the name, a fitting profile is chosen
+only if all fitting profiles were made for the same model, because the served model may be a fine-tune of it. The choice
+always comes with its reason.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class ProfileChoice:
     Attributes:
         name: Name of the bundled profile; None if none was chosen.
         profile: The profile; None if none was chosen.
-        why: The reason for the choice, or why there is none.
+        why: The reason for the choice, or for choosing no profile.
     """
 
     name: str | None
@@ -35,7 +35,7 @@ class ProfileChoice:
 def choose_profile(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> ProfileChoice:
     """Choose the bundled profile for a model.
 
-    If several profiles are for the same model, those for the served rope_theta and those by this tool take precedence.
+    If several profiles are for the same model, profiles for the served rope_theta and profiles by this tool come first.
 
     Args:
         shape: Shape and names of the served model.

@@ -2,8 +2,8 @@
 """Prompt lengths from which sparse prefill is faster than dense, as measured per device, engine and method.
 
 A table of measurements ships with the package (``_crossover/measured.json``). ``sparse-prefill bench crossover`` writes
-one for another device, which the setting ``crossover`` names. A profile may contain the measurement of its own heads,
-which takes precedence over the table. Where no entry fits, conservative defaults apply, and the log says so.
+a table for another device; the setting ``crossover`` is its path. A profile may contain the measurement of its own
+heads, which takes precedence over the table. If no entry fits, conservative defaults apply, and the log says so.
 """
 
 import math
@@ -90,14 +90,14 @@ class ProfileCrossover(BreakEven):
     """Longest measured prompt, in tokens."""
 
     def matches(self, device: str, engine: str) -> bool:
-        """Return whether the measurement holds for a device and engine.
+        """Return whether the measurement applies to a device and engine.
 
         Args:
             device: Name of the device, as torch reports it; case does not matter.
             engine: Name of the attention engine.
 
         Returns:
-            True if it was made on such a device with layers of that engine.
+            True if it was made on that kind of device with layers of that engine.
         """
         return self.device.casefold() == device.casefold() and engine in self.engines
 
@@ -222,7 +222,7 @@ class Thresholds:
 
         Args:
             chunk: Maximum number of new tokens of a request in a step.
-            busy: The same in a step with the maximum number of decodes.
+            busy: The same maximum in a step that also has the maximum number of decodes.
 
         Returns:
             Thresholds with a lower ``min_query_tokens`` and a note about it, or these thresholds.
@@ -263,8 +263,9 @@ def resolve_thresholds(
 ) -> Thresholds:
     """Replace ``auto`` by measured numbers.
 
-    The profile's own measurement counts if it matches device and engine. Otherwise the largest numbers of any method in
-    the table count. Dense heads need no measurement if other methods are present, because no length makes them faster.
+    The profile's own measurement applies if it matches device and engine. Otherwise the largest numbers of any method
+    in the table apply. Dense heads need no measurement if other methods are present, because no length makes them
+    faster.
 
     Args:
         min_tokens: The setting, in tokens.

@@ -44,7 +44,7 @@ def unexpected(value: object, expected: str) -> str:
     Returns:
         ``given VALUE, expected EXPECTED``.
     """
-    # The whole repr of a large mapping or list would take long, only to be cut.
+    # The full repr of a large mapping or list would take long and then be cut.
     shown = _short.repr(value) if isinstance(value, (dict, list)) else repr(value)
     return f"given {shown if len(shown) <= 80 else shown[:77] + '...'}, expected {expected}"
 
@@ -126,7 +126,7 @@ def to_configuration_error(error: ValidationError, model: type, source: str, roo
         error: What pydantic raised.
         model: The model or dataclass that was validated.
         source: Where the values were given: a file or an option, with the separator that follows it.
-        root: The field there that holds the model, or an empty text.
+        root: The field in ``source`` that contains the model, or an empty string.
 
     Returns:
         The error to raise: one line that names every wrong field.
@@ -166,7 +166,7 @@ def _models_in(annotation: Any) -> Iterator[type]:
 class Section(BaseModel):
     """Base class of everything that users write. Instances are immutable; an unknown field is an error.
 
-    The text under a field is its description. JSON schemas and the tables in the documentation are made from it.
+    The text under a field is its description, from which JSON schemas and tables in the documentation are generated.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -176,9 +176,9 @@ class Section(BaseModel):
         """Validate plain values or a JSON text.
 
         Args:
-            value: A mapping of fields to values, or a text that holds one as JSON.
+            value: A mapping of fields to values, or such a mapping as a JSON text.
             source: Where it was given: a file or an option, with the separator that follows it.
-            root: The field there that holds it, or an empty text.
+            root: The field in ``source`` that contains it, or an empty string.
 
         Returns:
             The section.

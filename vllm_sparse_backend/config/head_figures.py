@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured figures of each head, as a profile's ``provenance.figures`` holds them.
+"""Measured figures of each head, as stored in a profile's ``provenance.figures``.
 
 Each figure maps a layer to one number per query head of the model. Dense layers, which have no numbers, are left
 out:
@@ -8,7 +8,7 @@ out:
       density: {1: [0.123, 0.05, 1.0, 0.3], 2: [0.1, 0.1, 0.2, 0.1]}
       error: {1: [0.01, 0.02, 0.0, 0.03], 2: [0.0, 0.0, 0.0, 0.0]}
 
-Numbers have four significant digits: a model of 32 layers and 32 heads takes about 20 kB.
+Numbers have four significant digits: those of a model with 32 layers and 32 heads take about 20 kB.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class HeadFigures(Section):
         """Build the figures from lists by layer and head.
 
         Args:
-            **figures: For each figure, numbers by layer and head, [num_layers][num_heads]; None for a layer without.
+            **figures: For each figure, numbers [num_layers][num_heads]; None for a layer without numbers.
 
         Returns:
             The checked figures.

@@ -45,7 +45,7 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
 
     Args:
         name: A method or a preset.
-        params: Values of the method's fields, instead of its defaults or the preset's values.
+        params: Values of the method's fields that replace its defaults or the preset's values.
 
     Returns:
         The method.
@@ -81,7 +81,7 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
 
 
 def parameters_of(method: Method) -> dict[str, Any]:
-    """Convert a method to the mapping that profiles hold.
+    """Convert a method to the mapping that profiles contain.
 
     Args:
         method: The method of one head.

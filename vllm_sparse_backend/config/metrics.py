@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics that a server exports on /metrics: one table for the workers, the page and its readers.
 
-Names here have no prefix. Samples of counters end in ``_total``. Every sample has the labels of vLLM's own metrics:
-``model_name``, and ``engine``, the number of the data-parallel engine.
+Names here have no prefix. Names of counters' samples end in ``_total``. Every sample has the labels of vLLM's own
+metrics: ``model_name``, and ``engine``, the number of the data-parallel engine.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Metric:
     """Definition of one metric.
 
     Attributes:
-        name: Name without the prefix and, of a counter, without ``_total``.
+        name: Name without the prefix and, for a counter, without ``_total``.
         type: Prometheus type, ``counter`` or ``gauge``.
         help: Description for the page.
         labels: Labels in addition to the model, the engine and the rank.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model can prefill sparsely, read from its config without loading the model.
+"""Forecast of the layers that can prefill sparsely, from a model's config without loading the model.
 
-This is a forecast. ``sparse-prefill doctor`` shows it, and a server refuses a model at start-up if none of its layers
-qualifies. It may be too optimistic: each layer is checked again once vLLM has built it.
+``sparse-prefill doctor`` shows the forecast, and a server refuses a model at start-up if none of its layers
+qualifies. The forecast may be too optimistic: each layer is checked again once vLLM has built it.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         The text part, with numbers of layers and heads under their usual keys.
 
     Raises:
-        ConfigurationError: The folder has no config.json, or that does not describe layers.
+        ConfigurationError: The folder has no config.json, or the file does not describe layers.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -78,7 +78,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     config = _with_defaults(path) or read_config_json(path)
     text = text_part(config, str(path))
-    # transformers sets `architectures` of a text part to None even where the whole model names its architecture.
+    # transformers sets `architectures` of a text part to None even if the full config names the architecture.
     architectures = config.get("architectures") or text.get("architectures")
     fields = {"num_hidden_layers": None, **text, **usual_numbers(text), "architectures": architectures}
     try:

@@ -40,7 +40,7 @@ class ModelShape:
         head_dim: Elements of a head's query or key.
         rope_theta: Base of the rotary embedding, which distinguishes models of one shape with different context
             lengths; None if unknown.
-        names: Names of models with this shape. If several profiles fit, ``auto`` takes the profile with the model's
+        names: Names of models with this shape. If several profiles fit, ``auto`` chooses the profile with the model's
             name. Comparisons ignore the names.
     """
 
@@ -92,7 +92,7 @@ class ModelShape:
         """Read the shape from the content of a config.json.
 
         Args:
-            config: The content; of a multimodal model, its text part counts.
+            config: The content. For a multimodal model, the numbers are those of its text part.
             source: The name of the file in error messages.
 
         Returns:
@@ -125,8 +125,8 @@ class ModelShape:
         """Read the shape of a model on disk.
 
         Args:
-            path: A model folder, whose path gives the model its name as on a server; or a config.json, whose
-                ``_name_or_path`` does.
+            path: A model folder, whose path gives the model its name, as on a server; or a config.json, whose
+                ``_name_or_path`` gives the name.
 
         Returns:
             The shape.
@@ -161,7 +161,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
         Its content, unchanged.
 
     Raises:
-        ConfigurationError: The file cannot be read, is not JSON or does not hold a mapping.
+        ConfigurationError: The file cannot be read, is not JSON or does not contain a mapping.
     """
     try:
         config = json.loads(read_text(path))

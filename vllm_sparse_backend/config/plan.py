@@ -145,7 +145,7 @@ class Plan:
             layer: Number of the layer.
 
         Returns:
-            The groups; None if the layer runs dense, as do layers past the model's last (those of a draft model).
+            The groups; None if the layer runs dense. Layers past the model's last (those of a draft model) run dense.
         """
         return self.layers[layer] if layer < len(self.layers) else None
 
@@ -158,7 +158,7 @@ class Plan:
     def largest_share(self) -> float:
         """The largest p of all heads of the model, including those of other ranks; 0 if no head has a p.
 
-        A request with that p or a larger p keeps at least as many keys as this plan, in every head.
+        A request with this or a larger p keeps at least as many keys as this plan, in every head.
         """
         return max((method.share_kept for method in self.methods if method.share_kept is not None), default=0.0)
 
@@ -187,7 +187,7 @@ class Plan:
         return max(candidates, key=lambda thresholds: thresholds.severity)
 
     def earliest_thresholds(self, table: Crossover, device: str) -> Thresholds:
-        """Return the thresholds of the engine whose measured crossover is shortest.
+        """Return the thresholds of the engine with the shortest measured crossover.
 
         A server prepares for these thresholds before its engine is chosen.
 
@@ -223,7 +223,7 @@ class Plan:
             device: Name of the device, as torch reports it.
 
         Returns:
-            [min_tokens, min_query_tokens] by name of the engine: those measured on this device, and ``any other``.
+            [min_tokens, min_query_tokens] by name of the engine: engines measured on this device, and ``any other``.
         """
         thresholds = {
             engine: self.thresholds(table, device, [engine])

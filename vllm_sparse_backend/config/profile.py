@@ -39,10 +39,10 @@ EXACT = "exact"
 BOUNDS = ("high", "fast")
 """Levels that calibration makes, with the tightest error bound first."""
 ON, SHARE = "on", "p"
-"""``on`` is the server's own level in settings and requests. ``p`` stands in settings for requests that set the share
+"""``on`` is the server's own level in settings and requests. In settings, ``p`` stands for requests that set the share
 p."""
 OTHERS = (EXACT, "default", ON, SHARE)
-"""Reserved names of levels, which every server has without a profile."""
+"""Reserved names of levels that every server has without a profile."""
 
 LEVEL_NAME = "[a-z][a-z0-9_.-]*"
 
@@ -327,7 +327,7 @@ def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
         The file.
 
     Raises:
-        ConfigurationError: There is neither; the message lists the bundled profiles.
+        ConfigurationError: Neither exists; the message lists the bundled profiles.
     """
     bundled = bundled_profiles()
     path = bundled.get(str(name_or_path)) or strict_yaml.file_at(str(name_or_path))

@@ -75,7 +75,7 @@ def _disjoint(mapping: object) -> object:
         try:
             numbers = parse_ranges(key)
         except ValueError:
-            continue  # validation of the key reports it, with its place
+            continue  # validation of the key reports the error and its place
         for number in numbers:
             if owners.setdefault(number, key) is not key:
                 raise ValueError(f"given {number} in both {owners[number]!r} and {key!r}, expected it once")

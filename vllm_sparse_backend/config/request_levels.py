@@ -22,7 +22,7 @@ from vllm_sparse_kernels.methods.base import Method
 
 FIELD = "sparse_prefill"
 REPORT = "sparse_prefill_report"
-"""Key next to it: true asks for a report on how the request was prefilled."""
+"""Key next to ``FIELD``: true asks for a report on how the request was prefilled."""
 MARK = "sparse_prefill_mark"
 """Key of the mark. A value that a client sends there is overwritten."""
 
@@ -47,7 +47,7 @@ def refuse_typos(where: str, keys: Iterable[object]) -> None:
     """Refuse keys that look like typos of this project's keys, so that they are not silently ignored.
 
     Args:
-        where: The field that holds the keys, for the error message.
+        where: The field that contains the keys, for the error message.
         keys: Keys of a request.
 
     Raises:
@@ -59,17 +59,17 @@ def refuse_typos(where: str, keys: Iterable[object]) -> None:
 
 
 class Ticket(str):
-    """A random identifier under which workers count for an HTTP request. No client can send a value of this type."""
+    """A random identifier of workers' counts for an HTTP request. No client can send a value of this type."""
 
 
 def asks_report(vllm_xargs: Mapping[str, Any]) -> bool:
-    """Return whether a request asks how it was prefilled.
+    """Return whether a request asks for a report on how it was prefilled.
 
     Args:
         vllm_xargs: The request's ``vllm_xargs``.
 
     Returns:
-        True if it asks for a report, by true or by the server's own ticket.
+        True if the value is true or the server's own ticket.
 
     Raises:
         ValueError: The value is neither true nor false.
@@ -87,8 +87,8 @@ class Salt:
     """Part of the hashes of a request's cached blocks that separates levels from each other.
 
     Attributes:
-        text: Text that enters the hash of the block that holds position ``exact_tokens``, and thus the hashes of all
-            later blocks.
+        text: Text that enters the hash of the block with position ``exact_tokens``, and thus the hashes of all later
+            blocks.
         exact_tokens: Number of leading positions that are dense at all levels.
     """
 
@@ -103,7 +103,7 @@ class Salt:
             end_token_idx: Position after the last token of the block.
 
         Returns:
-            The key; None for all blocks of a request except the block that holds ``exact_tokens``.
+            The key; None for all blocks of a request except the block with position ``exact_tokens``.
         """
         if not start_token_idx <= self.exact_tokens < end_token_idx:
             return None

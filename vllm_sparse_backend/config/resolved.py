@@ -20,7 +20,7 @@ Numbers = dict[str, dict[str, list[int | None]]]
 
 
 def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
-    """Return the device for which the server resolved ``auto`` where it started.
+    """Return the device for which the server's first process resolved ``auto``.
 
     Args:
         additional_config: vLLM's ``additional_config``.
@@ -54,7 +54,7 @@ class Resolved:
 
     Attributes:
         config: The configuration.
-        documents: Texts of the files that it names.
+        documents: Texts of the files that the configuration names.
         plans: The plan of each level, the server's own first. If a head lets requests set p, requests with a p also
             form a level.
         table: The table of measured crossovers.
@@ -84,7 +84,7 @@ class Resolved:
                 texts.
             shape: The whole model.
             device: Name of this process's device, as torch reports it. A carried device takes precedence.
-            tp_rank: Tensor-parallel rank, for whose heads the plans are.
+            tp_rank: Tensor-parallel rank whose heads the plans describe.
             tp_size: Number of tensor-parallel ranks.
             pools: Whether requests are for embeddings, scores or classes.
 
@@ -111,7 +111,7 @@ class Resolved:
         return Resolved(config, read, plans, table, thresholds_by_engine, device, pools)
 
     def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Add data to vLLM's configuration with which other processes resolve it to the same settings.
+        """Add data to vLLM's configuration from which other processes resolve the same settings.
 
         Args:
             additional_config: vLLM's ``additional_config``.

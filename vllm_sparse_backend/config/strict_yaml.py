@@ -23,7 +23,7 @@ TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 # YAML 1.1 reads 1e-3, which has no point, as a text. YAML 1.2 and users read it as a number.
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
 
-# libyaml's parser is ten times as fast, if PyYAML was built with it.
+# libyaml's parser is ten times as fast, but PyYAML may be built without it.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -63,7 +63,7 @@ def why_no_file(path: str) -> str:
         path: A path, which may start with ``~``.
 
     Returns:
-        ``no such file``, or the kind of the path that exists.
+        ``no such file``, or the kind of the existing path.
     """
     try:
         file = Path(path).expanduser()
@@ -101,7 +101,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Readers fold line breaks, Unicode's too, into blanks unless they are escaped in double quotes.
+    # Readers fold line breaks, including Unicode's, into blanks unless they are escaped in double quotes.
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
 
@@ -136,7 +136,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str) -> dict[Any, Any]:
-    """Parse a YAML text that holds a mapping.
+    """Parse a YAML text that contains a mapping.
 
     Args:
         text: The YAML text.
@@ -146,8 +146,8 @@ def parse(text: str, source: str) -> dict[Any, Any]:
         The mapping.
 
     Raises:
-        ConfigurationError: The text is not YAML, has duplicate keys or aliases, is nested too deeply, or does not hold
-            a mapping. The message names ``source``, line and column.
+        ConfigurationError: The text is not YAML, has duplicate keys or aliases, is nested too deeply, or is not a
+            mapping. The message names ``source``, line and column.
     """
     try:
         _refuse_depth(text)
@@ -175,7 +175,7 @@ def dump(data: dict[str, Any]) -> str:
     Returns:
         The YAML text. Mappings and lists that hold only scalars are written inline.
     """
-    innermost_inline: Any = None  # PyYAML's third value, which its type stubs do not know
+    innermost_inline: Any = None  # PyYAML accepts None here, but its type stubs do not
     return yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=innermost_inline
     )

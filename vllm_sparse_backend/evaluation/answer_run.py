@@ -66,8 +66,8 @@ class AnswerWorkload:
 
     @staticmethod
     def from_text(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "AnswerWorkload":
-        # A token has fewer than eight characters on average. The server tokenises the whole text.
         """Return the workload over a text file or folder, or over generated prose if ``text`` is None."""
+        # A token has fewer than eight characters on average. The server tokenises the whole text.
         read = None if text is None else read_prompt_text(text, 8 * max(lengths) * max(4, count))
         return AnswerWorkload(tuple(dict.fromkeys(lengths)), count, facts, read)
 
@@ -201,7 +201,7 @@ def ask_all(
 def _ask_server(
     endpoint: Endpoint, workload: AnswerWorkload, todo: Sequence[PromptKey], concurrency: int
 ) -> Iterator[Case]:
-    """Yield a case for each prompt, and then one with the density over all prompts and the reasons for dense rows."""
+    """Yield a case for each prompt, then a case with the density over all prompts and the reasons for dense rows."""
     before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
@@ -211,7 +211,7 @@ def _ask_server(
         # After an interruption, do not wait for prompts that take minutes. They end with the server.
         pool.shutdown(wait=False, cancel_futures=True)
     after = endpoint.metrics()
-    if PREFIX in before and PREFIX in after:  # it counts pairs
+    if PREFIX in before and PREFIX in after:  # the server counts pairs
         now, then = parse_metrics(after), parse_metrics(before)
         dense = {reason: count for (path, reason), count in (now.rows - then.rows).items() if path == "dense"}
         figures = (now.pairs - then.pairs).figures

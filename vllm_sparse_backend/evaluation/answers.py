@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers inside the prompt: questions whose answers are part of the prompt, scored by the ranks of their tokens.
 
-Decoding answers a question at a prompt's end. It is dense, and therefore hides the losses of a sparse prefill. Here,
+The answer to a question at a prompt's end is decoded. Decoding is dense and hides the losses of a sparse prefill. Here,
 facts are spread over a text, each fact is asked for and answered later in the text, and the whole text is prefilled. A
 server that returns log-probabilities of the prompt's tokens (``prompt_logprobs``, vLLM's addition to OpenAI's API)
 gives the rank of each token of an answer. The answer is right if all of its tokens have rank 1.
@@ -168,7 +168,7 @@ def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Score
     """Score the answers by a server's ``prompt_logprobs``.
 
     ``returned`` has ``{token id: {"logprob": ..., "rank": ...}}`` for each token. Raises RequestError if a token's
-    entry is missing, or has a number that a healthy model does not return. The whole response then does not count.
+    entry is missing, or has a number that a healthy model does not return. The entire response is then ignored.
     """
     token_ids = prompt.token_ids
     if not isinstance(returned, list) or len(returned) != len(token_ids):

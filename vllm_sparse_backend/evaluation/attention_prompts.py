@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts for timing attention: queries, keys and values of one layer in a paged cache, prefilled in chunks.
 
-Random normal data is dense: no method can leave out any of it. In ``planted_prompt`` a share ``DENSITY`` of the keys,
-in runs of ``RUN_TOKENS``, matches the queries of its kv head and has nearly all of the softmax's mass. The density is
-therefore known, and methods that select by attention mass find it.
+Attention over random normal data is dense: no method can leave out any key. In ``planted_prompt`` a share ``DENSITY``
+of the keys, in runs of ``RUN_TOKENS``, matches the queries of its kv head and has nearly all of the softmax's mass. The
+density is therefore known, and methods that select by attention mass find it.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ PLANTED = 9.0
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one layer on one rank; the defaults are those of 8B models of Llama's and Qwen's families."""
+    """Heads of one layer on one rank; the defaults fit 8B models of the Llama and Qwen families."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -74,7 +74,7 @@ def without_nan(batch: Batch) -> Batch:
 
 
 def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> AttentionPrompt:
-    """Return one layer. It is equal for equal arguments on the same kind of device; all seeds use the same pages."""
+    """Return one layer, equal for equal arguments on the same kind of device. All seeds use the same pages."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ selection and attention, including launches by the host, with that of FlashAtten
   smaller.
 * ``min_query_tokens``: this many new tokens after a long cached prefix.
 
-A rung counts if sparse is faster by ``MARGIN`` there and on all longer rungs. Null means that it is not faster even on
-the longest rung. Before a method is timed on an engine, its result on a short chunk is compared with float64.
+A rung counts if sparse prefill is faster by ``MARGIN`` there and on all longer rungs. Null means that it is not faster
+even on the longest rung. Before a method is timed on an engine, its result on a short chunk is compared with float64.
 """
 
 import json
@@ -113,11 +113,11 @@ def ladder(least: int, most: int) -> list[int]:
 def climb_down(
     rungs: Mapping[int, tuple[int, int]], measure: Callable[[int, int], dict[str, Any]]
 ) -> Generator[dict[str, Any], None, int | None]:
-    """Return the lowest rung from which all rungs are faster by ``MARGIN``; None if the longest is not.
+    """Return the lowest rung from which all rungs are faster by ``MARGIN``; None if even the longest is not.
 
-    ``rungs`` holds each rung's (seq_len, query_len), which ``measure`` takes. Rungs are measured from the longest down
-    to the first that is too slow, because shorter rungs do not change the result. Each measurement is yielded. A rung
-    without ``times_faster`` was not timed and counts as too slow.
+    ``rungs`` has the (seq_len, query_len) of each rung, which ``measure`` takes. Rungs are measured from the longest
+    down to the first that is too slow, because shorter rungs do not change the result. Each measurement is yielded. A
+    rung without ``times_faster`` was not timed and counts as too slow.
     """
     least_rung = None
     for rung in sorted(rungs, reverse=True):
@@ -145,9 +145,9 @@ def crossover_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tu
 def measure_crossovers(
     card: Card, heads: Heads, methods: Sequence[Method], longest: int, chunk_tokens: int, table: Path, report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Measure each method with each engine on planted prompts, and update ``table`` after each pair.
+    """Measure each method with each engine on planted prompts, and update ``table`` after each such pair.
 
-    Yields the case of each rung, and after the rungs of a method and engine their entry in the table.
+    Yields the case of each rung, and after the rungs of a pair its entry in the table.
     """
     ladders = crossover_ladders(longest, chunk_tokens)
     merge_entries(table, [])  # fails before measuring if the file is not a table

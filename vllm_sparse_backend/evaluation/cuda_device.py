@@ -2,9 +2,9 @@
 """The measured CUDA device: vLLM's FlashAttention on it, and two kinds of times.
 
 *Device time* is the time during which the device is busy. The device waits before a contestant's turn, so that the host
-gets ahead, and then runs the contestant until its clock matches that of a server, which runs layer after layer. *Wall
-time* also includes launches by the host, which dominate for few new tokens. Both alternate with FlashAttention in the
-same run, over several inputs, and are reported as medians.
+gets ahead, and then runs the contestant until the device's clock matches that of a server, which runs layer after
+layer. *Wall time* also includes launches by the host, which dominate for few new tokens. Both measurements alternate
+with FlashAttention in the same run, over several inputs, and are reported as medians.
 """
 
 import math

@@ -91,7 +91,7 @@ class Pairs:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The fields that a report's cases hold."""
+        """Fields of the cases of a report."""
         return {"density": self.density, "kept_pairs": self.kept, "causal_pairs": self.causal}
 
     @staticmethod
