@@ -75,13 +75,13 @@ def _differing(numbers: Numbers, others: Numbers) -> str:
 
 
 class AgreementEndpoint:
-    """vLLM endpoint plugin that compares the workers' lengths; each app of a server process has one."""
+    """vLLM endpoint plugin that compares the workers' lengths; each app of a server process has an instance."""
 
     name = "sparse_prefill_agreement"
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Leave the app as it is: this plugin has no route.
+        """Leave the app unchanged: this plugin has no route.
 
         Args:
             app: The server's app.
