@@ -74,7 +74,7 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
 
 
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
-    """Return the widths and expert counts of a config; 0 for those that are absent."""
+    """Return the widths and expert counts of a config; 0 for absent values."""
     widths = {name: config.get(name) or 0 for name in WIDTHS}
     for name, width in widths.items():
         if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models list a width for each layer

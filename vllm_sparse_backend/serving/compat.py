@@ -364,7 +364,7 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
 
 
 def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """Return the order in which the dimensions of a layer's cache lie in memory.
+    """Return the order of the dimensions of a layer's cache in memory.
 
     Args:
         vllm_config: vLLM's configuration. From 0.30 on it has the layout that the engine's core chose.

@@ -477,7 +477,7 @@ def install_counters() -> str | None:
 
 
 def counters_problem() -> str | None:
-    """Try the hooks for /metrics, in a process that does not serve.
+    """Try the hooks for /metrics, in a process that serves no requests.
 
     Returns:
         Why servers here would have no counters on /metrics; None if they would have them.

@@ -126,7 +126,7 @@ class EngineReader:
             on_counts: Called whenever ``counts`` has become newer.
 
         Returns:
-            The poll under way; None if there is none.
+            The poll under way; None without a poll.
         """
         if self.is_waiting:
             return self._poll
@@ -191,7 +191,7 @@ def answer_moment(workers: Answers) -> int:
         workers: The answers of the engine's workers. The core adds ``moment`` to the first.
 
     Returns:
-        Nanoseconds by the monotonic clock of the core's host; of this host if the core added none.
+        Nanoseconds by the monotonic clock of the core's host, or of this host if the core added no moment.
     """
     return next((int(worker["moment"]) for worker in workers if "moment" in worker), time.monotonic_ns())
 

@@ -60,8 +60,8 @@ MOST_SLIPS = 100
 """Maximum number of a body's keys that are compared with ours to find misspellings."""
 
 SCHEMAS = {"tools", "functions", "response_format", "structured_outputs", "text", "guided_json"}
-"""Fields that hold JSON schemas, in which users choose the names. They are not inspected, and neither are the arguments
-of tool calls in a conversation."""
+"""Fields that contain JSON schemas, in which users choose the names. They are not inspected, and neither are the
+arguments of tool calls in a conversation."""
 
 ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 """Prefix of an escaped letter: JSON allows it for any letter of a key."""

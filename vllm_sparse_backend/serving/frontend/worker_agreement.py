@@ -3,8 +3,8 @@
 
 The front process salts cached blocks by these lengths. Workers that get their configuration from it agree with it on
 any device. A node started with ``--headless`` builds its own configuration. If its settings, table or device differ,
-blocks that all levels share would hold sparse keys and values. The server therefore compares all workers' lengths with
-its own before it serves.
+blocks that all levels share would contain sparse keys and values. The server therefore compares all workers' lengths
+with its own before it serves requests.
 """
 
 import logging

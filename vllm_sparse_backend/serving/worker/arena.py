@@ -273,7 +273,7 @@ class Room:
                 return (Slab(whole, request),)
         packed: list[list[Row]] = []
         for chunk in chunks:
-            # Two chunks of one row would need its pages twice.
+            # Two chunks of the same row would need its pages twice.
             if packed and packed[-1][-1].number != chunk.number and self._fits([*packed[-1], chunk]):
                 packed[-1].append(chunk)
             else:

@@ -90,7 +90,7 @@ class Guard:
         rank: Tensor-parallel rank.
 
     Attributes:
-        held: Layers and levels that run dense for now.
+        held: Layers and levels that currently run dense.
     """
 
     def __init__(self, settings: GuardConfig, recorder: Recorder, rank: int = 0) -> None:

@@ -111,7 +111,7 @@ def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
 
 
 def _number_of(name: str) -> int | None:
-    """Return the number in a layer's name; None if there is none, or more than one."""
+    """Return the number in a layer's name; None without a number or with several."""
     try:
         return int(extract_layer_index(name))
     except AssertionError:
