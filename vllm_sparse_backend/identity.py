@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 PACKAGE = "vllm-sparse-backend"
 
 LOGGER = "vllm.sparse_prefill"
-"""A child of vLLM's logger: vLLM's logging shows nothing below WARNING of other loggers."""
+"""A child of vLLM's logger: from other loggers, vLLM's logging shows only WARNING and above."""
 
 BACKEND = "vllm_sparse_backend.serving.worker.backend.SparsePrefillBackend"
 NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
@@ -27,7 +27,7 @@ def package_version(name: str) -> str:
         name: The distribution's name.
 
     Returns:
-        The installed version; that of the module itself if it is importable without being installed; otherwise
+        The installed version; the module's own version if it is importable but not installed; otherwise
         ``not installed``.
     """
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point for vLLM's plugin loader: makes ``--attention-backend sparse-prefill`` mean this backend.
+"""The entry point for vLLM's plugin loader: makes ``--attention-backend sparse-prefill`` select this backend.
 
 The loader calls ``register`` in every process, more than once, before the command line is read.
 """
@@ -22,7 +22,7 @@ def unsupported(version: str) -> str | None:
         version: vLLM's version.
 
     Returns:
-        The reason and what to install; None if the release is supported, or for a build whose release is unknown.
+        The reason and what to install; None if the release is supported, or if a build's release is unknown.
     """
     numbers = re.match(r"(\d+)\.(\d+)\.", version)
     release = (0, 1) if numbers is None else (int(numbers[1]), int(numbers[2]))

@@ -6,12 +6,12 @@ The estimate needs only a model's config. A prompt of N tokens costs
         linear layers: 2 · (weights applied to each token) · N
     attention:     4 · head_dim · query heads · (query, key) pairs, for each layer that attends
 
-floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window or chunk. Both are divided by the
+floating-point operations: N (N + 1) / 2 pairs, or the pairs within the layer's window or chunk. Both are divided by the
 rates measured on an H100 in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
 ``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16 at head_dim 128. Norms, rotary positions, the output
 head (applied to one token) and communication are left out. For linear attention and Mamba layers, the estimate counts
-the projections but not the recurrence. Experts of a MoE model count as dense layers, but run slower. Both overstate the
-speed-up. Another device changes the result only if the ratio of the two rates differs.
+the projections but not the recurrence. Experts of a MoE model count as dense layers, but run slower. Both
+simplifications overstate the speed-up. Another device changes the result only if the ratio of the two rates differs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -58,7 +58,7 @@ class PrefillShare:
 def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "config.json") -> PrefillShare:
     """Estimate the times of a prompt of ``num_tokens`` in an empty server, from a model's (text) config.
 
-    Raises a ConfigurationError that names ``source`` if the config has no heads, or a width that is not one number.
+    Raises a ConfigurationError that names ``source`` if the config has no heads or a width is not a single number.
     """
     shape = ModelShape.from_config(config, source)
     window, chunk = (config.get(name) or 0 for name in ("sliding_window", "attention_chunk_size"))
@@ -74,10 +74,10 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
 
 
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
-    """Return the widths and expert counts of a config; 0 for those that are absent."""
+    """Return the widths and expert counts of a config; 0 for absent values."""
     widths = {name: config.get(name) or 0 for name in WIDTHS}
     for name, width in widths.items():
-        if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models have a list of one for each layer
+        if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models list a width for each layer
             expected = f"one number for all layers, at most {MOST_COUNT}"
             raise ConfigurationError(f"{source}: {name}: {unexpected(width, expected)}")
     return widths

@@ -200,7 +200,7 @@ def _dense_backend() -> Iterator[Finding]:
 def attention(model: Path | None) -> Iterator[Finding]:
     """Forecast the attention engine of a model's layers, for blocks and stripes in bfloat16 and vLLM's usual cache.
 
-    A server tries the engine on its warm-up batch, and takes the next engine if the trial fails.
+    A server tries the engine on its warm-up batch, and chooses the next engine if the trial fails.
     """
 
     if without_vllm():

@@ -11,7 +11,7 @@ from vllm_sparse_backend.evaluation.prompt_texts import prose
 
 NUM_FACTS = 12
 ASKED = (5, 9)
-"""Numbers, in text order, of the facts in the questions. All lie after the demo's dense first tokens."""
+"""Numbers, in text order, of the facts in the questions. All are after the demo's dense first tokens."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def gather_over_ranks(value: T) -> list[T]:
     """Gather a value from all tensor-parallel ranks. Every rank must call this, and waits for the others.
 
     Args:
-        value: This rank's value, which can be pickled.
+        value: This rank's value, which must be picklable.
 
     Returns:
         The values by rank.
@@ -165,11 +165,11 @@ def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[
     """Replace multiples of fewer tokens by multiples of 128 where vLLM aligns a hybrid's pages on Hopper.
 
     The model is that of vLLM's current configuration, which is set wherever vLLM aligns pages. A ``--block-size`` that
-    neither divides 128 nor is a multiple of it stays as it is: vLLM 0.26 aligns pages to that size alone.
+    neither divides 128 nor is a multiple of it stays as it is: vLLM 0.26 aligns pages to that size only.
 
     Args:
         sizes: The dense backend's kernel block sizes.
-        page_tokens: The page size of existing layers, which is not aligned any more; None if there are none yet.
+        page_tokens: The page size of existing layers, which is no longer aligned; None if there are no layers yet.
 
     Returns:
         The sizes, as ``get_supported_kernel_block_sizes`` returns them.
@@ -187,7 +187,7 @@ def reads_fp8() -> bool:
     """Return whether this device's kernels read fp8 caches.
 
     vLLM's FlashAttention reads them on Hopper, with queries rounded to fp8. FlashAttention 4 reads them on Blackwell,
-    but does not accept the block tables that our engine makes.
+    but does not accept the block tables that our engine builds.
 
     Returns:
         True on Hopper.
@@ -199,7 +199,7 @@ def device_name() -> str:
     """Return the name of the device. The driver answers, so no CUDA context is created.
 
     Returns:
-        The name, as crossover tables have it.
+        The name, as in crossover tables.
     """
     return str(current_platform.get_device_name())
 
@@ -224,7 +224,7 @@ def device_memory_bytes() -> int:
 
 
 def flash_attention() -> FlashAttention | None:
-    """Return vLLM's FlashAttention for paged caches, in the newest version that takes any block table.
+    """Return vLLM's FlashAttention for paged caches, in the newest version that accepts any block table.
 
     Version 4 requires pages of its tile size.
 
@@ -246,7 +246,7 @@ def flash_attn_varlen_func() -> Callable[..., Any]:
     """Return vLLM's FlashAttention function for paged caches.
 
     Returns:
-        The function of that name, which takes ``fa_version`` by keyword.
+        The function of that name, which accepts ``fa_version`` as a keyword argument.
     """
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -290,8 +290,8 @@ def stock_backend(
         has_sink: Whether the layers have learnt sinks.
 
     Returns:
-        vLLM's name of the backend. Up to Hopper, and on devices that are not NVIDIA's, it is the dense backend's own:
-        vLLM prefers another backend only on compute capability 10. It is queried only there, because it imports all
+        vLLM's name of the backend. Up to Hopper, and on devices that are not NVIDIA's, it is the dense backend's:
+        vLLM prefers another backend only on compute capability 10. vLLM is queried only there, because it imports all
         backends to answer.
     """
     capability = None if IS_CPU else current_platform.get_device_capability()
@@ -338,7 +338,7 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
     """Call a function and keep its allocations outside the memory pool whose contents sleep mode discards.
 
     vLLM 0.26 to 0.28 constructs metadata builders within the memory pool of the KV cache; from 0.30 on only the cache
-    is in it. A pool serves the allocations of a single thread, so the function runs on another thread.
+    is in it. A pool applies to the allocations of a single thread, so the function runs on another thread.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -364,7 +364,7 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
 
 
 def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """Return the order in which the dimensions of a layer's cache lie in memory.
+    """Return the order of the dimensions of a layer's cache in memory.
 
     Args:
         vllm_config: vLLM's configuration. From 0.30 on it has the layout that the engine's core chose.
@@ -443,7 +443,7 @@ def prompt_length(request: Any) -> int:
 def keep_schedule(metadata: DenseMetadata) -> None:
     """Copy the schedule of the metadata, because FlashAttention's builder may keep it in a persistent buffer.
 
-    The CPU build makes a new schedule each time, which must not be copied because it holds pointers into itself.
+    The CPU build makes a new schedule each time, which must not be copied because it contains pointers into itself.
 
     Args:
         metadata: The dense backend's metadata, changed in place.
@@ -483,7 +483,7 @@ def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
     if kv_cache.dtype == FP8_STORAGE:
         kv_cache = kv_cache.view(FP8)
     if not IS_CPU:
-        keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)  # half of the host's time of a split
+        keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)  # half the host time of a split
         return PagedCache(keys, values)
     # CPU build: each (page, head) holds its transposed keys, [head_dim, page_size], then values [page_size, head_dim].
     num_pages, num_kv_heads, page_size, _ = kv_cache.shape
@@ -520,7 +520,7 @@ def check_cpu_layout(isa: str, spec: AttentionSpec) -> None:
         spec: vLLM's description of a layer's cache.
 
     Raises:
-        RuntimeError: They are read back differently. The layout depends on the instruction set and on the build.
+        RuntimeError: The values read back differ. The layout depends on the instruction set and on the build.
     """
     from vllm import _custom_ops as ops
 

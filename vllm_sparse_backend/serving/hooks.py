@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, is the table of them.
+"""All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, lists them.
 
-The package may also be installed on servers of other backends. There, registration installs only the hooks of
+The package may also be installed on servers that run other backends. There, registration installs only the hooks of
 ``REGISTRATION``: where a backend is looked up, and where a front process, an engine's core and a worker get their
 configuration. These read only the configuration. All other hooks are installed once a process has a configuration that
-is ours, and pass calls of other engines in the same process through.
+selects ours. They pass through the calls of other engines in the same process.
 
 If a hook does not fit a function of a later vLLM, the server does not start, and the error names the function:
-otherwise a request might run at another level than it chose. For ``COUNTERS`` it is a warning, because a server without
-our lines on /metrics still answers correctly.
+otherwise a request might run at another level than it chose. For ``COUNTERS`` this is only a warning, because a server
+without our lines on /metrics still answers correctly.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -55,7 +55,7 @@ differ between executors.
 """
 
 LOOKED_UP = frozenset((WORKER_METHOD, REPORT_METHOD, AGREEMENT_METHOD, *FOR_NO_REQUEST))
-"""Methods of a worker for which a call by name gets ours, or a wrapper."""
+"""Methods of a worker that we provide or wrap when they are called by name."""
 
 
 # --- every process: the lookup of a backend, and the configuration ---
@@ -79,7 +79,7 @@ def _checked(original: Function) -> Function:
     """Validate our settings where the front process builds vLLM's configuration, before any model loads.
 
     While a model loads, workers derive configurations for its parts (a multimodal model's text stack, a draft model),
-    whose shapes differ from the served model's. They do so under a current configuration, and are skipped.
+    whose shapes differ from the served model's. A current configuration is set at that time, so they are skipped.
     """
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
@@ -107,7 +107,7 @@ def _checked(original: Function) -> Function:
 
 
 def serves(vllm_config: Any) -> bool:
-    """Return whether an engine of a configuration runs this backend.
+    """Return whether an engine with this configuration runs this backend.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -130,7 +130,7 @@ def serves(vllm_config: Any) -> bool:
 def _begun(install: Callable[[], None]) -> Callable[[Function], Function]:
     """Install a process's hooks in a constructor that takes ``vllm_config``, if the configuration is ours.
 
-    Spawned processes load plugins before they have a configuration. They receive it whole, so vLLM's check of a new
+    Spawned processes load plugins before they have a configuration. They receive it complete, so vLLM's check of a new
     configuration does not run there.
     """
 
@@ -181,8 +181,8 @@ def _selectable(original: Function) -> Function:
 def _with_our_endpoints(original: Function) -> Function:
     """Add our endpoint plugins, which get a server's app and its engine client.
 
-    vLLM loads endpoint plugins of an entry point only if VLLM_PLUGINS names them, because they may open routes. Ours
-    belong to the backend, and need no variable.
+    vLLM loads endpoint plugins of an entry point only if VLLM_PLUGINS names them, because they may open routes. Our
+    plugins belong to the backend, and need no variable.
     """
 
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
@@ -199,12 +199,12 @@ def _with_our_endpoints(original: Function) -> Function:
 
 
 def _counting(original: Function) -> Function:
-    """Answer our methods where vLLM's wrapper of a worker looks methods up by name, and do not count idle runs."""
+    """Provide our methods where vLLM's worker wrapper looks methods up by name, and do not count idle runs."""
 
     def look_up(self: Any, attr: str) -> Any:
         if attr not in LOOKED_UP:  # the methods of every step
             return original(self, attr)
-        worker = vars(self).get("worker")  # absent until it is made
+        worker = vars(self).get("worker")  # absent until it is created
         if worker is None or not is_ours(worker.vllm_config.attention_config.backend):
             return original(self, attr)
         if attr == WORKER_METHOD:
@@ -239,7 +239,7 @@ def _uncounted(method: Function) -> Function:
 
 
 def _marked(original: Function) -> Function:
-    """Mark each request for the engine's processes. Requests from every entry point pass here."""
+    """Mark each request for the engine's processes. Requests from all entry points pass through here."""
     signature = inspect.signature(original)
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -331,8 +331,8 @@ def _switching(original: Function) -> Function:
 def _known(original: Function) -> Function:
     """Record the levels of a step's requests, and how its rows map to requests.
 
-    The older runner has a persistent batch, which is in order when metadata is built. In Model Runner V2 metadata
-    numbers a step's rows (``req_idx``), or ``prepare_attn`` gets the batch; a dummy run has neither.
+    The older runner has a persistent batch, which is in order when metadata is built. In Model Runner V2, metadata
+    numbers a step's rows (``req_idx``), or ``prepare_attn`` gets the batch. A dummy run has neither.
     """
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -381,7 +381,7 @@ def _worker_begins() -> None:
 
 
 class Hook(NamedTuple):
-    """A function of vLLM that is wrapped, of a class or, if ``owner`` is empty, of the module."""
+    """A wrapped function of vLLM. It belongs to a class or, if ``owner`` is empty, to the module."""
 
     where: str
     module: str
@@ -477,7 +477,7 @@ def install_counters() -> str | None:
 
 
 def counters_problem() -> str | None:
-    """Try the hooks for /metrics, in a process that does not serve.
+    """Try the hooks for /metrics, in a process that serves no requests.
 
     Returns:
         Why servers here would have no counters on /metrics; None if they would have them.
@@ -496,7 +496,7 @@ def install_in_front() -> None:
 
 
 def install_in_core() -> None:
-    """Install the core's hooks. All modules that imported the function that hashes blocks by name get the wrapper."""
+    """Install the core's hooks. All modules that imported the block-hashing function by name get the wrapper."""
     from vllm.v1.core import block_pool, kv_cache_utils
 
     name = "generate_block_hash_extra_keys"
@@ -516,7 +516,7 @@ def _modules_with(name: str) -> Iterator[Any]:
 
 
 def install_in_worker(vllm_config: Any) -> None:
-    """Install a worker's hooks, which tell it the levels of requests and their rows, on every rank and stage.
+    """Install a worker's hooks, which provide the levels of requests and their rows, on every rank and stage.
 
     Args:
         vllm_config: vLLM's configuration, which decides on the model runner.
@@ -543,7 +543,7 @@ def numbers_rows(vllm_config: Any) -> bool:
 
 
 def _install(where: str) -> None:
-    """Install the hooks of a kind of process. Raises ConfigurationError if vLLM is not what they expect."""
+    """Install the hooks of a kind of process. Raises ConfigurationError if vLLM lacks anything they expect."""
     for part in PARTS:
         if part.where == where:
             owner = owner_of(part.module, part.owner)

@@ -2,7 +2,7 @@
 """The levels that this server's requests may choose, and the cached keys and values that they may read.
 
 Keys past the first ``exact_tokens`` positions depend on the level that wrote them, so from there on the blocks of each
-level have different hashes. Usually the server's own level has vLLM's hashes, because routers compute the same. A
+level have different hashes. Usually the server's own level has vLLM's hashes, because routers compute these too. A
 KV connector may store blocks by hash and share them with other servers. In that case exact requests have vLLM's hashes.
 Blocks under vLLM's hashes are then exact, whichever server wrote them, and only servers with the same level read the
 blocks of a level.
@@ -29,7 +29,7 @@ from vllm_sparse_backend.serving.resolution import resolve
 logger = logging.getLogger(LOGGER)
 
 CHOICES = "sparse_prefill_choices"
-"""Attribute of vLLM's ``InputProcessor`` that keeps the choices."""
+"""Attribute of vLLM's ``InputProcessor`` that stores the choices."""
 
 BY_BLOCK_HASH = {"OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"}
 """Connectors that store blocks by vLLM's hashes, which differ from level to level."""
@@ -84,7 +84,7 @@ def cached_choices(input_processor: Any) -> Choices:
     """Return the levels that requests of a server may choose, computed once for each ``InputProcessor``.
 
     Args:
-        input_processor: vLLM's object that turns requests into engine requests. It keeps the choices.
+        input_processor: vLLM's object that turns requests into engine requests. The choices are cached on it.
 
     Returns:
         ``choices`` of its configuration.

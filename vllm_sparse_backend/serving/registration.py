@@ -26,9 +26,9 @@ def is_ours(backend: Any) -> bool:
 
 
 def why_displaced() -> str | None:
-    """Return why the flag cannot mean this backend.
+    """Return why the flag cannot select this backend.
 
-    Plugins load in the order of their entry points, so another plugin may take ``CUSTOM`` before ours or after it.
+    Plugins load in the order of their entry points, so another plugin may take ``CUSTOM`` before or after ours.
 
     Returns:
         The plugin that holds ``CUSTOM``, and what to do; None if no other plugin does.

@@ -39,9 +39,9 @@ class _AdditionalConfig:
 
 
 def carry_settings(vllm_config: VllmConfig) -> None:
-    """Add data to the configuration with which other processes resolve the settings as this process does.
+    """Add data to the configuration from which other processes resolve the same settings as this process.
 
-    Nothing changes if the configuration has it already.
+    If the configuration already has this data, nothing changes.
 
     Args:
         vllm_config: vLLM's configuration, whose ``additional_config`` is replaced.
@@ -75,7 +75,7 @@ def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Reso
 
     Args:
         vllm_config: vLLM's configuration of an engine that runs this backend.
-        tp_rank: Tensor-parallel rank, for whose heads the plans are.
+        tp_rank: Tensor-parallel rank; the plans are for its heads.
         tp_size: Number of tensor-parallel ranks; 1 for plans of the whole model.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's front end in Rust: which parts of this package are missing behind it, and which settings it cannot serve.
+"""vLLM's Rust front end: the parts of this package that are missing behind it, and the settings it does not support.
 
 It is a process without Python, so no part of ``serving/frontend`` runs. It passes ``vllm_xargs`` on to the engine core,
 which reads the level there (``core/unmarked_requests.py``).

@@ -44,7 +44,7 @@ def check(vllm_config: VllmConfig) -> None:
     choices(vllm_config, resolved)
     hf_config, plan = compat.hf_config(vllm_config), resolved.plan
     shape = plan.shape
-    # The shape knows older models' names for these.
+    # ``ModelShape`` also knows older models' names for these fields.
     reasons = layer_reasons({**hf_config, "num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim})
     server_reason = _server_reason(vllm_config, shape)
     if server_reason is not None:
@@ -81,7 +81,7 @@ def no_layer_message(reasons: set[Fallback]) -> str:
 
 
 def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
-    """Refuse options of vLLM that would make answers wrong, or whose promise this backend cannot keep.
+    """Refuse options of vLLM that would make answers wrong, or whose guarantee this backend cannot give.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -100,7 +100,7 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
             "VLLM_BATCH_INVARIANT is set, but the selected keys depend on how the scheduler cuts a prompt into chunks, "
             "and thus on other requests; unset it, or serve without this backend"
         )
-    # It needs graphs for decodes of any lengths; ours have drafts of one length (compat.uniform_decode_graphs).
+    # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
     if _optional(vllm_config, "speculative_config", "enable_adaptive_verification"):
         yield (
             "adaptive verification of drafts needs CUDA graphs for decodes of different lengths, which this backend "
@@ -137,11 +137,11 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
     """Return why kernels cannot read keys by their fastest path.
 
     Args:
-        page_tokens: Tokens of a page of the cache.
+        page_tokens: Page size of the cache in tokens.
         capability: The GPU's compute capability, such as (9, 0) for Hopper; None on a CPU.
 
     Returns:
-        The reason and what to do; None if there is none.
+        The reason and what to do, or None.
     """
     if capability is None:
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levels of requests that no front process of this package has marked, such as those of vLLM's front end in Rust.
+"""Levels of requests that no front process of this package has marked, such as requests from vLLM's Rust front end.
 
 Their ``extra_args`` are the client's ``vllm_xargs``, unchecked. This module checks them as the front process would. A
 request that may not have its level ends with an error: in all supported releases, an exception while vLLM's core
-prepares a request ends that request alone.
+prepares a request ends only that request.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ def mark_new_request(core: Any, request: Any) -> VLLMValidationError | None:
 
     Args:
         core: vLLM's ``EngineCore``.
-        request: vLLM's request, before its blocks are hashed. Its sampling parameters are changed in place. A request
-            for pooling has none, and requests that vLLM creates already aborted, to free blocks of another server,
-            prefill nothing: both stay as they are.
+        request: vLLM's request, before its blocks are hashed. Its sampling parameters are changed in place. Requests
+            for pooling have no parameters, and requests that vLLM creates already aborted, to free blocks of another
+            server, prefill nothing: both kinds stay unchanged.
 
     Returns:
-        The error of a request that may not have its level and stays unmarked; None if it has a mark or needs none.
+        The error of a request that may not have its level and stays unmarked; None if it has a mark or needs no mark.
     """
     params = request.sampling_params
     if params is None or request.abort_immediately or Mark.read(params.extra_args) is not None:

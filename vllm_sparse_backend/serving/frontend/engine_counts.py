@@ -4,8 +4,8 @@
 An engine answers between two steps, so an answer may take as long as a step. ``EngineReader`` therefore polls in the
 background, with at most one poll at a time, and keeps the last counts for /metrics.
 
-Several API server processes behind a port poll at different times. Prometheus takes a falling counter for a restart, so
-a process must never show older counts than another has shown: ``SiblingCounts`` shares them through files.
+Several API server processes behind a port poll at different times. Prometheus interprets a falling counter as a
+restart, so a process must never show older counts than another has shown: ``SiblingCounts`` shares them through files.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ Answers = list[dict[str, Any]]
 """For each worker of an engine: ``worker_samples.worker_samples``."""
 
 Totals = Mapping[str, Mapping[tuple[str, ...], float]]
-"""By metric, then by the values of its labels without model and engine."""
+"""Counts by metric, then by the values of its labels without model and engine."""
 
 
 class EngineCounts(NamedTuple):
@@ -47,7 +47,7 @@ class EngineCounts(NamedTuple):
 
 
 def engine_totals(workers: Answers) -> dict[str, dict[tuple[str, ...], float]]:
-    """Sum the workers' samples by metric and labels, as ``Metric.per_rank`` and ``Metric.seen_by_all`` say.
+    """Sum the workers' samples by metric and labels, as ``Metric.per_rank`` and ``Metric.seen_by_all`` specify.
 
     Args:
         workers: The answers of an engine's workers.
@@ -126,7 +126,7 @@ class EngineReader:
             on_counts: Called whenever ``counts`` has become newer.
 
         Returns:
-            The poll under way; None if there is none.
+            The poll under way; None without a poll.
         """
         if self.is_waiting:
             return self._poll
@@ -146,7 +146,7 @@ class EngineReader:
         return f"no answer after {TIMEOUT_S:.0f} s" if self.is_silent else self._failure
 
     def take(self, counts: EngineCounts) -> bool:
-        """Keep counts if they are newer than the present counts.
+        """Keep counts if they are newer than the current counts.
 
         Args:
             counts: Counts of the same engine.
@@ -160,7 +160,7 @@ class EngineReader:
         return is_newer
 
     async def _read(self, call: Call, on_counts: Callable[[], None]) -> None:
-        """Poll the engine: the first call starts copies on the devices, which arrive after the work queued before."""
+        """Poll the engine. The first call starts copies on the devices, which finish after the work queued earlier."""
         try:
             is_behind = await self._call(call, True, on_counts)
             for pause_s in LOOKS_S:
@@ -191,7 +191,7 @@ def answer_moment(workers: Answers) -> int:
         workers: The answers of the engine's workers. The core adds ``moment`` to the first.
 
     Returns:
-        Nanoseconds by the monotonic clock of the core's host; of this host if the core added none.
+        Nanoseconds by the monotonic clock of the core's host, or of this host if the core added no moment.
     """
     return next((int(worker["moment"]) for worker in workers if "moment" in worker), time.monotonic_ns())
 
@@ -216,7 +216,7 @@ class SiblingCounts:
 
     @staticmethod
     def of_server(vllm_config: Any) -> "SiblingCounts | None":
-        """Return the counts of a server with several API processes, in the folder by which vLLM shares its metrics.
+        """Return the counts of a server with several API processes, in the folder of vLLM's shared metrics.
 
         Args:
             vllm_config: vLLM's configuration.

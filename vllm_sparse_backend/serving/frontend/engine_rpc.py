@@ -10,7 +10,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
-    """Return how to call a method of the workers of each engine.
+    """Return functions that call a method of each engine's workers.
 
     The client's ``collective_rpc`` calls all engines but returns only the first engine's answer.
 
@@ -68,7 +68,7 @@ def path_of(scope: Mapping[str, Any]) -> str:
         scope: The request's ASGI scope.
 
     Returns:
-        The path without a slash at its end.
+        The path without a trailing slash.
     """
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/")
@@ -78,9 +78,9 @@ async def send_with_body(send: Any, start: Mapping[str, Any], body: bytes) -> No
     """Send an app's answer with another body.
 
     Args:
-        send: ASGI's function that takes messages.
+        send: ASGI's function that sends messages.
         start: The app's message ``http.response.start``. Its length is replaced.
-        body: The whole body.
+        body: The complete new body.
     """
     headers = [(name, value) for name, value in start.get("headers", ()) if name.lower() != b"content-length"]
     await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})

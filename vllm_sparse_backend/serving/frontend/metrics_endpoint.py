@@ -3,8 +3,8 @@
 
 vLLM's text never waits for an engine. A scrape gets this process's last counts if they are younger than
 ``metrics_interval_s``. Otherwise the engines are polled in the background, and the scrape waits at most ``WAIT_S`` for
-their answers before it gets the last counts. Only an engine in the middle of a step therefore has late counts. An
-engine that does not answer is shown with ``up`` 0 and its last counts.
+their answers before it gets the last counts. Counts are therefore late only for an engine in the middle of a step.
+An engine that does not answer is shown with ``up`` 0 and its last counts.
 
 ``GET /metrics?sparse_prefill=fresh`` waits for counts polled after its arrival, for tools that compare two scrapes.
 """
@@ -36,7 +36,7 @@ WAIT_S = 0.02
 """Maximum wait of a scrape for the engines that it polls: an idle engine answers within a few ms."""
 
 START_S = 2.0
-"""Maximum wait of a server's start for the first counts, so that the first scrape has them."""
+"""Maximum wait for the first counts when a server starts, so that the first scrape has them."""
 
 
 class MetricsPage:

@@ -3,7 +3,7 @@
 
 It inspects the body while the app reads it: a request that the app answers without reading the body (unknown path, no
 authorisation) costs nothing. Only a body that may contain a key of ours is parsed, a second time, and in a thread if it
-is long. The level follows from the body's choice and the model that it names. It is decided before any part of an
+is long. The level depends on the body's choice and on the model that it names. It is decided before any part of an
 answer is sent, and reaches the engine with all of the request's sampling parameters (``level_policy.HTTP_REQUEST``).
 """
 
@@ -51,7 +51,7 @@ SMALL_BYTES = 1 << 16
 MOST_KEYS = 200_000
 """Maximum number of keys of a body that may contain ours: parsing a larger body would block the event loop."""
 KEY_END = re.compile(rb'"[ \t\r\n]*:')
-"""The end of a key. After a backslash it is a quote within a string instead."""
+"""The end of a key. After a backslash, the quote is part of a string instead."""
 MOST_INSPECTED = 250_000
 """Maximum number of inspected keys and elements of a body. The outermost are inspected first."""
 MOST_ELEMENTS = 10_000
@@ -60,8 +60,8 @@ MOST_SLIPS = 100
 """Maximum number of a body's keys that are compared with ours to find misspellings."""
 
 SCHEMAS = {"tools", "functions", "response_format", "structured_outputs", "text", "guided_json"}
-"""Fields that hold JSON schemas, in which users choose the names. They are not inspected, and neither are the arguments
-of tool calls in a conversation."""
+"""Fields that contain JSON schemas, in which users choose the names. They are not inspected, and neither are the
+arguments of tool calls in a conversation."""
 
 ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 """Prefix of an escaped letter: JSON allows it for any letter of a key."""
@@ -107,7 +107,7 @@ class Post:
         endpoint: Decides on levels.
         scope: The request's ASGI scope.
         receive: The server's ASGI function that returns the parts of the body.
-        send: The server's ASGI function that takes the answer.
+        send: The server's ASGI function that sends the answer.
     """
 
     def __init__(self, endpoint: "LevelsEndpoint", scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -129,7 +129,7 @@ class Post:
         self._has_begun = False
 
     async def look_ahead(self) -> None:
-        """Inspect a small body before the app, which may never read it on a path that does not prefill."""
+        """Inspect a small body in advance, because the app may never read it on a path that does not prefill."""
         length = self._headers.get(b"content-length", "")
         if not (length.isascii() and length.isdigit() and int(length) <= SMALL_BYTES):
             self._is_read = True  # not inspected
@@ -201,7 +201,7 @@ class Post:
             return str(error)
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Take a message of the answer, as ASGI's ``send`` for the app. Answers of refused requests are dropped.
+        """Send a message of the answer, as ASGI's ``send`` for the app. Answers to refused requests are dropped.
 
         Args:
             message: The ASGI message.
@@ -360,7 +360,7 @@ def read_keys(fields: Mapping[str, Any]) -> dict[str, BodyKey]:
 
 
 class LevelsEndpoint:
-    """vLLM endpoint plugin that decides on the levels of posted requests; each app of a server process has one."""
+    """vLLM endpoint plugin that decides on levels of posted requests; each app of a server process has an instance."""
 
     name = "sparse_prefill_levels"
     required_tasks = None
@@ -417,7 +417,7 @@ class LevelsEndpoint:
             The level, None on paths that do not prefill; and whether the request asks for a report.
 
         Raises:
-            ValueError: The request may not have that level or a report, or a key of ours is in a wrong place.
+            ValueError: The request may not have that level or a report, or a key of ours is in the wrong place.
         """
         assert self.choices is not None
         read = read_keys(fields)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports in an answer on how its request was prefilled, for requests with ``sparse_prefill_report``.
+"""Adds a report on a request's prefill to its answer, for requests with ``sparse_prefill_report``.
 
-The API server draws a random ticket for such an HTTP request, which travels with all of its engine requests. Each
+The API server draws a random ticket for such an HTTP request and passes it on with all of its engine requests. Each
 worker keeps a tally by ticket (``worker/request_tallies.py``). If the answer is a JSON object with an id, or a stream
-of them (``ANSWERED``), the server calls its workers for the ticket's tallies, and adds the report to the body or to the
-last chunk before the stream's end. Clients do not know each other's tickets, so they cannot read each other's reports.
-A request without the key costs nothing.
+of such objects (``ANSWERED``), the server calls its workers for the ticket's tallies, and adds the report to the body
+or to the last chunk before the stream's end. Clients do not know each other's tickets, so they cannot read each
+other's reports. A request without the key costs nothing.
 """
 
 import json
@@ -21,21 +21,21 @@ from vllm_sparse_backend.serving.frontend.engine_rpc import call_engines, send_w
 logger = logging.getLogger(LOGGER)
 
 ANSWERED = {"/v1/completions", "/v1/chat/completions"}
-"""Paths whose answers are a JSON object or a stream of them. Reports for other paths appear only in the log."""
+"""Paths whose answers are a JSON object or a stream of objects. Reports for other paths appear only in the log."""
 
 TIMEOUT_S = 10.0
 """Seconds to wait for the workers' tallies."""
 
 
 def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a request's ``extra_args`` as they travel to other processes.
+    """Return a request's ``extra_args`` in the form in which other processes receive them.
 
     Args:
         extra_args: The field of the request's sampling parameters. The middleware's ``Ticket``, or true, asks for a
             report.
 
     Returns:
-        The same with the ticket as plain text, or with true for any other value that asks for a report in the log.
+        The fields, with the ticket as plain text, or with true for any other value that asks for a report in the log.
     """
     if not extra_args or not extra_args.get(REPORT):
         return extra_args
@@ -60,7 +60,7 @@ async def build_report(client: Any, ticket: str) -> dict[str, Any] | None:
 
 
 def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """Merge the tallies of all workers. Ranks divide heads and stages divide layers, so pairs add up; tokens do not.
+    """Merge the tallies of all workers. Ranks divide heads and stages divide layers, so pairs add up but tokens do not.
 
     Args:
         workers: For each worker, its tallies of the request's prompts.
@@ -83,7 +83,7 @@ class Reporting:
     """ASGI ``send`` for an app that adds the report to the answer: a JSON object, or the last event before [DONE].
 
     Args:
-        send: The server's ASGI function that takes the answer.
+        send: The server's ASGI function that sends the answer.
         client: vLLM's client of all engines, whose workers have tallies.
         ticket: The request's ticket.
     """

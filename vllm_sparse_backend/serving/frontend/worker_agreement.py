@@ -3,8 +3,8 @@
 
 The front process salts cached blocks by these lengths. Workers that get their configuration from it agree with it on
 any device. A node started with ``--headless`` builds its own configuration. If its settings, table or device differ,
-blocks that all levels share would hold sparse keys and values. The server therefore compares all workers' lengths with
-its own before it serves.
+blocks that all levels share would contain sparse keys and values. The server therefore compares all workers' lengths
+with its own before it serves requests.
 """
 
 import logging
@@ -75,13 +75,13 @@ def _differing(numbers: Numbers, others: Numbers) -> str:
 
 
 class AgreementEndpoint:
-    """vLLM endpoint plugin that compares the workers' lengths; each app of a server process has one."""
+    """vLLM endpoint plugin that compares the workers' lengths; each app of a server process has an instance."""
 
     name = "sparse_prefill_agreement"
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Leave the app as it is: this plugin has no route.
+        """Leave the app unchanged: this plugin has no route.
 
         Args:
             app: The server's app.

@@ -4,8 +4,8 @@
 The arena is sized on the host, from the configuration, and allocated in vLLM's profile run, so that vLLM counts it
 before it sizes the KV cache. It holds any row that the scheduler can form, and several rows at once up to half a GiB.
 Steps with more rows run in several slabs, and each slab selects and attends separately. A row whose selection is larger
-than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if single
-tiles of it do not fit. The parts of a row do not depend on other rows. The memory of every row is computed in every
+than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if a single
+tile of it does not fit. The parts of a row do not depend on other rows. The memory of every row is computed in every
 step, because it does not always grow with the row's length.
 """
 
@@ -59,7 +59,7 @@ class Arena(Workspace):
     overflows = 0
 
     def _create(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
-        """Create a tensor in the arena, or outside it if it does not fit: this must not end a server.
+        """Create a tensor in the arena, or outside it if it does not fit: a full arena must not stop a server.
 
         Args:
             begin: Offset of the tensor in the arena.
@@ -83,7 +83,7 @@ class Arena(Workspace):
 
 @dataclass(frozen=True)
 class LayerNeed:
-    """The arena memory that one layer of the plan takes.
+    """The arena memory that one layer of the plan needs.
 
     Attributes:
         groups: Groups of heads of the layer.
@@ -122,7 +122,7 @@ class LayerNeed:
 
     @cached_property
     def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
-        """Methods that differ in the memory they take, each with the number of its heads."""
+        """Methods that differ in the memory they need, each with the number of its heads."""
         heads: dict[Method, int] = {}
         for group in self.groups:
             heads[group.method.size_key] = heads.get(group.method.size_key, 0) + len(group.heads)
@@ -134,9 +134,9 @@ class LayerNeed:
         return any(method.int8_scores for method in methods_by_head(self.groups))
 
     def num_bytes(self, rows: Rows) -> int:
-        """Return the memory that the layer takes for these rows.
+        """Return the memory that the layer needs for these rows.
 
-        The index stays during the whole step. Selection of each group of heads, and attention, run one after the other.
+        The index is in memory during the entire step. The groups' selections and attention run one after the other.
 
         Args:
             rows: The rows of a slab.
@@ -154,7 +154,7 @@ class LayerNeed:
         return index + max(select, attend)
 
     def _select_bytes(self, rows: Rows, method: Method, num_heads: int) -> int:
-        """Return an upper bound, in bytes, of the workspace that selection for heads of one method takes."""
+        """Return an upper bound, in bytes, of the workspace that selection for heads of one method needs."""
         return rows.once(
             (method, num_heads, self.shape),
             lambda: method.workspace_bytes(rows, self.shape, num_heads, stripes_of(method, rows).capacity),
@@ -170,7 +170,7 @@ class Row:
         token: Position of its first query among the queries of the step.
         query_len: Number of new tokens.
         context_len: Number of tokens before them.
-        prompt_len: Tokens of its request's prompt; None where no method needs it. Memory does not depend on it.
+        prompt_len: Prompt length of its request in tokens; None if no method needs it. Memory does not depend on it.
     """
 
     number: int
@@ -181,7 +181,7 @@ class Row:
 
     @staticmethod
     def sparse_of(row: BatchRow, number: int) -> "Row":
-        """Return the tokens of a batch's row that the dense backend does not take.
+        """Return the part of a batch's row that does not run on the dense backend.
 
         Args:
             row: The row of the batch.
@@ -230,7 +230,7 @@ class Room:
         self._fits_alone = lru_cache(maxsize=KNOWN_LENGTHS)(self._row_fits_alone)
 
     def needed(self, rows: Rows) -> int:
-        """Return the memory that the most demanding layer takes for these rows.
+        """Return the memory that the most demanding layer needs for these rows.
 
         Args:
             rows: The rows of a slab.
@@ -256,7 +256,7 @@ class Room:
     ) -> tuple[Slab, ...]:
         """Divide rows into as few slabs as possible, each of which fits into the arena.
 
-        How a row is cut into chunks does not depend on other rows. The row therefore keeps the same keys in any batch.
+        A row's chunks do not depend on other rows. The row therefore keeps the same keys in any batch.
 
         Args:
             rows: Rows that fit (``fits``), at least one.
@@ -273,7 +273,7 @@ class Room:
                 return (Slab(whole, request),)
         packed: list[list[Row]] = []
         for chunk in chunks:
-            # Two chunks of one row would need its pages twice.
+            # Two chunks of the same row would need its pages twice.
             if packed and packed[-1][-1].number != chunk.number and self._fits([*packed[-1], chunk]):
                 packed[-1].append(chunk)
             else:
@@ -281,7 +281,7 @@ class Room:
         return tuple(Slab(kernel_rows(part, block_table), request) for part in packed)
 
     def chunks(self, row: Row) -> list[Row]:
-        """Cut a row into as few chunks of equal size as fit into the arena, one at a time.
+        """Cut a row into the fewest chunks of equal size that fit into the arena one at a time.
 
         Args:
             row: A sparse row.
@@ -304,7 +304,7 @@ class Room:
 
 
 def kernel_rows(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
-    """Convert rows to the form that kernels take.
+    """Convert rows to the form that kernels accept.
 
     Args:
         rows: Rows with consecutive numbers, at least one.
@@ -358,7 +358,7 @@ def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thre
         thresholds: The lowest thresholds of any level.
 
     Yields:
-        The rows of each step, as long as they can be; nothing if no row ever runs sparse.
+        The rows of each step, as long as possible; nothing if no row ever runs sparse.
     """
     rows = longest_rows(max_tokens, max_len, thresholds)
     if not rows:
@@ -437,7 +437,7 @@ class Memory:
         Args:
             vllm_config: vLLM's configuration.
             resolved: The settings.
-            device: Where the arena lies.
+            device: Device of the arena.
             rank: Tensor-parallel rank; the first rank logs the size.
 
         Returns:

@@ -69,7 +69,7 @@ class SparsePrefillBackend(DenseBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the dense backend's preferred page size, at least the size that bulk copies need on this device.
+        """Return the dense backend's preferred page size, but at least the size for bulk copies on this device.
 
         Args:
             default_block_size: vLLM's default page size in tokens.
@@ -85,8 +85,8 @@ class SparsePrefillBackend(DenseBackend):
         """Return the page sizes that kernels accept, and that vLLM aligns the pages of hybrid models to.
 
         vLLM makes a hybrid's pages as long as a recurrent state, in multiples of the smallest size that the backend
-        names; ``--block-size`` may raise that multiple, but not lower it. Pages that bulk copies read therefore need no
-        splitting: blocks of keys lie within any page that is a multiple of 128 tokens.
+        names. ``--block-size`` may raise that multiple, but not lower it. Pages that bulk copies read therefore need no
+        splitting: blocks of keys lie within any page whose size is a multiple of 128 tokens.
 
         Args:
             kv_cache_spec: The layers' cache spec; None where vLLM does not have it yet, and in all calls of vLLM 0.26.
@@ -100,7 +100,7 @@ class SparsePrefillBackend(DenseBackend):
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Return whether the dense backend takes a ``--block-size``, which vLLM may still align for hybrids.
+        """Return whether the dense backend accepts a ``--block-size``, which vLLM may still align for hybrids.
 
         Args:
             block_size: Page size in tokens; None if vLLM chooses.

@@ -15,9 +15,9 @@ class RowKind(NamedTuple):
     """How a row of a batch runs.
 
     Attributes:
-        path: The way the row runs, ``counters.DECODE``, ``DENSE``, ``SPARSE`` or ``PADDING``.
+        path: How the row runs: ``counters.DECODE``, ``DENSE``, ``SPARSE`` or ``PADDING``.
         reason: Why the row prefills dense; None if it does not.
-        level: Name of its request's level, for counters; empty for decodes, which no level changes.
+        level: Name of its request's level, for counters; empty for decodes, which run the same at every level.
     """
 
     path: str
@@ -41,7 +41,7 @@ class BatchRow:
         kind: How the row runs.
         min_tokens: Number of leading positions of a sparse row that are dense; 0 for other rows.
         request: Level of its request.
-        prompt_len: Tokens of its request's prompt; None where no method needs it.
+        prompt_len: Prompt length of its request in tokens; None if no method needs it.
     """
 
     token: int
@@ -64,7 +64,7 @@ class BatchRow:
 
     @property
     def dense_end(self) -> int:
-        """Position after the tokens that the dense backend takes: of a sparse row, those within ``min_tokens``."""
+        """Position after the tokens that run dense: for a sparse row, the tokens within ``min_tokens``."""
         if self.kind.path != SPARSE:
             return self.end
         return self.token + max(self.min_tokens - self.context_len, 0)
@@ -76,7 +76,7 @@ class BatchRow:
 
 
 def dense_runs(rows: Sequence[BatchRow]) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of consecutive tokens that the dense backend takes.
+    """Yield the runs of consecutive tokens that run on the dense backend.
 
     Args:
         rows: All rows of a step.

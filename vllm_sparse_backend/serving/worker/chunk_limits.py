@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens of a request vLLM's scheduler can put into one step."""
+"""The maximum number of tokens of a request that vLLM's scheduler can put into one step."""
 
 from typing import NamedTuple
 

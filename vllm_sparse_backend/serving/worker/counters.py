@@ -20,8 +20,8 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
 
 Sample = tuple[str, list[str], float]
-"""A metric's name, the values of its labels, and its value: a float, because messages between processes hold no integer
-past 2^64."""
+"""A metric's name, the values of its labels, and its value: a float, because messages between processes cannot contain
+integers beyond 2^64."""
 
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""
@@ -32,7 +32,7 @@ RowLabels = tuple[str, Fallback | None, str]
 PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
 
 COUNTER_RANGE = 1 << 64
-"""Number of values of a counter on the device, which wraps around."""
+"""Number of distinct values of a counter on the device, which wraps around."""
 
 _dummies = 0
 
@@ -119,7 +119,7 @@ class Recorder:
         self._arrived: list[Sample] = []
 
     def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (DEFAULT,)) -> None:
-        """Make room for counts of layers, before the first step. Layers that have room keep their counts.
+        """Add counters for layers, before the first step. Layers that already have counters keep their counts.
 
         Args:
             layers: Numbers of the layers.
@@ -133,7 +133,7 @@ class Recorder:
         """Count rows that ran in the same way. Padding rows are not counted.
 
         Args:
-            labels: How they ran, why dense, and their level.
+            labels: How the rows ran, why they ran dense, and their level.
             rows: Number of rows.
         """
         path, reason, level = labels
@@ -188,7 +188,7 @@ class Recorder:
         """Return the latest counts that have arrived on the host. Never waits for the device.
 
         Args:
-            start: Whether to start a copy of the current counts, unless one is under way.
+            start: Whether to start a copy of the current counts, unless a copy is under way.
 
         Returns:
             The samples, all from the same moment, and whether later counts are still being copied.
@@ -217,7 +217,7 @@ class Recorder:
             self._pending = None
 
     def _add_listed(self, listed: list[int]) -> None:
-        """Add the device's counts since the last call. Each has grown by less than ``COUNTER_RANGE``."""
+        """Add the device's counts since the last call. Each count has grown by less than ``COUNTER_RANGE``."""
         new_places = [0] * (len(listed) - len(self._total_listed))
         last_listed, totals = self._last_listed + new_places, self._total_listed + new_places
         self._total_listed = [

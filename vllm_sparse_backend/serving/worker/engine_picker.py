@@ -4,7 +4,7 @@
 A trial is one call on the warm-up batch. Attention is compared with float64 over the same index, and selection with the
 method's portable engine. If a new compiler or driver breaks an engine, the server is therefore slower, but it starts
 and its answers are correct. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An
-exception of an engine in a later step surfaces.
+exception that an engine raises in a later step is not caught.
 """
 
 import logging
@@ -34,7 +34,7 @@ FIELD = "--additional-config sparse_prefill.engine"
 
 
 Report = dict[str, dict[str, str]]
-"""Engines that a rank passed over: the reason by name, by subject. All ranks use the same name for a subject."""
+"""Engines that a rank passed over: by subject, the reason by engine name. All ranks use the same subject names."""
 
 
 class EnginePicker:
@@ -141,7 +141,7 @@ class EnginePicker:
             reports: ``passed_over`` of every rank, in the order of ranks. All ranks get the same reports.
 
         Returns:
-            Whether all ranks agree. The same on all ranks.
+            Whether all ranks agree. The result is the same on all ranks.
         """
         merged: Report = {}
         for rank, report in enumerate(reports):
@@ -249,7 +249,7 @@ def forecast(spec: AttendSpec) -> tuple[str | None, dict[str, str]]:
         spec: The kind of layer.
 
     Returns:
-        Name of the engine, None if no engine supports the layer; and for each other engine the reason by name.
+        Name of the engine, None if no engine supports the layer; and by name, why other engines do not support it.
     """
     refusals = {name: engine.refusal(spec) for name, engine in engines(compat.flash_attention()).items()}
     taken = next((name for name, why in refusals.items() if why is None), None)
@@ -273,7 +273,7 @@ def usual_attention(shape: ModelShape | None = None) -> AttendSpec | None:
     """Return the kind of attention that most layers of a model need on this device.
 
     Args:
-        shape: Shape of the model; None for that of Llama-3.1-8B.
+        shape: Shape of the model; None for the shape of Llama-3.1-8B.
 
     Returns:
         The kind of layer; None if no index block fits into the device's shared memory.

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The online guard: measures the error of sparse attention on live prompts, layer by layer, and acts on it.
 
-In one of ``period_steps`` steps with sparse rows of a level, a layer is checked: the dense backend also computes up to
-128 queries of one such row, over all keys, and the two outputs are compared. If the error is too large in several
+In one of every ``period_steps`` steps with sparse rows of a level, a layer is checked: the dense backend also computes
+up to 128 queries of one such row, over all keys, and the two outputs are compared. If the error is too large in several
 consecutive checks, the layer falls back to dense attention for rows of that level. It falls back immediately if its
 output has NaN or infinity, because that is a fault rather than a loss of accuracy. The layer is still checked while it
 is held dense. Its sparse output is then computed for the check only, to measure its recovery.
 
-* **Queries**: any 128 consecutive sparse queries of the level in the step, not always the last of a row. Methods that
-  estimate from a chunk's last queries are most accurate there.
+* **Queries**: any 128 consecutive sparse queries of the level in the step, not always a row's last queries.
+  Methods that estimate from a chunk's last queries are most accurate there.
 * **Steps**: one of every ``period_steps``, chosen by a hash of the period and the layer. Checks therefore do not
   synchronise with the chunks of prompts, and no layer is left out by chance. Tensor-parallel ranks see the same steps
   and check the same queries.
 * **Requests**: a request that sets its own p is checked only if that p is at least the server's own. A request with a
   smaller p accepts larger errors, and its rows say nothing about the layer. A layer that is held dense is also dense
   for these requests.
-* **Ranks**: each rank judges its own heads. One rank may run a layer dense that another runs sparse. No head reads
+* **Ranks**: each rank judges its own heads. One rank may run a layer dense while another runs it sparse. No head reads
   another head, so the output of every rank is correct, and the exchange between ranks after attention does not change.
 * **No synchronisation**: sums are copied to the host asynchronously and judged in a later step.
 """
@@ -70,7 +70,7 @@ class LayerState:
 
     Attributes:
         is_dense: Whether the guard holds it dense.
-        trips: How often it fell back to dense.
+        trips: Number of times it fell back to dense.
         errors: Errors of the latest consecutive checks that favour a change.
         recent_errors: Errors of the latest ``RECENT_CHECKS`` checks.
     """
@@ -90,7 +90,7 @@ class Guard:
         rank: Tensor-parallel rank.
 
     Attributes:
-        held: Layers and levels that run dense for now.
+        held: Layers and levels that currently run dense.
     """
 
     def __init__(self, settings: GuardConfig, recorder: Recorder, rank: int = 0) -> None:
@@ -142,10 +142,10 @@ class Guard:
                 self._judge(place, *relative_errors(sums))
 
     def _judge(self, place: Place, error: float, head_errors: list[float]) -> None:
-        """Update the state of a layer with the error of a check, of all heads together and of single heads."""
+        """Update the state of a layer with the errors of a check: of all heads together, and of each head."""
         state = self._states.setdefault(place, LayerState())
         bound = self.settings.bound * (RECOVERY_SHARE if state.is_dense else 1)
-        is_good = error <= bound  # NaN is not
+        is_good = error <= bound  # False for NaN
         state.errors = [*state.errors, error] if is_good is state.is_dense else []
         is_fault = not math.isfinite(error) and not state.is_dense
         if is_fault or len(state.errors) >= self._needed(state):
@@ -215,7 +215,7 @@ def _root_ratio(squared_error: float, squared_norm: float) -> float:
 
 
 def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
-    """Return the queries to check in a step, up to ``PROBE_TOKENS`` that end where a tile ends.
+    """Return the queries to check in a step: at most ``PROBE_TOKENS``, ending where a tile ends.
 
     Args:
         step: Number of the step among those with sparse rows of the level.

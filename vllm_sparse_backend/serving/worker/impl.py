@@ -37,7 +37,7 @@ class SparsePrefillImpl(compat.DenseImpl):
     """
 
     out_dtype: torch.dtype | None = None
-    """Dtype of the output. It differs from the query's dtype if that is fp8."""
+    """Dtype of the output. It differs from the query's dtype if the query is fp8."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,7 +113,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         Args:
             vllm_config: vLLM's configuration.
             device: Where the layers run.
-            planned: Whether its plans must be those of this configuration's model.
+            planned: Whether its plans must be for this configuration's model.
 
         Returns:
             The shared object, which this layer keeps.
@@ -156,8 +156,8 @@ class SparsePrefillImpl(compat.DenseImpl):
             query: [num_tokens, num_heads, head_dim]; fp8, rounded by vLLM's layer, if the cache is fp8.
             key: [num_tokens, num_kv_heads, head_dim]; None if the layer reads another layer's cache.
             value: Same shape as ``key``; None if ``key`` is.
-            kv_cache: As vLLM's dense backend lays it out.
-            attn_metadata: Of the builder of this backend; None in vLLM's profile run.
+            kv_cache: In the layout of vLLM's dense backend.
+            attn_metadata: Metadata from this backend's builder; None in vLLM's profile run.
             output: Same shape as ``query``, never fp8. The result is written into it.
             *scales: Passed on to the dense backend.
             **kwargs: Passed on to the dense backend.

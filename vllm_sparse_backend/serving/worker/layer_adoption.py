@@ -149,7 +149,7 @@ class LayerAdoption:
         warm_up(impls, spec, self._group.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
 
     def _other_decode(self, impl: SparsePrefillImpl) -> str | None:
-        """Return why decodes of the group run on another backend than stock vLLM's; None if they do not."""
+        """Return why decodes of the group run on a different backend than in stock vLLM; None if they do not."""
         vllm_config = self._group.vllm_config
         stock = compat.stock_backend(
             vllm_config,

@@ -4,7 +4,7 @@
 Nothing here waits for the device. A batch without a sparse row gets the dense backend's own metadata, unchanged.
 
 The first ``min_tokens`` positions of every row are dense, so their cached keys and values do not depend on the method
-or the chunk size. A row that crosses that border is cut there: its first tokens run dense, the others run sparse.
+or the chunk size. A row that crosses that boundary is cut there: its first tokens run dense, the others run sparse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     sparse_layers: tuple[int, ...] = ()
     """Numbers of the layers of this group that run sparse. If empty, all metadata is the dense backend's own."""
 
-    # Set if there are such layers.
+    # Set only if there are such layers.
     row_classifier: RowClassifier
     row_counter: RowCounter
     room: Room | None
@@ -57,11 +57,11 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
-        """Return the dense backend's support for CUDA graphs, at most for uniform batches of decodes.
+        """Return the dense backend's support for CUDA graphs, limited to uniform batches of decodes.
 
         Args:
-            *args: As vLLM's own.
-            **kwargs: As vLLM's own.
+            *args: Passed on to the dense backend's builder.
+            **kwargs: Passed on to the dense backend's builder.
 
         Returns:
             The level of support.
@@ -136,7 +136,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         slabs = self._slabs(common, rows)
         probes = self._probes(common, rows, slabs)
         held = frozenset() if self.guard_schedule is None else self.guard_schedule.guard.held
-        # Built last: the dense backend keeps its schedule in one persistent buffer, and the whole batch's must remain.
+        # Built last: the dense backend keeps its schedule in a persistent buffer, and the entire batch's must remain.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
         return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, held, probes, spans))

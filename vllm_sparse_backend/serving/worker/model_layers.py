@@ -30,7 +30,7 @@ def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
     """Return the layers that run this backend itself.
 
     vLLM derives backends from this one for layers that attend to something other than their own sequence (chunked and
-    cross attention, static sinks, pooled blocks). Those layers stay as vLLM made them.
+    cross attention, static sinks, pooled blocks). Such layers stay unchanged.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -48,15 +48,15 @@ def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
 
 
 def _path(backend: type) -> str:
-    """Return the qualified name of a backend. Those that vLLM derives have other names."""
+    """Return the qualified name of a backend. Backends that vLLM derives have other names."""
     return f"{backend.__module__}.{backend.__qualname__}"
 
 
 def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
     """Return the served model's layers among ``plain_impls``.
 
-    A draft model's layers may have the same numbers. They are built after the served model's, so that the first layer
-    of a number is the served model's.
+    A draft model's layers may have the same numbers. They are built after the served model's, so the first layer
+    with a number belongs to the served model.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -111,7 +111,7 @@ def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
 
 
 def _number_of(name: str) -> int | None:
-    """Return the number in a layer's name; None if there is none, or more than one."""
+    """Return the number in a layer's name; None without a number or with several."""
     try:
         return int(extract_layer_index(name))
     except AssertionError:
@@ -127,7 +127,7 @@ def require_sparse_layer(vllm_config: VllmConfig) -> None:
         vllm_config: vLLM's configuration.
 
     Raises:
-        ConfigurationError: No layer can run sparse, and there is one pipeline stage.
+        ConfigurationError: No layer can run sparse, and there is a single pipeline stage.
     """
     reasons = {impl.fallback for impl in plain_impls(vllm_config).values()} or {Fallback.NOT_DECODER}
     if None in reasons:

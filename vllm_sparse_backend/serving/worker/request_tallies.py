@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tallies of requests that ask for a report on their prefill. A worker logs each after its request has ended.
+"""Tallies of requests that ask for a report on their prefill. A worker logs each tally after its request has ended.
 
 Pairs are counted on the device. When a request ends, they are copied to the host asynchronously, and a later step logs
 the tally: a step never waits for the device.
@@ -36,9 +36,9 @@ class Tally:
         dense_tokens: Number of tokens that were prefilled dense.
         sparse_tokens: Number of tokens that were prefilled sparse.
         causal_pairs: Number of causal pairs of the sparse tokens.
-        masked_pairs: Number of pairs in ``listed_pairs`` that the causal mask leaves out.
+        masked_pairs: Number of pairs in ``listed_pairs`` that the causal mask excludes.
         listed_pairs: Number of pairs in selected blocks and stripes, an int64 scalar on the device; None before the
-            first.
+            first pairs.
         copied_pairs: The copy of ``listed_pairs`` on the host, which begins when the request ends.
     """
 
@@ -66,7 +66,7 @@ class Tally:
         """Add the pairs of one row of an index. Does not wait for the device.
 
         Args:
-            index: What a layer selected.
+            index: The keys that a layer selected.
             row: Number of the row in the index.
         """
         rows = index.rows
@@ -99,7 +99,7 @@ class Tally:
 
 
 Spans = Sequence[tuple[int, int, Tally]]
-"""(first token, end, tally) of the sparse tokens of each request in a step that has a tally."""
+"""(first token, end, tally) of the sparse tokens in a step, for each request that has a tally."""
 
 
 def ticket_in(extra_args: Mapping[str, object]) -> str | None:
@@ -192,7 +192,7 @@ class RequestTallies:
     def with_ticket(self, ticket: str) -> list[dict[str, Any]]:
         """Return the tallies of an HTTP request, for the server. Waits for the device if the request has just ended.
 
-        The request's id is not used: clients choose ids, and may choose those of other clients.
+        The request's id is not used: clients choose ids, and may choose other clients' ids.
 
         Args:
             ticket: Ticket of the HTTP request.
@@ -215,7 +215,7 @@ def add_pairs(spans: Spans, index: SparseIndex) -> None:
 
     Args:
         spans: Tokens of the step that belong to a tally.
-        index: What a layer selected for rows of the step.
+        index: The keys that a layer selected for rows of the step.
     """
     for row, token in enumerate(index.rows.tokens):
         for first, stop, tally in spans:

@@ -29,8 +29,8 @@ class RowClassifier:
         thresholds: Lengths in tokens from which rows run sparse, by level.
         room: Decides whether a row fits into the arena; None if no row ever runs sparse.
         requests: Levels and prompts of the requests of the worker's current step.
-        reads_prompt_length: Whether a method needs the length of a row's prompt. Rows whose prompt is not known are
-            dense then.
+        reads_prompt_length: Whether a method needs the length of a row's prompt. If so, rows whose prompt is not
+            known are dense.
     """
 
     thresholds: Mapping[str, Thresholds]

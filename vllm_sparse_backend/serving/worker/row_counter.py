@@ -29,7 +29,7 @@ class RowCounter:
         guard: The worker's guard, which may hold layers dense; None if it is off.
         layers_by_level: Layers of the worker that can run sparse, by level.
         heads_by_reach: Query heads of all layers of the worker, by attention reach.
-        counts_rows: Whether this group is the one that counts.
+        counts_rows: Whether this group counts the rows.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RowCounter:
             self._recorder.count_rows(DECODE_ROW, int(common.query_start_loc_cpu[common.num_reqs]))
 
     def count(self, rows: Sequence[BatchRow]) -> None:
-        """Count the rows of a step and the pairs of those that prefill, and log each new reason for dense rows.
+        """Count the rows of a step and the pairs of prefill rows, and log each new reason for dense rows.
 
         Args:
             rows: All rows of the step.
@@ -79,7 +79,7 @@ class RowCounter:
             logger.info("sparse-prefill: a row prefills dense: %s (logged once)", reason.explain)
 
     def _counted_kind(self, kind: RowKind) -> RowKind:
-        """Return the kind to count for a row: dense if the guard holds every layer that would run sparse."""
+        """Return the kind to count for a row: dense if the guard holds dense every layer that would run sparse."""
         if self._guard is None or kind.path != SPARSE:
             return kind
         places = {(layer, kind.level) for layer in self._layers_by_level[kind.level]}

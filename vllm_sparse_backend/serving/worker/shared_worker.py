@@ -23,14 +23,14 @@ class Worker:
     Args:
         vllm_config: vLLM's configuration.
         device: Where the layers run.
-        memory: The arena, if there is one already.
+        memory: The arena, if it already exists.
 
     Attributes:
         rank: Tensor-parallel rank.
         resolved: The settings.
         recorder: Counts of this worker.
-        memory: The arena; None until ``reserve_memory``, and if no row ever runs sparse.
-        guard: The guard; None until ``get_guard``, and if it is off.
+        memory: The arena; None before ``reserve_memory``, or if no row ever runs sparse.
+        guard: The guard; None before ``get_guard``, or if it is off.
         requests: The requests of this worker and their levels.
     """
 
@@ -88,7 +88,7 @@ class Worker:
             head_dim: Dimension of its heads.
 
         Returns:
-            One object for all layers of the same plan.
+            A single object for all layers with the same plan.
         """
         if groups not in self._layers:
             self._layers[groups] = Layer.of(groups, head_dim, self.device, self.resolved.config.engine)

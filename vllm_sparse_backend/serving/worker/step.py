@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of the engine as the metadata builder gives it to the layers: its sparse rows and its dense runs."""
+"""A step of the engine as the metadata builder passes it to the layers: its sparse rows and its dense runs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class DenseRun:
     Attributes:
         rows: Their rows in the batch. The first and the last row may be cut.
         tokens: The tokens in the batch.
-        metadata: The dense backend's metadata, as if these tokens were the whole batch.
+        metadata: The dense backend's metadata, as if these tokens were the entire batch.
     """
 
     rows: slice
@@ -69,7 +69,7 @@ class SparseStep:
     Attributes:
         slabs: The sparse rows.
         dense_runs: All other tokens of the step.
-        held: Layers and levels that the guard holds dense. These rows run on the whole batch's metadata.
+        held: Layers and levels that the guard holds dense. Their rows run on the entire batch's metadata.
         probes: Queries for which the guard compares layers with the dense backend.
         spans: Sparse tokens of requests that ask for a report.
     """
@@ -91,8 +91,8 @@ class SparsePrefillMetadata(compat.DenseMetadata):
 def copy_block_table_rows(block_table: torch.Tensor, ids: list[int]) -> torch.Tensor:
     """Copy some rows of a block table. Does not wait for the device.
 
-    Rows of the copy begin at multiples of 64 bytes, as those of vLLM's block tables do: Triton compiles kernels
-    separately for addresses that are multiples of 16 bytes.
+    Rows of the copy begin at multiples of 64 bytes, as in vLLM's block tables: Triton compiles kernels separately for
+    addresses that are multiples of 16 bytes.
 
     Args:
         block_table: [num_rows, max_pages] int32.

@@ -37,7 +37,7 @@ class Step:
             common: vLLM's metadata of the batch.
 
         Returns:
-            Ids without padding rows, None for a row of no scheduled request; empty if the order is not known.
+            Ids without padding rows, None for a row without a scheduled request; empty if the order is not known.
         """
         numbers = getattr(common, "req_idx", None)
         if numbers is None:
@@ -91,8 +91,8 @@ class RunnerRequests:
             common: vLLM's metadata of the batch.
 
         Returns:
-            The lengths in tokens, 0 for rows of no request (padding and dummy runs). None if the requests of the rows
-            are not known.
+            The lengths in tokens, 0 for rows without a request (padding and dummy runs). None if the requests of the
+            rows are not known.
         """
         if self.step is None:
             return [0] * common.num_reqs
@@ -109,7 +109,7 @@ class RunnerRequests:
             common: vLLM's metadata of the batch.
 
         Returns:
-            The engine's ids without padding rows, None for a row of no request; empty if they are not known.
+            The engine's ids without padding rows, None for a row without a request; empty if the ids are not known.
         """
         if self.step is None:
             return ()
@@ -117,7 +117,7 @@ class RunnerRequests:
         return rows if len(rows) <= common.num_reqs else ()
 
     def name_rows(self, req_ids: Callable[[], Sequence[str]]) -> None:
-        """Set the function by which the current step, if any, gets the requests of its rows.
+        """Set the function that gives the current step, if any, the requests of its rows.
 
         Args:
             req_ids: Returns the engine's ids in the order of the rows.
@@ -127,7 +127,7 @@ class RunnerRequests:
 
     @contextmanager
     def at_step(self, scheduler_output: Any, runner: Any) -> Iterator[None]:
-        """Update the levels and prompts of requests, and give builders the step while it runs.
+        """Update the levels and prompts of requests, and let builders access the step while it runs.
 
         Args:
             scheduler_output: The output of vLLM's scheduler for the step.
@@ -172,7 +172,7 @@ def requests_of(runner: Any) -> RunnerRequests | None:
         runner: vLLM's runner.
 
     Returns:
-        The requests that the worker of its layers keeps; None if no layer runs sparse.
+        The requests in its layers' shared ``Worker``; None if no layer runs sparse.
     """
     requests: RunnerRequests | None = vars(runner).get(REQUESTS)
     if requests is None:

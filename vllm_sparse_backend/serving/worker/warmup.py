@@ -37,13 +37,13 @@ BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 2048),),
     ((0, 1),),
 )
-"""Batches of rows of (context_len, query_len): one row and several, with and without cached keys, with full and partial
-tiles, lengths that are multiples of 16, others, and 1.
+"""Batches of rows as (context_len, query_len). They cover one and several rows, cached keys or none, full and partial
+tiles, and lengths that are 1, a multiple of 16, or any other.
 """
 
 LONGER_PROMPT = 1 << 30
-"""Length in tokens of the prompts that these rows belong to. The rows end within them, so that methods that attend the
-end of a prompt densely (``dense_tail``) select here."""
+"""Length in tokens of the prompts that these rows belong to. The rows end well before the prompts, so that methods
+with a dense tail (``dense_tail``) also select keys here."""
 
 
 def warm_up(
@@ -62,7 +62,7 @@ def warm_up(
         device: Where they run.
         engine: Name of the attention engine in the settings, or ``auto``.
         order: The cache's ``compat.page_order``.
-        gather: Returns the reports of all tensor-parallel ranks, given that of this rank (``EnginePicker.settle``).
+        gather: Returns the reports of all tensor-parallel ranks, given this rank's report (``EnginePicker.settle``).
 
     Raises:
         ConfigurationError: No engine is left for a plan.

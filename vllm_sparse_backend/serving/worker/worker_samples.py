@@ -32,10 +32,10 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
         start: Whether to start a copy of the current counts from the device (``Recorder.samples``).
 
     Returns:
-        ``rank``, ``samples``, and ``behind``, whether newer counts are on their way, as values that msgpack can encode.
+        ``rank``, ``samples``, and ``behind``, whether newer counts are being copied, as values that msgpack can encode.
     """
     impls = [impl for _, impl in model_layers(worker.vllm_config).values()]
-    # A layer that stays dense may hold an object that a profile run made from the configuration of a part of the model.
+    # A layer that stays dense may have a ``Worker`` that a profile run made from the configuration of a model part.
     adopted_first = sorted(impls, key=lambda impl: not impl.is_adopted)
     shared = next((impl.worker for impl in adopted_first if impl.worker), None)
     samples: list[Sample] = []
