@@ -40,7 +40,7 @@ AUDIT_TOKENS = 3
 """Tokens of each answer in an audit."""
 
 MORE_TOKENS = 76
-"""Tokens that the audit's prompts have past a border: not a multiple of pages and tiles."""
+"""Tokens of the audit's prompts past a border: not a multiple of pages and tiles."""
 
 LOOKS = 3
 """Repeated reads of a page that lacks counters, because an engine may be late."""
