@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the host time that this backend adds to a step of decodes, and the time of a sparse layer. Needs no GPU.
+"""Measures host time that this backend adds to a step of decodes, and the host time of sparse layers. Needs no GPU.
 
     python -m benchmarks.host_time decodes [--rows 64]
     python -m benchmarks.host_time prefill [--heads 9,3,64] [--method NAME:FIELD=VALUE] [--profile]
