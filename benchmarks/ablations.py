@@ -5,12 +5,12 @@
 
 CAPTURE is a folder that ``benchmarks.capture`` wrote. ``--clusters`` names a capture of another prompt, for
 SharePrefill. Each method is measured as in its paper, then without the part in question, and again without it at equal
-density: the method's main parameter is set so that it keeps as many pairs, because removing a part mostly changes the
-number of kept pairs. Methods select as on a server, chunk by chunk.
+density. For equal density, the method's main parameter is set so that it keeps as many pairs, because removing a part
+mostly changes the number of kept pairs. Methods select as on a server, chunk by chunk.
 
-Recall is that of single queries: their mean, and the minimum of all but a thousandth of them. (All layers, heads and
-queries form one population.) Density and recall are those of the selection. The column "skipped" is the share of steps
-that SpargeAttn's second stage leaves out (products of P and V or whole steps). It affects only the output.
+Recall is measured for single queries, as the mean and as the minimum of all but a thousandth of them. (All layers,
+heads and queries form one population.) Density and recall describe the selection. The column "skipped" is the share of
+steps that SpargeAttn's second stage leaves out (products of P and V or whole steps). It affects only the output.
 
 Some ablations of the papers are not possible, because no parameter describes them: MInference with the lines of another
 prompt (its "static" of table 4); SALE without 4 bits (appendix E) and without a separate τ for each head, which only a
@@ -70,7 +70,7 @@ class Knob:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method, or the method without a part. A paper's first variant leaves out nothing."""
+    """A method, or the method without a part. The first variant of a paper is the complete method."""
 
     paper: str
     what: str
@@ -109,7 +109,7 @@ VARIANTS = (
     Variant("AnchorAttention", COMPLETE, "anchor_attention"),
     Variant("AnchorAttention", "without anchor", "anchor_attention", {"use_anchor": False}, THETA),
     Variant("AnchorAttention", "without groups (step 1)", "anchor_attention", {"step_tiles": 1}, THETA),
-    # Table 5; the sink and smooth keys are the authors' code's.
+    # Table 5; the sink and smooth keys come from the authors' code.
     Variant("SpargeAttn", COMPLETE, "sparge_attn"),
     Variant("SpargeAttn", "without self-similarity judge", "sparge_attn", {"min_similarity": 0.0}, MASS),
     Variant("SpargeAttn", "without smooth keys", "sparge_attn", {"smooth_keys": False}, MASS),
@@ -259,7 +259,7 @@ def add_rows(report: Report, rows: Sequence[Row], where: str) -> None:
 
 
 def variants_of(papers: Sequence[str], bench: Bench) -> tuple[list[Variant], dict[str, str]]:
-    """Return the variants, and why papers are left out. Raises ConfigurationError for a paper without ablations."""
+    """Return the variants, and reasons for papers left out. Raises ConfigurationError for a paper without ablations."""
     if unknown := [paper for paper in papers if paper not in PAPERS]:
         raise ConfigurationError(f"--papers: {not_one_of(unknown[0], PAPERS)}")
     left_out = {}

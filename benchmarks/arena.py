@@ -5,7 +5,7 @@ Everything is computed on the host; no device is needed.
 
     python -m benchmarks.arena [--results docs/results/arena.json] [--mend docs/results/mend.json] [--number 10000]
 
-Sizes are those of one worker with the heads of an 8B model, on an H100 or H200, with the ``min_tokens`` and
+Sizes are for one worker with the heads of an 8B model, on an H100 or H200, with the ``min_tokens`` and
 ``min_query_tokens`` of unmeasured devices. A server of another shape logs its own size.
 
 Misses and cuts are counted over random steps of 20 shapes of a worker's heads. The host's part of selection and
@@ -57,7 +57,7 @@ WORKERS: tuple[tuple[int, int, int], ...] = (
     (10, 2, 128), (5, 1, 128), (28, 4, 128), (14, 2, 128), (7, 1, 128), (16, 1, 128), (9, 3, 64), (32, 8, 64),
     (32, 32, 128), (24, 8, 128), (8, 4, 256), (12, 2, 96),
 )  # fmt: skip
-"""(heads, kv heads, head_dim) of a worker: of models from 1B to 405B, whole and at tensor parallelism of 2, 4 and 8."""
+"""(heads, kv heads, head_dim) of a worker, for models from 1B to 405B at tensor parallelism of 1, 2, 4 and 8."""
 
 CHUNKS = (2_048, 4_096, 8_192, 16_384, 32_768)
 """max_num_batched_tokens."""
@@ -99,7 +99,7 @@ def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LE
 
 
 def table_of(rows: Sequence[Row], device: torch.device = META) -> torch.Tensor:
-    """Return a block table. If it has memory, it holds each row's number."""
+    """Return a block table. If it has memory, its entries are the rows' numbers."""
     return torch.arange(len(rows), dtype=torch.int32, device=device)[:, None]
 
 
@@ -147,7 +147,7 @@ class Worker:
                 self.peak_bytes = max(self.peak_bytes, arena.peak_bytes)
 
     def cuts(self, rows: Sequence[Row]) -> dict[int, list[Any]]:
-        """Return how each row is cut: its chunks by first token, and their tiles by run."""
+        """Return the cuts of each row: its chunks by first token, and their tiles by run."""
         cuts: dict[int, list[Any]] = {row.number: [] for row in rows}
         begins = {row.number: row.token for row in rows}
         for slab in self.room.slabs(rows, table_of(rows, CPU)):
@@ -188,7 +188,7 @@ def count_misses(number: int, method: str = "default", seed: int = 0) -> int:
 
 
 def count_cut_differently(number: int, seed: int = 0) -> int:
-    """Return the number of rows whose cuts in a batch differ from those alone, over random batches of all workers.
+    """Return the number of rows that are cut differently in a batch than alone, over random batches of all workers.
 
     Arenas have the size that serving gives them, and smaller sizes.
     """

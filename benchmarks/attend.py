@@ -4,9 +4,9 @@
     python -m benchmarks.attend [--contexts 24576,122880] [--densities 1,0.5,0.2] [--stripes 1024,8192]
 
 Efficiency is FlashAttention's time × density ÷ the engine's time, including all of the engine's work between index and
-output. At 1, a kept pair costs as much as in FlashAttention. q, k and v are random normal. Blocks, or single keys
-("stripes"), are drawn at random for each head and tile, and the diagonal is always kept. Every case is checked before
-it is timed.
+output. At an efficiency of 1, a kept pair costs as much as in FlashAttention. q, k and v are random normal. Blocks, or
+single keys ("stripes"), are drawn at random for each head and tile, and the diagonal is always kept. Every case is
+checked before it is timed.
 """
 
 from collections.abc import Iterator, Sequence

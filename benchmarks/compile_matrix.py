@@ -4,8 +4,8 @@
     python -m benchmarks.compile_matrix 3.6.0 3.7.1 3.8.0 3.9.0 [--out docs/results/compile_matrix.json]
 
 Each release is installed into its own folder, without dependencies (this needs only torch), and runs this file in its
-own process. The checks: the kernel compiles; no step spills; and all of a step's exponents, as many as a step's scores
-on 128 threads, come before the wait for the product with the previous step's values.
+own process. The checks: the kernel compiles; no step spills; and all exponents of a step come before the wait for the
+product with the previous step's values. A step has as many exponents as scores, divided among 128 threads.
 """
 
 import json
@@ -28,7 +28,7 @@ CASES = [
     for dtype in (("bf16", "fp16") if block == 128 or head_dim == 256 else ("bf16",))
 ]
 STEPS = [[(300, 200)], [(0, 1), (77, 333), (1000, 129)], [(128, 1024)]]
-"""Batches that one compiled variant of each of the two kernels must serve."""
+"""Batches for which one compiled variant of each of the two kernels must be enough."""
 
 WAIT_SCORES, WAIT_VALUES = r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0"
 
@@ -80,7 +80,7 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
 
 
 def exponents(case: str) -> int:
-    """Return the exponents of a step per thread of 128, for [64, 64] scores at head_dim 256, otherwise [64, 128]."""
+    """Return the exponents per step and thread (of 128): scores are [64, 64] at head_dim 256, otherwise [64, 128]."""
     return 32 if case.startswith("256-") else 64
 
 
@@ -123,7 +123,7 @@ def hasty_arrivals(sass: Sequence[str]) -> int:
 def barriers_in_data(sass: Sequence[str]) -> int:
     """Count barriers that share memory with data: Triton reuses the memory of a barrier that is no longer used.
 
-    It does not invalidate the barrier before, although PTX requires that. Kernels with such a barrier occasionally gave
+    It does not invalidate the barrier first, although PTX requires this. Kernels with such a barrier occasionally gave
     different results on a card with other processes.
     """
     made, data = (

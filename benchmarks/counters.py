@@ -40,7 +40,7 @@ AUDIT_TOKENS = 3
 """Tokens of each answer in an audit."""
 
 MORE_TOKENS = 76
-"""Tokens that the audit's prompts have past a border: not a multiple of pages and tiles."""
+"""Tokens of the audit's prompts past a border: not a multiple of pages and tiles."""
 
 LOOKS = 3
 """Repeated reads of a page that lacks counters, because an engine may be late."""
@@ -57,7 +57,7 @@ class Counts:
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Rows by path and reason."""
     tiles: Counter[int] = field(default_factory=Counter)
-    """By layer."""
+    """Tiles by layer."""
     causal_pairs: Counter[int] = field(default_factory=Counter)
     """Pairs by layer, over all heads."""
 
@@ -183,7 +183,7 @@ class Served:
         )
 
     def level(self, level: object) -> str:
-        """Return the level of a request with this value."""
+        """Return the name of a request's level; ``level`` is the value in the request."""
         plan = self.plans[DEFAULT]
         return DEFAULT if level is None else Choices(plan.level_names, plan.level).named_by(level).name
 
@@ -310,9 +310,9 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
 
 
 def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> Iterator[list[int]]:
-    """Yield prompts below ``min_tokens``, past it and of several chunks; the last two have the same beginning.
+    """Yield a prompt below ``min_tokens``, a prompt past it, and two prompts of several chunks with the same beginning.
 
-    Levels that requests name differently from the plans have the lengths of the server's own level.
+    If requests and plans name a level differently, its prompts have the lengths of the server's own level.
     """
     thresholds = served.thresholds.get(served.level(level), served.thresholds[DEFAULT])
     least, chunk = thresholds.min_tokens or 0, served.chunk_tokens

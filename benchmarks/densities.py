@@ -4,9 +4,9 @@
     python -m benchmarks.capture MODEL CAPTURE --tokens 130000 --text FOLDER
     python -m benchmarks.densities CAPTURE [--answers docs/results/answers.json] [--results FILE]
 
-Density is kept over causal (query, key) pairs of all layers and heads, past the first ``min_tokens`` positions, with
-the selection and chunks of a server. The beginning of a prompt does not depend on its continuation, so one capture
-serves all shorter lengths.
+Density is the ratio of kept to causal (query, key) pairs over all layers and heads, past the first ``min_tokens``
+positions, with the selection and chunks of a server. The beginning of a prompt does not depend on its continuation, so
+one capture is enough for all shorter lengths.
 """
 
 import json

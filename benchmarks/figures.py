@@ -24,7 +24,7 @@ Named = tuple[str, float | None, str, str]
 
 
 class Report(product.Report):
-    """A run's cases and figures. ``results_path`` is a list of many runs' figures, in which a figure keeps its bar."""
+    """A run's cases and figures. ``results_path`` is a file of many runs' figures, in which a figure keeps its bar."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@
 The steps are: the tests of kernels; all other tests, including those with servers; TTFT of an 8B model's shape with
 stock vLLM and with A-shape; and the efficiency of `attend` relative to FlashAttention. Each step may take 8 minutes,
 and all steps together the budget. A step that takes longer is stopped and counts as failed; the file has the results of
-the others. The exit code is 1 if anything failed.
+the other steps. The exit code is 1 if anything failed.
 
 On a machine with two cards of the same model, two steps run at a time, each on its own card: first the tests, then the
 measurements. All servers for TTFT run on the first card, and `attend` is compared with FlashAttention on the second, so

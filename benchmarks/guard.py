@@ -118,7 +118,7 @@ def run_guard(
 def _times(
     card: Card, engine: Engine, dense: Sequence[Run], checks: Sequence[Checked], budget_s: float
 ) -> dict[str, Any]:
-    """Per layer."""
+    """Return the times per layer."""
     layers, clear = [check.layer for check in checks], new_step([check.layer for check in checks])
 
     def new_pass() -> None:

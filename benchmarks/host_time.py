@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's time in a step: what this backend adds to a step of decodes, and what a sparse layer takes. Needs no GPU.
+"""Measures host time that this backend adds to a step of decodes, and the host time of sparse layers. Needs no GPU.
 
     python -m benchmarks.host_time decodes [--rows 64]
     python -m benchmarks.host_time prefill [--heads 9,3,64] [--method NAME:FIELD=VALUE] [--profile]
@@ -10,7 +10,7 @@ A GPU waits for the host if a layer's kernels take less time than the host needs
 nothing. Under full CUDA graphs a layer's ``forward`` does not run.
 
 ``prefill`` runs a chunk through all layers of a model on the engine for Hopper, on a card that runs nothing
-(``null_card``): Triton's launcher runs, and CUDA's driver and the kernels do not.
+(``null_card``): Triton's launcher runs, but CUDA's driver and the kernels do not.
 
 Times are CPU times of one thread, and the minimum over repetitions, because other programs may share the machine.
 """
@@ -75,11 +75,11 @@ def cpu_us(function: Callable[[], object], calls: int, repetitions: int = REPETI
 
 
 def nothing(*_: object, **__: object) -> None:
-    """In place of a function of vLLM."""
+    """Replace a function of vLLM."""
 
 
 def decode_parts(num_rows: int, folder: Path) -> Iterator[tuple[str, float]]:
-    """Yield what this package adds to a step of decodes: each part, and its time in µs."""
+    """Yield each part that this package adds to a step of decodes, and its time in µs."""
     config = vllm_objects.make_config(vllm_objects.make_model(folder), {"min_tokens": 128})
     layers = vllm_objects.make_layers(config, range(vllm_objects.SHAPE["num_hidden_layers"]))
     with patch.object(compat, "tensor_parallel", lambda config: (0, 1)):  # without process groups
@@ -118,7 +118,7 @@ def decodes(rows: Annotated[int, typer.Option(min=1, help="Requests that decode.
 
 @dataclass
 class Pass:
-    """A chunk's way through all layers of a model, without a GPU.
+    """A chunk's pass through all layers of a model, without a GPU.
 
     Attributes:
         shape: The model.
@@ -176,7 +176,7 @@ class Pass:
 
 @contextmanager
 def hopper_paths() -> Iterator[None]:
-    """Take the host's paths of an H100, with tensors of this machine's CPU."""
+    """Make the host take the code paths of an H100, with tensors on this machine's CPU."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(attention_engine, "capability_of", lambda device: (9, 0)))
         stack.enter_context(patch.object(top_p, "stored_dtype", lambda device: torch.float8_e4m3fn))

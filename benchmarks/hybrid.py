@@ -9,11 +9,11 @@ of Mamba 2, MLP and attention). Weights are made on the card (``--load-format du
 Qwen3-Next's shape are dense, and as wide as the experts that a token activates, as in the forecast of ``doctor``.
 
 Random weights make attention nearly uniform, so ``top_p`` keeps nearly all of it. Its row shows that the default runs,
-and what it costs if nothing can be left out. The speed-up is measured with A-shape, whose density does not depend on
+and its cost if nothing can be left out. The speed-up is measured with A-shape, whose density does not depend on
 weights. A level with a density near zero measures the largest possible speed-up, for comparison with the forecast of
 ``doctor``.
 
-Stock vLLM runs with ``--block-size 128``, so its pages are as long as this backend's, and its attention adds in the
+Stock vLLM runs with ``--block-size 128``, so its pages are as long as this backend's, and its attention sums in the
 same order. Exact requests must then give stock's tokens. Log-probabilities at a density near zero show how much
 attention affects these answers. Each engine runs in a separate process, and a model's rows are written when its engines
 end. If a model cannot be loaded, its rows are missing, the reason is printed, and the exit code is 1.

@@ -5,9 +5,9 @@
     python -m benchmarks.kernel_code record after.json    # on the commit after
     python -m benchmarks.kernel_code compare before.json after.json --out docs/results/readable.json
 
-``record`` compiles the launches of the engines, and those of each method at each setting of its ladder, on random
-batches. It writes registers, spills, shared memory and two hashes for each variant: of the PTX, and of the machine
-code without names and places of parameters. Nothing runs, and Triton's cache is not used.
+``record`` compiles the launches of the engines, and the launches of each method at each setting of its ladder, on
+random batches. It writes registers, spills, shared memory and two hashes for each variant: of the PTX, and of the
+machine code without names and places of parameters. Nothing runs, and Triton's cache is not used.
 """
 
 import functools
@@ -118,7 +118,7 @@ def compiled_variants(arch: int, kernels: Sequence[str] = ("",)) -> Iterator[tup
 def _cases(arch: int) -> Iterator[Case]:
     """Yield each method at each setting of its ladder.
 
-    Its first settings also come with bulk copies, flash and head_dim 64.
+    Its first settings are also compiled with bulk copies, flash and head_dim 64.
     """
     import torch
 

@@ -5,8 +5,8 @@
 
 Stock vLLM and this backend serve a small model with an API key, one after the other. Bodies consist of many keys that
 look like ours, of a prompt, or of a prompt with a level. They go to a path that does not exist, to a guarded path, and
-to an open path, which vLLM itself parses on the event loop before anything refuses them. There, the target is
-the time by which /health waits longer than on the stock server.
+to an open path, where vLLM itself parses them on the event loop before anything refuses them. There, the target applies
+to the difference between the waits of /health on this server and on stock.
 """
 
 import http.client

@@ -7,9 +7,9 @@ A chunk is prefilled after its context through all layers of the data, as on a s
 its layers follow each other. Times are device times, summed over layers. The output's error is ‖O − Õ‖₂ / ‖O‖₂ of the
 chunk relative to FlashAttention's output, mean over layers, including rounding to bf16.
 
-With an fp8 cache, both run on fp8, and errors are relative to results on the unrounded bf16 data: the output's error
-relative to FlashAttention on bf16, next to that of FlashAttention on fp8; and the effect of fp8 on a method, relative
-to the same method on bf16, including its selection.
+With an fp8 cache, the method and FlashAttention run on fp8, and errors are relative to results on the unrounded bf16
+data: the output's error relative to FlashAttention on bf16, next to the error of FlashAttention on fp8; and the effect
+of fp8 on a method, relative to the same method on bf16, including its selection.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,7 +87,7 @@ class Inputs:
 
     name: str
     prompts: Sequence[AttentionPrompt]
-    """By layer."""
+    """Prompts by layer."""
     unrounded: Sequence[AttentionPrompt] = ()
     """The prompts before they were rounded to fp8."""
 
@@ -202,7 +202,7 @@ def of_capture(
     copies, layers = (
         max(1, num_heads // capture.shape.num_heads),
         sorted(capture.scales),
-    )  # others are not in the capture
+    )  # the capture lacks other layers
     shape = replace(
         capture.shape, num_layers=len(layers), num_heads=capture.shape.num_heads * copies,
         num_kv_heads=capture.shape.num_kv_heads * copies,

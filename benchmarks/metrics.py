@@ -6,7 +6,7 @@
 A step is a chunk's selection, attention and projections in each layer of an 8B model. Norms, sampling and the engine's
 work between steps are left out, so the shares are larger than on a server. Counting is timed separately, on the device
 and on the host, and so is the host's time to launch the step. The slower of the two determines the length of a step,
-and thus by how much counting lengthens it. In addition, the host counts the rows of each step; for a step of decodes,
+and thus the time that counting adds to it. In addition, the host counts the rows of each step; for a step of decodes,
 it counts nothing else. The length of such a step is the time to read an 8B model's weights once, at this card's copying
 speed, and the host is assumed to be slower there.
 """
@@ -140,7 +140,7 @@ def _report(report: Report, row: dict[str, Any], about: str) -> None:
 
 
 def copied_ms(card: Card, num_bytes: float) -> float:
-    """Return the time in ms in which this card reads this many bytes, half of the time of a copy."""
+    """Return the time in ms in which this card reads this many bytes: half the time of a copy."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=card.device)
     target = torch.empty_like(source)
     ms = median(card.spans_ms([[("copy", lambda: target.copy_(source))]], budget_s=0.5)["copy"])

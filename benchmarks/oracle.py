@@ -4,7 +4,7 @@
 A tile's queries keep the same keys, so a selection's recall depends only on each key's share of the exact mass, summed
 over the tile's queries. ``exact_masses`` computes these shares once, in float32, a slab of tiles at a time (a GPU
 handles 32K queries and keys in seconds and under 1 GB, a CPU 8K). Any number of selections is then compared with them
-by lookups. The recall of single queries has to be summed while their shares are in memory, so ``exact_masses`` takes
+by lookups. The recall of single queries has to be summed while their shares are in memory, so ``exact_masses`` accepts
 the indices for which it is needed.
 """
 

@@ -2,8 +2,8 @@
 """Density at a paper's granularity, which may be finer than our tiles of 128 queries.
 
 It is known for methods that also select per tile of 128 queries in their papers, and for methods whose blocks can be
-counted: SALE's of 64 queries by 32 keys, and MInference's block-sparse blocks of 64 by 64. MInference's kernel merges
-vertical-slash lines into blocks, so they have no separate density.
+counted: SALE's blocks of 64 queries by 32 keys, and MInference's block-sparse blocks of 64 by 64. MInference's kernel
+merges vertical-slash lines into blocks, so the lines have no separate density.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 
 SAME = (AnchorAttention, Dense, SpargeAttn)
-"""Methods whose tiles are also ours."""
+"""Methods whose tiles are the same as ours."""
 
 
 def paper_density(

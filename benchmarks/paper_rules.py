@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlap of reference selections with the papers' rules and with those of their authors' released code.
+"""Overlap of reference selections with the rules of the papers and of their authors' released code.
 
     python -m benchmarks.paper_rules [--json FILE]
 
-``tests/helpers/paper_rules.py`` implements the rules in float64, independently of the references. Queries and
-keys are structured as trained attention is (``tests/helpers/structured.py``). An overlap is the intersection over the
-union of kept (query, key) pairs. AnchorAttention keeps single keys, SALE keeps blocks of 64 queries by 32 keys, and
+``tests/helpers/paper_rules.py`` implements the rules in float64, independently of the references. Queries and keys are
+structured like those of trained models (``tests/helpers/structured.py``). An overlap is the intersection over the union
+of kept (query, key) pairs. AnchorAttention keeps single keys, SALE keeps blocks of 64 queries by 32 keys, and
 SharePrefill keeps blocks of 128 queries by 64 keys.
 """
 
@@ -181,7 +181,7 @@ class ShareOverlap:
 
     Attributes:
         paper: Mean over heads that share, with the blocks on the diagonal added to the rule.
-        paper_without_diagonal: The same without them.
+        paper_without_diagonal: The same without these blocks.
         paper_density: Density of the heads that share.
         pivots: Heads that are dense by the rule.
         shared: Heads that share by the rule.

@@ -250,7 +250,8 @@ def selections(
 
 
 def kept_shares(captured: Capture, plans: Sequence[Plan], *how: Any) -> list[float]:
-    """Return each plan's kept over causal pairs. For the arguments, see ``selections``. Dense layers keep all."""
+    """Return each plan's ratio of kept to causal pairs. For the arguments, see ``selections``. Dense layers keep
+    all."""
     kept, pairs = [0] * len(plans), [0] * len(plans)
     for selected in selections(captured, plans, *how):
         every = captured.shape.num_heads * causal_pairs(selected.rows)

@@ -4,9 +4,9 @@
     python -m benchmarks.prose check
     python -m benchmarks.prose sample --seed 1 --count 60
 
-`benchmarks/prose_rules.yaml` has the rules: phrases that are hard to read, with what to write instead. proselint runs
-them, and a few groups of its own checks. All files must follow every rule, and Markdown files have lines of at most 100
-characters outside of tables and code.
+`benchmarks/prose_rules.yaml` has the rules: phrases that are hard to read, with their replacements. proselint runs
+these rules and a few groups of its own checks. All files must follow every rule, and Markdown files have lines of at
+most 100 characters outside of tables and code.
 """
 
 import io
@@ -37,13 +37,13 @@ PYTHON_FOLDERS = ("vllm_sparse_backend", "kernels", "benchmarks", "deploy")
 """Folders whose docstrings, comments and messages are checked."""
 
 PROSELINT_GROUPS = ("archaism", "malapropisms", "nonwords", "redundancy.misc.garner")
-"""proselint's own checks that hold for technical text."""
+"""proselint's own checks that apply to technical text."""
 
 CODE = "X"
 """Stands for text that is set as code, so that rules see a word and not its letters."""
 
 WHITE_SPACE = r"(?:[ \t]+|[ \t]*\n[ \t]*)"
-"""What a space in a rule's pattern matches: also the end of a line, but not of a paragraph."""
+"""White space that a space in a rule's pattern matches: also the end of a line, but not of a paragraph."""
 
 MIN_MESSAGE_WORDS = 3
 MIN_SENTENCE_WORDS = 5
@@ -72,7 +72,7 @@ class Finding(NamedTuple):
 
 
 class Prose(NamedTuple):
-    """The sentences of a file, every character where it is in the file.
+    """The sentences of a file, with every character at its position in the file.
 
     Attributes:
         path: the file, relative to the repository.
@@ -121,7 +121,7 @@ def markdown_prose(path: str, source: str) -> Prose:
     Returns:
         Its prose, without blocks of code, generated tables, comments and addresses.
     """
-    # DOTALL is for comments and fences; a line of an indented block ends at its end.
+    # DOTALL is for comments and fences; a line of an indented block stops at the end of the line.
     pattern = re.compile(MARKDOWN_NOT_PROSE.pattern.replace("{4}.*\\n", "{4}[^\\n]*\\n"), MARKDOWN_NOT_PROSE.flags)
     shown = pattern.sub(lambda match: _blank(match[0]), source)
     shown = re.sub(r"^#+ |^ *[*-] |^> |\*\*|^\|[-| :]+\|$", lambda match: _blank(match[0]), shown, flags=re.MULTILINE)
@@ -136,7 +136,7 @@ def python_prose(path: str, source: str) -> Prose:
         source: its content.
 
     Returns:
-        Its prose; a `|` stands where other code separates two texts.
+        Its prose; a `|` marks other code between two texts.
     """
     lines = source.splitlines(keepends=True)
     shown = [list(_blank(line)) for line in lines]
@@ -164,7 +164,8 @@ def _is_sentence(literal: str) -> bool:
 
 
 def _string_content(literal: str) -> str:
-    """Return a string literal, as long as before, without its prefix and quotes; an f-string's values are `CODE`."""
+    """Return a string literal of the same length, with blanks for prefix and quotes and `CODE` for an f-string's
+    values."""
     match = re.fullmatch(r"(\w*)(\"\"\"|'''|\"|')(.*)\2", literal, re.DOTALL)
     assert match is not None, literal
     prefix, quotes, content = match.groups()
@@ -230,10 +231,10 @@ def read_prose(path: Path) -> Prose:
 
 
 def register_rules(rules: Sequence[Rule]) -> None:
-    """Give proselint our rules, once per process.
+    """Register our rules with proselint, once per process.
 
     Args:
-        rules: what to look for.
+        rules: rules of `prose_rules.yaml`.
     """
     registry = CheckRegistry()
     known = {check.path for check in registry.checks}
@@ -293,7 +294,7 @@ def long_lines(path: str, source: str) -> Iterator[Finding]:
 
 
 def check_file(path: Path) -> list[Finding]:
-    """Return what breaks a rule in a file.
+    """Return the places in a file that break a rule.
 
     Args:
         path: a Markdown, Python or YAML file of the repository.

@@ -43,14 +43,14 @@ MAX_README_WORDS, MAX_README_NUMBERS = 800, 40
 FIGURE_TABLES = ("Speed", "Accuracy")
 """Sections of README.md whose tables hold measurements; every other number in the file counts."""
 NUMBER = re.compile(r"(?<![\w.,])(?<!\w-)\d+(?:[.,]\d+)*")
-"""A number, with its separators. A digit in a name, as in H200, fp8 or FlashAttention-3, is none."""
+"""A number, with its separators. A digit in a name, as in H200, fp8 or FlashAttention-3, does not count."""
 
 JARGON = re.compile(
     r"\b(?:sooner|company|alone|worst\w*|delegat\w*)\b"
     r"|\| asked \||(?:most|least|percent) was asked|\basked of (?:it|them|us|ourselves)\b|\(asked:",
     re.IGNORECASE,
 )
-"""Words that are not terms of the field. The field's are speed-up, tile union, per head, p99, maximum, target."""
+"""Words that are not terms of the field. Its terms are speed-up, tile union, per head, p99, maximum, target."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -130,7 +130,7 @@ def pronoun_names(tree: ast.AST, words: frozenset[str] = PRONOUNS) -> Iterator[t
 
 
 def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the same for ``VAGUE``."""
+    """Yield the same for names in ``VAGUE``."""
     return pronoun_names(tree, VAGUE)
 
 
@@ -237,7 +237,7 @@ CODE_CHECKS: Mapping[str, Callable[[], list[Violation]]] = {
         incomplete_docstrings, DOCUMENTED, _nothing_exempt
     ),
 }
-"""By name: the places in the code that break a rule. The target of each check is 0."""
+"""Checks by name, which return the places in the code that break a rule. The target of each check is 0."""
 
 
 def count_options(command: Any) -> Iterator[int]:
@@ -283,10 +283,10 @@ def count_words(text: str) -> int:
 
 
 def numbers_outside_figure_tables(text: str) -> list[str]:
-    """Return the numbers in a README that a reader meets outside the tables of ``FIGURE_TABLES``.
+    """Return the numbers in a README that a reader sees outside the tables of ``FIGURE_TABLES``.
 
     Args:
-        text: The document. Targets of links and comments do not count, as readers do not see them.
+        text: The document. Targets of links and comments do not count, because readers do not see them.
 
     Returns:
         The numbers, in order.
@@ -302,7 +302,7 @@ def numbers_outside_figure_tables(text: str) -> list[str]:
 
 
 def cells_with_several_numbers(text: str) -> list[str]:
-    """Return the cells of a document's tables that hold more than one number, outside code and links."""
+    """Return the cells of a document's tables that contain more than one number, outside code and links."""
     cells = [
         cell.strip()
         for line in text.splitlines()

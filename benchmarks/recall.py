@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures methods on a model's own attention: recall, also of single queries, density and output error.
+"""Measures methods on a model's own attention: recall (also of single queries), density and output error.
 
     python -m benchmarks.capture MODEL CAPTURE --tokens 32768
     python -m benchmarks.recall CAPTURE [--method sale] [--chunks 2048,8192,0]

@@ -82,7 +82,7 @@ class Client(threading.Thread):
 
 @contextmanager
 def under_load(server: Server, load: Sequence[tuple[int, int]]) -> Iterator[list[Client]]:
-    """Yield the clients of a load, once each has had an answer or two seconds have passed."""
+    """Yield the clients of a load when each client has an answer, or after two seconds."""
     stop = threading.Event()
     clients = [Client(server, number, *size, stop) for number, size in enumerate(load)]
     for client in clients:

@@ -43,7 +43,7 @@ def make_shape(folder: Path, layers: int, positions: int, sinks: bool = False) -
 
 
 def _name_all_tokens(file: Path, vocab_size: int) -> None:
-    """Give each token a text, because random weights answer with any of them.
+    """Give each token a text, because a model with random weights may answer with any token.
 
     After a token without text, vLLM decodes the whole prompt again with every token until one has text. This takes 15
     to 25 ms per token after 131,072 tokens, more than the model.

@@ -5,9 +5,9 @@
     python -m benchmarks.capture MODEL B --tokens 8192 --skip 20000
     python -m benchmarks.share_prefill_released B --clusters A [--results docs/results/papers.json]
 
-Runs on a CPU in plain torch. Every pattern has blocks of 64 keys for tiles of 128 queries, and the blocks on the
-diagonal, as the package's. Patterns are compared at equal density: γ is swept, and the mean recall of the heads is
-interpolated at the density of the paper's rule with γ = 0.9. ``methods/share_prefill/method.py`` describes the
+Runs on a CPU in plain torch. As in the package, every pattern consists of blocks of 64 keys for tiles of 128 queries,
+and includes the blocks on the diagonal. Patterns are compared at equal density: γ is swept, and the mean recall of the
+heads is interpolated at the density of the paper's rule with γ = 0.9. ``methods/share_prefill/method.py`` describes the
 differences.
 """
 
@@ -39,7 +39,7 @@ BLOCK_TOKENS = 64
 RELEASED_BLOCK_TOKENS = 128
 GAMMAS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 BUDGETS = (256, 512, 1024)
-"""Keys of best columns and of best diagonals; the released code has 1,024, for prompts of 128K tokens."""
+"""Keys of best columns and of best diagonals; the released code uses 1,024 for prompts of 128K tokens."""
 
 QUERY_AWARE_DISTANCE = 0.1
 RELEASED_DISTANCE = 0.5
@@ -88,7 +88,7 @@ class Sharing:
 
 
 class Prompt:
-    """Causal pairs of a prompt of whole tiles, by which patterns are measured."""
+    """Causal pairs of a prompt of whole tiles, against which patterns are measured."""
 
     def __init__(self, num_tokens: int) -> None:
         first_queries = torch.arange(0, num_tokens, TILE_TOKENS)[:, None]
@@ -196,7 +196,7 @@ def best_lines(head: Head, budget: int) -> torch.Tensor:
 
 
 def paper_sharing(heads: Sequence[Head], max_sparsity: float, max_distance: float) -> list[Sharing]:
-    """Return who shares by the paper's Algorithm 3."""
+    """Return the heads that share by the paper's Algorithm 3, with their pivots."""
     pivots: dict[int, Head] = {}
     shared = []
     for head in heads:
@@ -211,7 +211,7 @@ def paper_sharing(heads: Sequence[Head], max_sparsity: float, max_distance: floa
 
 
 def released_sharing(heads: Sequence[Head], prompt: Prompt) -> list[Sharing]:
-    """Return who shares by the released code."""
+    """Return the heads that share by the released code, with their pivots."""
     pivots: dict[int, Head] = {}
     shared = []
     for head in heads:
@@ -249,7 +249,7 @@ def mean(values: Iterator[float]) -> float:
 
 
 def recall_at(density: float, points: Curve) -> float:
-    """Interpolate the recall at a density; beyond the curve, its nearest end."""
+    """Interpolate the recall at a density; beyond the curve, return the nearest end's recall."""
     densities, recalls = zip(*sorted(points), strict=True)
     return float(np.interp(density, densities, recalls))
 
@@ -296,7 +296,7 @@ Add = Callable[[str, float, str], None]
 
 
 def measure_sharing(name: str, shared: Sequence[Sharing], prompt: Prompt, add: Add) -> None:
-    """Add the recall of heads that share, with each map and cut, each budget, and of their own lines."""
+    """Add the recall of heads that share, with each map and cut and each budget, and the recall of their own lines."""
     members = [sharing.member for sharing in shared]
 
     def from_pivots(

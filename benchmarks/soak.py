@@ -70,7 +70,7 @@ WARM_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Asking:
-    """Requests of the clients. Equal seeds send equal requests, apart from timing."""
+    """Requests of the clients. Equal seeds give equal requests, apart from timing."""
 
     seconds: float
     clients: int
@@ -104,7 +104,7 @@ class Outcome:
     """Tokens of prompts and answers."""
     output_asked: int = 0
     output_received: int = 0
-    """Bounds of the tokens of answers. Aborted requests lie between the two."""
+    """Bounds of the tokens of answers. The number is between the bounds if requests are aborted."""
     exact_alone: int = 0
     """Exact requests of at least 64 tokens with unique beginnings, which no cache contains."""
     by_length: Counter[tuple[int, str]] = field(default_factory=Counter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a list of figures of docs/results as a Markdown table, with those that miss their targets.
+"""Prints a list of figures of docs/results as a Markdown table, and marks figures that miss their targets.
 
     python -m benchmarks.tables docs/results/performance.json [--only 'vllm serve']
 

@@ -4,9 +4,9 @@
     python -m benchmarks.tensor_parallel ANSWERING SHAPE --text FOLDER [--results docs/results/production.json]
 
 ANSWERING is a model that answers questions within its prompts. This backend serves it on one card and on two. Two cards
-add heads in a different order, so tokens may differ, and the comparison counts right answers. Stock vLLM and this
-backend serve SHAPE with dummy weights on one card and on two. The comparison is the TTFT speed-up over stock with the
-same number of cards. All servers start at the same time, and are measured one after the other.
+sum the heads in a different order, so tokens may differ, and the comparison counts right answers. Stock vLLM and this
+backend serve SHAPE with dummy weights on one card and on two. The compared quantity is the TTFT speed-up over stock
+with the same number of cards. All servers start at the same time, and are measured one after the other.
 """
 
 import json

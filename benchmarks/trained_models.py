@@ -7,11 +7,10 @@
     python -m benchmarks.trained_models speed PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001@fast
 
 A setting is NAME=URL, or NAME=URL@LEVEL with a level's name or p. The first setting is the baseline. Prompts are texts
-with 24 facts, each of which is asked for and answered later in the same prompt: decoding is dense, and would hide
-losses of a prefill. An answer is right if each of its tokens is the model's first choice. Perplexity is over the last
-two thirds, without facts and questions; its standard error is that of the difference over prompts. Density is read
-from /metrics, and covers sparse rows. TTFT is the time of a request for one token. Settings take
-turns.
+with 24 facts, each of which is asked for and answered later in the same prompt, because decoding is dense and would
+hide losses of a prefill. An answer is right if each of its tokens is the model's first choice. Perplexity is over the
+last two thirds, without facts and questions; its standard error is computed from the differences per prompt. Density is
+read from /metrics, and covers sparse rows. TTFT is the time of a request for one token. Settings are measured in turn.
 """
 
 import http.client
@@ -44,7 +43,7 @@ TEMPLATES = (
     Templates("The code for {name} is {value}.", "What is the code for {name}? It is {value}."),
     Templates('{name} = "{value}"', 'assert {name} == "{value}"'),
 )
-"""Forms of facts: that of the models' training, and two others."""
+"""Forms of facts: the form of the models' training, and two others."""
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -96,7 +95,7 @@ class Quality:
     """Share of prefill rows (one per chunk) that ran sparse."""
 
     def against(self, other: "Quality") -> dict[str, Any]:
-        """Return answers and perplexity relative to the other's, with standard errors."""
+        """Return answers and perplexity relative to ``other``, with standard errors."""
         changes = [ours - theirs for ours, theirs in zip(self.nats, other.nats)]
         answers = [(ours - theirs) / sum(other.right) for ours, theirs in zip(self.right, other.right)]
         return {

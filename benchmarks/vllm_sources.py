@@ -159,7 +159,7 @@ def not_taken(ours: Function, theirs: Function) -> list[str]:
 
 
 def _without_receiver(function: Function) -> list[str]:
-    """Return the positional parameters in order, without self or cls: one class may have a static method for it."""
+    """Return the positional parameters in order, without self or cls, because the method may be static in one class."""
     names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
     return names[1:] if names[:1] in (["self"], ["cls"]) else names
 

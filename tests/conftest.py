@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels run in Triton's interpreter if there is no CUDA device, and tests marked `gpu` are skipped.
 
-With ``--dist loadfile``, a process takes whole files, so fixtures and caches of a module exist once. Files whose tests
+With ``--dist loadfile``, a process runs entire files, so fixtures and caches of a module exist once. Files whose tests
 use the fixture ``servers`` stay together, so these servers start once. At the end of a run, each reason for skipped
 tests is printed with the number of tests.
 """

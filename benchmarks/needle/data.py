@@ -80,7 +80,8 @@ class Composer:
     def _lay_out(
         self, batch: int, tokens: int, cuts: torch.Tensor, lengths: torch.Tensor, ids: torch.Tensor, kinds: torch.Tensor
     ) -> Batch:
-        """``cuts`` and ``lengths`` [batch, items], ``ids`` and ``kinds`` [batch, items, longest], in their order."""
+        """Lay out items in order: ``cuts`` and ``lengths`` [batch, items], ``ids`` and ``kinds`` [batch, items,
+        longest]."""
         before = lengths.cumsum(1)
         starts = 1 + cuts + before - lengths
         at = torch.arange(tokens, device=self.device).expand(batch, -1).contiguous()

@@ -109,6 +109,6 @@ def _share(right: Sequence[bool]) -> float:
 
 
 def bucket(distance: int) -> tuple[int, int]:
-    """Return the bounds of a distance's bucket, without the upper bound: below 1,024, below 2,048 and so on."""
+    """Return the bounds [lower, upper) of a distance's bucket: below 1,024, below 2,048 and so on."""
     upper = max(1024, 1 << distance.bit_length())
     return (0 if upper == 1024 else upper // 2), upper

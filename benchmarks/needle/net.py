@@ -113,8 +113,8 @@ class Needle(nn.Module):
         """Initialise layer 0 with heads that look 1, 2, 3 ... tokens back, because copying needs the order of tokens.
 
         Training also finds such heads, but late, and the model learns nothing before. One channel of all embeddings
-        holds a constant, which queries and keys read. Keys are then equal except for their rotation, and a query is
-        that key rotated back by the head's distance, where their product is therefore highest.
+        holds a constant, which queries and keys read. Keys are then equal except for their rotation. A query is that
+        key rotated back by the head's distance, so their product is highest at this distance.
         """
         embed, attention = self.model["embed_tokens"].weight, self.model["layers"][0].self_attn
         embed[:, 0] = CONSTANT * embed.std()

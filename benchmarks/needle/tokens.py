@@ -90,7 +90,7 @@ class Lines:
 
     @property
     def longest(self) -> list[int]:
-        """By kind."""
+        """The most tokens of a line, by kind."""
         return [int(self.lengths[kind::3].max()) for kind in (FACT, ALIAS, QUESTION)]
 
     @staticmethod

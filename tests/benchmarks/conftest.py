@@ -16,7 +16,7 @@ HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=64, dtype=to
 
 
 class CpuCard:
-    """``ms`` returns how long a span or contestant with a given name takes. Each is still run once."""
+    """``ms`` returns the time of a span or contestant by its name. Each still runs once."""
 
     name, dense_name, device = "a CPU", "FlashAttention-3", torch.device("cpu")
 
@@ -58,7 +58,7 @@ class CpuCard:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> CpuCard:
-    """The card that the commands use."""
+    """Return the card that the commands use."""
     device = CpuCard()
     for module in ("vllm_sparse_backend.evaluation.cuda_device", "benchmarks.attend", "benchmarks.methods"):
         monkeypatch.setattr(f"{module}.Card", lambda: device)

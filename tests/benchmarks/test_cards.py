@@ -51,7 +51,7 @@ def test_rows_of_failures_refusals_and_kernels(
     )
     assert stale["name"] not in rows
     devices = {row["device"] for row in json.loads(out.read_text()) if "device" in row}
-    assert devices == {f"none: compiled by Triton {triton.__version__}"}  # its releases differ in what they compile
+    assert devices == {f"none: compiled by Triton {triton.__version__}"}  # results depend on its release
     assert rows[others["name"]] == 8
     printed = capsys.readouterr().out
     assert "top_p: attend_kernel: 102400 shared_bytes, the card has 101376" in printed

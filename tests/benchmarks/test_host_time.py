@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host does for a sparse layer of a step: counts, because times depend on the machine."""
+"""The host's work for a sparse layer of a step, as counts, because times depend on the machine."""
 
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
@@ -17,7 +17,7 @@ VIEWS = {"aten.transpose.int", "aten.chunk.default"}
 
 
 def pass_of(num_layers: int) -> Callable[[], None]:
-    """Return a chunk's way through the layers of a small model on the engine for Hopper."""
+    """Return a chunk's pass through the layers of a small model on the engine for Hopper."""
     shape = ModelShape("LlamaForCausalLM", num_layers, num_heads=9, num_kv_heads=3, head_dim=64)
     run = Pass.of(shape, "", context_len=24_576, query_len=8_192).step()
     run()  # fills the caches of the process

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.hybrid`: its models, and its rows from what engines print, whole or cut short."""
+"""`benchmarks.hybrid`: its models, and its rows from complete and truncated output of engines."""
 
 import json
 from pathlib import Path

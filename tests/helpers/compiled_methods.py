@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel that a method launches, compiled for a card that is not there: what each takes up, as JSON.
+"""Compile every kernel of a method for a GPU that is not present, and print the resource usage of each as JSON.
 
     python -m tests.helpers.compiled_methods 90 128
     python -m tests.helpers.compiled_methods 89 64 top_p sale
 
-Arguments are a compute capability, a head dim, and methods; all methods without. The interpreter accepts what the
+Arguments are a compute capability, a head dim, and methods (default: all). The interpreter accepts code that the
 compiler refuses, such as a name that changes its type in a loop. Nothing is run here.
 """
 
@@ -32,8 +32,9 @@ from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.selection.engine import SelectSpec, portable_refusal
 
 Usage = dict[str, Any]
-"""Of a kernel, the most of any variant: ``shared_bytes``, ``registers`` of a thread, ``registers_per_program``, and
-``stack_bytes`` of a thread, which hold spilled registers; ``variants``, and the ``errors`` of those that fail.
+"""Maxima over the variants of a kernel: ``shared_bytes``, ``registers`` of a thread, ``registers_per_program``, and
+``stack_bytes`` of a thread, which hold spilled registers; the number of ``variants``, and the ``errors`` of variants
+that fail.
 """
 
 FIELDS = ("shared_bytes", "registers", "registers_per_program", "stack_bytes")
@@ -45,14 +46,14 @@ MAX_REGISTERS, MAX_PROGRAM_REGISTERS = 255, 1 << 16
 """Registers that a thread and a program can have, on every card (CUDA C++ Programming Guide)."""
 
 MORE: dict[str, list[dict[str, Any]]] = {"top_p": [{"floor": 0.5}, {"channels": "low_rank"}]}
-"""Settings of a method that take kernels which neither its defaults nor its ladder launch."""
+"""Settings of a method that launch kernels which neither its defaults nor its ladder launch."""
 
 
 def compiled(target: int, head_dim: int, *methods: str) -> dict[str, dict[str, Usage]]:
-    """Return ``compiled_kernels`` from a process of its own, in which kernels are not interpreted.
+    """Return ``compiled_kernels`` from a separate process, in which kernels are not interpreted.
 
     Raises:
-        RuntimeError: The process failed. The message is the end of what it wrote.
+        RuntimeError: The process failed. The message is the end of its output.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.helpers.compiled_methods", str(target), str(head_dim), *methods]
@@ -77,10 +78,10 @@ def problems(table: dict[str, dict[str, Usage]], limit_bytes: int) -> dict[str, 
 
 
 def compiled_kernels(capability: int, head_dim: int, names: Sequence[str]) -> dict[str, dict[str, Usage]]:
-    """Compile what each method launches: at its defaults, where it keeps everything, along its ladder, and at ``MORE``.
+    """Compile the kernels of each method: at its defaults, with everything kept, along its ladder, and at ``MORE``.
 
-    Each setting attends by the engine ``portable``, and by ``flash`` where its kernels take the layer. FlashAttention's
-    own kernels are vLLM's, and hopper's are compiled by tests of their own.
+    Each setting runs on the engine ``portable``, and on ``flash`` if its kernels support the layer. FlashAttention's
+    own kernels belong to vLLM, and separate tests compile hopper's.
 
     Args:
         capability: of the card, such as 89.
@@ -89,8 +90,8 @@ def compiled_kernels(capability: int, head_dim: int, names: Sequence[str]) -> di
 
     Returns:
         The usage by method and kernel. Layers that do not fit the card's shared memory stay dense
-        (``Fallback.SHARED_MEMORY``), and launch no kernel: it is empty if the card holds no block of keys, and a method
-        has no kernels if none of its settings fits.
+        (``Fallback.SHARED_MEMORY``), and launch no kernel. The result is empty if no block of keys fits the card, and a
+        method has no kernels if none of its settings fits.
     """
     if widest_block(head_dim, SHARED_KIB[capability] << 10) is None:
         return {}
@@ -105,7 +106,7 @@ def compiled_kernels(capability: int, head_dim: int, names: Sequence[str]) -> di
 
 
 def recorded(kernels: dict[str, Usage]) -> ExitStack:
-    """Triton compiles within, records what each kernel takes up, and launches nothing."""
+    """Within the context, compile kernels, record their usage, and launch nothing."""
     launch, known = JITFunction.run, set()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -113,7 +114,7 @@ def recorded(kernels: dict[str, Usage]) -> ExitStack:
         try:
             compiled = launch(self, *args, grid=grid, warmup=True, **options)
             assert compiled.metadata.target.arch == driver.active.get_current_target().arch
-        except Exception as error:  # whatever the compiler raises: the other kernels are compiled all the same
+        except Exception as error:  # any error of the compiler: other kernels are still compiled
             usage["errors"].append(f"{type(error).__name__}: {error}"[:500])
             return None
         if compiled.hash not in known:
@@ -152,7 +153,7 @@ def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
 
 
 def no_attention(q: torch.Tensor, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of FlashAttention's function."""
+    """Replace FlashAttention's function."""
     return out, torch.zeros(1, len(q))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled passes over the last queries, for Hopper, without a GPU: JSON, by kernel.
+"""Compile the passes over the last queries for Hopper, without a GPU, and print figures by kernel as JSON.
 
     python -m tests.helpers.compiled_sums
 
@@ -31,7 +31,7 @@ def main() -> None:
     for name in KERNELS:
         (compiled,) = recorders[name].compiled
         code = Code.of(compiled)
-        # Copies that may still be in flight while a loop goes on; there are none after a loop.
+        # Copies that may still be in flight while a loop continues; after a loop, no copies are in flight.
         waits = [int(count) for count in re.findall(r"async_wait [^\n]*num = (\d+)", compiled.asm["ttgir"])]
         figures[name] = {"registers": code.registers, "shared_bytes": code.shared_bytes, "copies_ahead": max(waits)}
     print(json.dumps(figures))

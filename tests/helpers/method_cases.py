@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of several methods need: selections in poisoned indices, and their lists."""
+"""Shared code of the tests of methods: selections in poisoned indices, and their lists."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -28,13 +28,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0}],
     "top_p": [{}, {"channels": "all"}, {"channels": "low_rank"}, {"floor": 0.5}],
 }
-"""Settings of a method that take other kernels, or other room, than its defaults."""
+"""Settings of a method that use other kernels, or another amount of memory, than its defaults."""
 
 Lists = tuple[list[int], list[int]]
 
 
 def by_turns(cases: Iterable[Any], *others: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Every case with everything else on a GPU; the interpreter is slow, and takes the others by turns."""
+    """Yield each case with all values of ``others`` on a GPU, and with one of each in turn in the slow interpreter."""
     return product(cases, *others) if DEVICE == "cuda" else zip(cases, *map(cycle, others))
 
 
@@ -46,7 +46,7 @@ def select(
     method: Method, batch: Batch, block_tokens: int = 64, heads: list[int] | None = None, by_reference: bool = False,
     rows: Rows | None = None,
 ) -> SparseIndex:  # fmt: skip
-    """The selection of ``heads`` (all unless told) by kernels or reference, in an index poisoned beforehand."""
+    """Return the selection of ``heads`` (default: all) by kernels or reference, in an index poisoned beforehand."""
     rows = rows or batch.rows
     heads = list(range(batch.num_heads)) if heads is None else heads
     layout = method.stripe_layout(rows)
@@ -62,7 +62,7 @@ def select(
 
 
 def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of FlashAttention's function, where no result is looked at."""
+    """Replace FlashAttention's function in tests that read no result."""
     return out, torch.empty(q.shape[1], len(q))
 
 
@@ -71,7 +71,7 @@ def lists(index: SparseIndex, head: int, i_tile: int) -> Lists:
 
 
 def kept_blocks(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
-    """Bool [causal blocks]: which of them the tile keeps."""
+    """Return flags of the blocks that the tile keeps: bool [causal blocks]."""
     flags = torch.zeros(index.num_causal_blocks(index.rows.tile_list[i_tile]), dtype=torch.bool, device=DEVICE)
     flags[index.blocks_of(head, i_tile)] = True
     return flags
@@ -80,13 +80,13 @@ def kept_blocks(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
 def all_lists(
     index: SparseIndex, tiles: Iterable[int] | None = None, heads: Iterable[int] | None = None
 ) -> list[list[Lists]]:
-    """By head and tile; of all of them unless told."""
+    """Return the lists by head and tile; by default, of all heads and tiles."""
     tiles = range(index.rows.num_tiles) if tiles is None else list(tiles)
     return [[lists(index, head, i) for i in tiles] for head in (range(index.num_heads) if heads is None else heads)]
 
 
 def row_alone(batch: Batch, row: int) -> Batch:
-    """One row of a batch as a batch, and a pass, of its own."""
+    """Return a row of a batch as a separate batch, with its own pass."""
     rows, only_row = batch.rows, slice(row, row + 1)
     alone = Rows(
         rows.tokens[only_row],
@@ -99,7 +99,7 @@ def row_alone(batch: Batch, row: int) -> Batch:
 
 
 def row_parts(batch: Batch, row: int, head: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    """A row's queries and keys of one head: [query_len, d], [seq_len, d]."""
+    """Return a row's queries and keys of one head: [query_len, d], [seq_len, d]."""
     token, query_len = batch.rows.tokens[row], batch.rows.query_lens[row]
     keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
     i_kv = head // (batch.num_heads // batch.cache.num_kv_heads)

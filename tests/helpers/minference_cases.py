@@ -35,7 +35,7 @@ class Case:
     layout: str = "NHD"
 
     def batch(self) -> Batch:
-        # With few keys, some random draws leave too many undecided; draws of the host are known to be fine.
+        # With few keys, some random draws leave too many undecided; the draws of the host are known to be fine.
         drawn = random_batch(
             self.lengths, self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, self.dtype,
             layout=self.layout, gap_tokens=3,

@@ -13,7 +13,7 @@ from vllm_sparse_kernels.block_width import index_block_tokens
 from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
 from vllm_sparse_kernels.methods import METHODS, name_of
 
-# Decodes, short prompts and sparse rows in no order; contexts of any length.
+# Decodes, short prompts and sparse rows in no particular order, with contexts of any length.
 MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
 
 MIN_TOKENS = 120
@@ -30,7 +30,7 @@ def dense_tokens(step: Step, row: int) -> int:
 
 def sparse_part(step: Step, row: int) -> Rows:
     """Return a row alone, past the first MIN_TOKENS positions. Use the same object for all layers, because a layer
-    stores data for the next in it."""
+    stores data in it for the next layer."""
     context_len, query_len = step.lengths[row]
     cut = dense_tokens(step, row)
     return Rows((0,), (query_len - cut,), (context_len + cut,), torch.zeros(1, 1, dtype=torch.int32))

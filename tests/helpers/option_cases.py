@@ -26,7 +26,7 @@ CLEAR = 1e-3
 def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD") -> Batch:
     """Return a batch that 8 bits represent exactly: 8-bit scores are then exact, and attend's usual budget applies.
 
-    Keys less their mean, and queries, are integers from −127 to 127 times a power of two. Every second block of keys
+    Keys minus their mean, and queries, are integers from −127 to 127 times a power of two. Every second block of keys
     uses another power, alternating by kv head. Each block of keys contains 127, and so do the queries of each program.
     Runs of 128 keys alternately point towards the queries and away from them, so some steps matter less than others.
     """

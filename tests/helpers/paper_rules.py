@@ -65,7 +65,7 @@ def anchor_released(
 
     The code handles the first multiple of 128 · ``step`` tokens in three passes, and the other queries densely.
     Its first pass covers the first group of keys and the query's own group; its second pass votes on blocks of keys
-    from the second block of the prompt to the last but one before the group, in units of log2.
+    from the second block of the prompt to the last but one block before the group, in units of log2.
 
     Args:
         q: [n, head_dim] float64, all queries of a prompt.
@@ -85,7 +85,7 @@ def anchor_released(
     for group in range(num_sparse // span):
         begin, end = group * span, (group + 1) * span
         mask[begin:end] = False
-        # First pass: each block of queries with the keys up to the first group's end, then with those of its own group.
+        # First pass: each block of queries with the keys up to the first group's end, then with its own group's keys.
         maxima = []
         for first in range(begin, end, BLOCK):
             queries = torch.arange(first, first + BLOCK)
@@ -110,8 +110,8 @@ def anchor_released(
 def sale_local_blocks(num_blocks: int) -> int:
     """Return the number of 32-key blocks of a local region.
 
-    Without the sink block, whole groups of four blocks are tested from the front. The local region has the others, at
-    least four.
+    Without the sink block, whole groups of four blocks are tested from the front. The local region has the other
+    blocks, at least four.
 
     Args:
         num_blocks: Causal 32-key blocks of a block of queries.
@@ -130,7 +130,7 @@ def sale(
 ) -> torch.Tensor:
     """Return the blocks that SALE's Algorithm 1 keeps, with SageAttention-2's quantisation in 4 bits.
 
-    The flags are the ways in which the released code differs from what this package does.
+    The flags select the ways in which the released code differs from this package.
 
     Args:
         q: [n, head_dim] float64, all queries of a prompt.
@@ -192,7 +192,7 @@ def share_prefill(
 ) -> list[torch.Tensor | None]:
     """Apply SharePrefill's Algorithms 1 to 4 to heads of a single cluster.
 
-    Queries of a block are 128, keys 64. QK is averaged over the pairs that the causal mask leaves.
+    A block has 128 queries and 64 keys. QK is averaged over the pairs that the causal mask leaves.
 
     Args:
         queries: [num_heads, tokens, head_dim] float64.
@@ -208,7 +208,7 @@ def share_prefill(
     """
     num_tokens = queries.shape[1]
     causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_()
-    # Algorithm 3 compares the last 128 queries, whose first need not begin a block of the map.
+    # Algorithm 3 compares the last 128 queries, which may start within a block of the map.
     pairs = _block_sums(causal.double(), 128, 64)
     last_pairs = _block_sums(causal[-128:].double(), 128, 64)
     pivot: tuple[torch.Tensor, torch.Tensor] | None = None

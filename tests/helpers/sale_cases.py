@@ -63,7 +63,7 @@ def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
-    """Return the multiplied channels: all, or the half with most of the energy, by a sort in plain Python."""
+    """Return the multiplied channels: all, or the half with the most energy, selected by a sort in plain Python."""
     head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
     if method.channels == "all" or head_dim <= 32:
         return list(range(head_dim))
@@ -75,7 +75,7 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
 
 
 def compared_as(fits: bool = True) -> torch.dtype:
-    """Return the dtype in which the kernel compares scores that fit half precision or do not."""
+    """Return the dtype in which the kernel compares scores that fit (or do not fit) half precision."""
     by_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
     return torch.float16 if fits and by_half else torch.float32
 

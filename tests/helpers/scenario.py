@@ -54,7 +54,7 @@ CHUNKS = prompt(1501, seed=1)
 CACHED = {
     f"prefix: {name}": n // PAGE_TOKENS * PAGE_TOKENS for name, n in (("same prompt", 1501), ("other tail", 1000))
 }
-"""Tokens of these prompts that are found in the cache by requests that may read the blocks of earlier ones."""
+"""Tokens of these prompts that are found in the cache by requests that may read the blocks of earlier requests."""
 
 
 def tail_changed(token_ids: list[int]) -> list[int]:
@@ -84,7 +84,7 @@ def run(server: Server, level: object = None, beside: object = None) -> dict[str
     """Return answers by name, in an order in which the prefix cache has hits where the names say so.
 
     ``level`` is the level of the requests. ``beside`` is the level of further requests with the same beginnings, sent
-    together with the concurrent ones.
+    together with the concurrent requests.
     """
     shared = prompt(1000, seed=2)
     alone = {

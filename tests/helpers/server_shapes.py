@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of other shapes than Llama's, one after the other in one process: their tokens.
+"""Runs small models with other shapes than Llama's, one after the other in one process, and prints their tokens.
 
     python -m tests.helpers.server_shapes FOLDER stock|ours NAME...
 
-Random weights, made in FOLDER; float32 on a CPU, bfloat16 on a GPU. Each shape runs on stock's backend, or on this one
-with everything kept, and writes a line of JSON: the tokens, how often each layer ran sparse, and of one more prompt
-which share of its pairs of query and key did, by the counters and by what doctor foretells; the log-probabilities of
-the prompts' tokens, exact, all prompts together, and by stock's one by one too. Where one fails, the line holds the
-error instead. Not inside of pytest: there Triton interprets kernels, and vLLM has some of its own.
+Models are made in FOLDER with random weights, in float32 on a CPU and bfloat16 on a GPU. Each shape runs on stock's
+backend, or on this backend with everything kept, and writes a line of JSON:
+
+* the tokens, and the number of times that each layer ran sparse;
+* the share of (query, key) pairs of a further prompt that ran sparse, by the counters and by doctor's forecast;
+* log-probabilities of the prompts' tokens in exact requests, sent together, and with stock also one by one.
+
+If a shape fails, its line has the error instead. Do not run this in pytest: Triton interprets kernels there, including
+vLLM's own.
 """
 
 import contextlib

@@ -4,22 +4,22 @@
 Random normal data is dense: no method can leave anything out of it. Here the scaled score of query i and key j is made
 of parts, in natural units, whose strengths differ from head to head (``KINDS``):
 
-* sinks: the first keys, which every query looks at;
-* a band: with features that turn by the position, as rotary embedding makes them, the score of a pair falls as the
-  logarithm of its distance, its probability as a power;
+* sinks: the first keys, which every query attends to;
+* a band: features rotate with the position, as in rotary embedding, so the score of a pair falls as the logarithm of
+  its distance, and its probability as a power;
 * slashes: the same with a shift, so that keys at fixed distances stand out;
 * heavy keys: short runs of keys that carry one of ``TOPICS`` directions. A head's queries look for one topic, and
-  for another after a few thousand tokens; one query in ``LONE_QUERIES`` looks for a topic of its own;
-* noise, of keys and of queries, and for each query a temperature of its own;
-* a mean that all keys have in common, with a few large channels: the softmax does not see it, quantisation does.
+  for another after a few thousand tokens; one query in ``LONE_QUERIES`` looks for its own topic;
+* noise in keys and queries, and a separate temperature for each query;
+* a mean that all keys share, with a few large channels: it does not affect the softmax, but it affects quantisation.
 
-Values have a common mean, a part that stays for 32 tokens, and noise; those of the sinks are small. So what a selection
-leaves out is partly made up for by what it keeps nearby, as in a model, and an error is not all or nothing.
+Values have a common mean, a part that stays constant for 32 tokens, and noise. Values of the sinks are small. As in a
+model, nearby kept values therefore compensate partly for omitted values, and errors are gradual.
 
-It is not a model. Heads are independent but for the keys that they share, layers do not depend on each other, and no
-token means anything: times and densities can be compared on it, the errors of two methods roughly, but what an error
-does to answers can't. Strengths are set so that the densities at which single keys can hold 95 % of the mass
-spread as on a trained model's layers: most heads below 0.08, many below 0.01, a few near 0.5.
+This is not a model. Heads are independent except for shared keys, layers do not depend on each other, and tokens have
+no meaning. Times and densities can be compared on such data, and errors of two methods roughly, but not the effect of
+an error on answers. Strengths are set so that the densities at which single keys can hold 95 % of the mass are
+distributed as in the layers of a trained model: most heads below 0.08, many below 0.01, a few near 0.5.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from vllm_sparse_kernels.rows import Rows
 
 
 class Kind(NamedTuple):
-    """How much a kind of head looks at each part: scores in natural units; noise is a standard deviation."""
+    """Strength of each part in a kind of head: scores in natural units, and a standard deviation for noise."""
 
     sink: float
     band: float

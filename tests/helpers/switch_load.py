@@ -26,7 +26,7 @@ class Load(NamedTuple):
     differing: list[int]
     """Exact requests that completed with an answer other than stock's."""
     fallen: set[str]
-    """Counters with a reading lower than an earlier one."""
+    """Counters with a reading lower than an earlier reading."""
     exact: int
     readings: int
 

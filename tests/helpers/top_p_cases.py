@@ -17,7 +17,7 @@ def make_batch(
     lengths: Any = LENGTHS, heads: tuple[int, int, int] = (2, 1, 64), page_size: int = 16, dtype: Any = torch.float32,
     seed: int = 0,
 ) -> Batch:  # fmt: skip
-    """Keys about a mean far from zero, and queries that like some blocks of keys much more than others."""
+    """Return a batch with keys around a mean far from zero, and queries that prefer some blocks of keys strongly."""
     batch = random_batch(lengths, *heads, page_size, dtype, DEVICE, seed, gap_tokens=3)
     generator = torch.Generator(DEVICE).manual_seed(seed + 1)
     batch.cache.keys.add_(3 * torch.randn(heads[1:], generator=generator, device=DEVICE).to(dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM configurations made by hand, for models whose configs transformers has."""
+"""vLLM configurations made by hand, for models with a config in transformers."""
 
 from types import SimpleNamespace
 from typing import Any

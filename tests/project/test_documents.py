@@ -80,7 +80,7 @@ def test_programs_and_targets(name: str) -> None:
 
 
 def app_of(module: Any) -> typer.Typer:
-    """Return the app of a program of ``benchmarks``: its own, or one with its only command."""
+    """Return the app of a program of ``benchmarks``: its own app, or an app with its only command."""
     if hasattr(module, "app"):
         return module.app
     program = typer.Typer(add_completion=False)
@@ -92,7 +92,7 @@ def app_of(module: Any) -> typer.Typer:
 
 
 def command_and_arguments(words: list[str]) -> tuple[Any, list[str]]:
-    """Return the command that ``sparse-prefill …`` or ``python -m benchmarks.…`` runs, and what follows its name."""
+    """Return the command that ``sparse-prefill …`` or ``python -m benchmarks.…`` runs, and its arguments."""
     is_ours = words[0] == "sparse-prefill"
     program = app if is_ours else app_of(importlib.import_module(words[2]))
     arguments = words[1:] if is_ours else words[3:]
@@ -103,7 +103,7 @@ def command_and_arguments(words: list[str]) -> tuple[Any, list[str]]:
 
 
 def parse_options(text: str) -> None:
-    """Parse a command line without running it or looking at its files. Raises click's error of an unknown option."""
+    """Parse a command line without running it or looking at its files. Raises click's error for an unknown option."""
     command, arguments = command_and_arguments(shlex.split(text))
     command.make_parser(typer.Context(command)).parse_args(arguments)
 
@@ -217,7 +217,7 @@ FOR_REQUESTS = {FIELD, REPORT, MARK}
 """Names with the same prefix that are not metrics: keys of requests."""
 METHODS_OF_WORKERS = {WORKER_METHOD, REPORT_METHOD, SWITCH_METHOD}
 OF_TARGETS = {"job", "instance", "le"}
-"""Labels that Prometheus adds, and those of histograms' buckets."""
+"""Labels that Prometheus adds, and the labels of histograms' buckets."""
 MONITORING = [*(ROOT / "deploy/monitoring").rglob("*.json"), *(ROOT / "deploy/monitoring").glob("*.yml")]
 METRIC_TEXTS = [ROOT / name for name in NAMES] + MONITORING
 SELECTOR = re.compile(r"\b(sparse_prefill_\w+)\{([^}]*)\}")
@@ -252,7 +252,7 @@ def unknown_labels(text: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("path", METRIC_TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_metrics_and_their_labels(path: Path) -> None:
-    """In prose and in queries: of documents, alerts and the dashboard."""
+    """In prose and queries of documents, alerts and the dashboard."""
     text = unescaped(path)
     assert unknown_metrics(text) == set()
     if path in MONITORING:
