@@ -38,7 +38,7 @@ BOUND = Bound(0.05)
 
 @dataclass
 class SavedCosts:
-    """10 ms for each dense head; ``kinds`` has the times of a selection and of each of its heads, by name."""
+    """Costs: 10 ms for each dense head; ``kinds`` has the times of a selection and of each of its heads, by name."""
 
     kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
     layer: LayerCost = LayerCost(base_ms=0.0, dense_ms=40.0)  # noqa: RUF009
@@ -48,7 +48,7 @@ class SavedCosts:
 
 
 def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
-    """(error, density) of each method, by head. Unlisted methods lose everything; dense loses nothing."""
+    """Return a judge with these (error, density) by head. Unlisted methods lose everything; dense loses nothing."""
 
     def curve(outcomes):
         return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*outcomes.get(m, (1.0, 0.01)))

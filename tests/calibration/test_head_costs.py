@@ -14,7 +14,7 @@ from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 
 class SayingCard:
-    """Runs selections and counts them, and returns preset times. Attention is not run."""
+    """A card that runs and counts selections, and returns preset times. Attention is not run."""
 
     engines = engines()
 

@@ -75,7 +75,7 @@ def test_steps_are_halved_where_one_number_differs():
 
 
 class Given(Search):
-    """Chooses the first allowed method of a preset list for each head."""
+    """A search that chooses the first allowed method of a preset list for each head."""
 
     def __init__(self, *choices) -> None:
         self.choices = choices
@@ -224,7 +224,7 @@ def test_prompts_in_which_a_method_keeps_every_key_are_refused(text, least, tmp_
 
 
 def sparge_head(least_tau: float, best_theta: float = 0.0, margin: float = -5.0, first=0.079):
-    """Each τ from ``least_tau`` on holds at ``best_theta``; other θ need a higher τ. λ up to ``margin`` costs 0.009."""
+    """At ``best_theta``, τ from ``least_tau`` on suffice; other θ need a higher τ. λ up to ``margin`` costs 0.009."""
 
     def curve(method):
         if isinstance(method, Dense):

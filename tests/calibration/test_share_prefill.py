@@ -184,9 +184,10 @@ def own(gamma: float) -> SharePrefill:
 
 
 def head(alone: float, shared: float | None = None):
-    """An error curve: just below 0.1 at γ ``alone`` without a cluster and at ``shared`` as a member; None is a pivot.
+    """Return an error curve.
 
-    The density is γ, and half of it as a member.
+    The error is just below 0.1 at γ ``alone`` without a cluster and at ``shared`` as a member; None is a pivot. The
+    density is γ, and half of it as a member.
     """
 
     def curve(method: Method) -> HeadResult:

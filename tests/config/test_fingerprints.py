@@ -30,7 +30,7 @@ FIELDS = [
 
 
 def changed(method: Method, name: str, field: str) -> Iterator[Method]:
-    """Return the method with other values of a field, as far as the field accepts them."""
+    """Yield the method with other values that the field accepts."""
     hint = typing.get_type_hints(type(method))[field]
     texts = [value for part in (hint, *typing.get_args(hint)) for value in typing.get_args(part)]
     for value in (*CANDIDATES, *(text for text in texts if isinstance(text, str))):

@@ -100,7 +100,7 @@ def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) 
 
 
 def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -> None:
-    """Also if the other members are in dense layers. Cluster numbers stay those of the profile."""
+    """This also holds if the other members are in dense layers. Cluster numbers stay those of the profile."""
     layers = {
         (0,): LayerProfile(heads={(0, 4, 5): share(0), (1,): share(1), (2, 6): share(2), (3,): share(3)}),
         (1,): LayerProfile(heads={(0,): share(1), (7,): share(2)}),

@@ -167,7 +167,7 @@ OTHER = {"rope_theta": 5e5, "architecture": "Qwen3ForCausalLM", "num_layers": 7,
 @pytest.mark.parametrize(("field", "other"), OTHER.items())
 def test_other_model_is_refused_naming_both_shapes(field: str, other: Any) -> None:
     profile = parse_profile(HEADER.replace("head_dim: 64", "head_dim: 64, rope_theta: 10000"), "mine.yaml")
-    profile.check_model(SHAPE)  # whose rope_theta is unknown
+    profile.check_model(SHAPE)  # its rope_theta is unknown
     shape = ModelShape(**(vars(SHAPE) | {field: other}))
     with pytest.raises(ConfigurationError, match=r"^mine\.yaml: ") as caught:
         profile.check_model(shape, "mine.yaml")

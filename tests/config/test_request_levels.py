@@ -200,7 +200,7 @@ FORGED: list[object] = [
 
 @pytest.mark.parametrize("forged", FORGED)
 def test_what_is_no_mark_counts_as_none(forged: object) -> None:
-    """In the core and in workers, where an exception would end the engine."""
+    """This holds in the core and in workers, where an exception would end the engine."""
     assert Mark.read({MARK: forged}) is None
 
 

@@ -48,7 +48,7 @@ def test_the_root_cause_is_the_engines_first_exception(line: str) -> None:
 
 
 def start(log: str, tmp_path: Path) -> ServerError:
-    """Stands in for vLLM's process: writes ``log`` and ends."""
+    """Return the error of a server whose process writes ``log`` and exits instead of starting vLLM."""
     (tmp_path / "says").write_text(log)
     server = Server(tmp_path)
     server.command = [sys.executable, "-c", f"print(open({str(tmp_path / 'says')!r}).read(), end=''); exit(3)", "serve"]

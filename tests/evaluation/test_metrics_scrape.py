@@ -37,7 +37,7 @@ def test_parse() -> None:
 
 
 def test_engines_add_up() -> None:
-    """Each line with the label of a first engine, and again with that of a second engine."""
+    """Each line appears with the first engine's label, and again with the second engine's."""
     single, double = parse_metrics(PAGE), parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
     assert double.rows == single.rows + single.rows
     assert double.attention == single.attention + single.attention

@@ -207,8 +207,8 @@ def test_levels_find_nothing_that_another_level_left_in_the_cache(monkeypatch):
 
 
 def test_first_and_later_tokens_are_the_servers(pair):
-    """Also if several tokens arrive at a time: TPOT is the time from the first to the last token, divided by their
-    number."""
+    """This also holds if several tokens arrive at a time: TPOT is the time from the first to the last token, divided by
+    their number."""
     for burst in (1, 4):
         _, ours = pair(token_s=0.02, burst=burst)
         answer = Endpoint.connect("ours", ours).ask([5] * 50, 9)

@@ -117,7 +117,7 @@ def test_a_row_whose_only_key_scores_far_below_minus_fifty_thousand(engine: Engi
 def far_batch(lengths: Sequence[tuple[int, int]], dtype: torch.dtype, element_offset: int) -> tuple[Batch, Batch]:
     """Return a batch, and the same one with its pages ``element_offset`` elements further on in a huge cache.
 
-    The cache takes address space only: its pages are neither written nor read, apart from those of the batch.
+    The cache only reserves address space: no pages except the batch's are written or read.
     """
     batch = lined_batch(lengths, 2, 1, 64, 64, dtype)
     cache, rows = batch.cache, batch.rows
@@ -132,7 +132,7 @@ def far_batch(lengths: Sequence[tuple[int, int]], dtype: torch.dtype, element_of
 
 
 FAR = (1 << 32) + (1 << 31)
-"""Elements: past what 32 bits hold, signed and unsigned, and where an offset cut to 32 bits is negative."""
+"""Offset in elements: beyond 32 bits, signed and unsigned, and negative if cut to 32 bits."""
 
 
 def test_attention_past_two_to_the_31_elements(engine: Engine) -> None:
@@ -143,7 +143,7 @@ def test_attention_past_two_to_the_31_elements(engine: Engine) -> None:
 
 
 def run_in_place(engine: Engine, batch: Batch, index: SparseIndex) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run an engine without touching more of the cache than the batch's pages. Skips where the engine refuses."""
+    """Run an engine without touching the cache outside of the batch's pages, or skip the test if the engine refuses."""
     why = engine.refusal(AttendSpec.of(batch.cache, index, None))
     if why is not None:
         pytest.skip(f"{engine.name}: {why}")
@@ -159,14 +159,14 @@ def run_in_place(engine: Engine, batch: Batch, index: SparseIndex) -> tuple[torc
 
 @every_method
 def test_selection_past_two_to_the_31_elements(name: str, params: dict[str, Any]) -> None:
-    """The same for selection."""
+    """Selection reads pages at the same offsets."""
     batch, far = far_batch([(201, 70), (0, 5)], torch.float16, FAR)
     method = merged(name, params, 2)
     assert all_lists(select(method, far, method.block_tokens)) == all_lists(select(method, batch, method.block_tokens))
 
 
 LONG = [(131_071, 2), (262_144 - 65, 130)]
-"""Chunks of which the first ends past 131,072 tokens, and the second reaches past 262,144."""
+"""The first chunk ends past 131,072 tokens, the second past 262,144."""
 
 
 @pytest.mark.parametrize("page_size", [128, pytest.param(16, marks=FULL), pytest.param(640, marks=FULL)])

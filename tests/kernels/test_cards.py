@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel of every method compiled for every card of the table, without one, and within its shared memory."""
+"""Every kernel of every method compiles for every card of the table, without the card, and fits its shared memory."""
 
 import os
 from typing import Any
@@ -28,7 +28,7 @@ def make_method(name: str, **parameters: Any) -> Method:
 
 
 REFUSED_METHODS = {(target, 512): ("anchor_attention", "sale") for target in (90, 100)}
-"""Methods of which no setting runs, by target and head dim: their selection needs more shared memory."""
+"""Methods without any setting that runs, by target and head dim: their selection needs more shared memory."""
 
 
 def test_kernels_with_the_most_shared_memory_fit_small_cards() -> None:

@@ -154,12 +154,12 @@ def put(values: torch.Tensor, start: torch.Tensor, others: tuple[int, ...]) -> N
 
 
 def put_blocks(head: int, i_tile: int, place: int, *ids: int):
-    """Replace the ids from a place of a list on."""
+    """Replace the ids of a list from a place on."""
     return lambda index: put(index.block_ids[head], index.block_offsets[i_tile] + place, ids)
 
 
 def put_stripes(place: int, *positions: int):
-    """Replace the stripes of head 1 for its second tile in the same way."""
+    """Replace the stripes of head 1 for its second tile from a place on."""
     return lambda index: put(index.stripe_positions, index.stripe_offsets[1, 1] + place, positions)
 
 

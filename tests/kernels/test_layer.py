@@ -52,7 +52,7 @@ def layer_of(*methods: Method) -> Layer:
 def fits(index: SparseIndex, buffer: torch.Tensor) -> bool:
     """Return whether the data of an index lies in the buffer."""
     tensors = [index.block_counts, index.block_ids, index.stripe_positions]
-    if index.has_stripes:  # else nothing fills their counts: they are the layout's zeros
+    if index.has_stripes:  # without stripes, nothing fills counts: they are the layout's zeros
         tensors.append(index.stripe_counts)
     begin, end = buffer.data_ptr(), buffer.data_ptr() + len(buffer)
     return all(t.numel() == 0 or begin <= t.data_ptr() <= end - t.numel() * 4 for t in tensors)
@@ -121,8 +121,8 @@ def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check
 def test_selection_does_not_depend_on_the_engine(
     device: str, lengths: list[tuple[int, int]], head_dim: int, method: Method
 ) -> None:
-    """Blocks of the same width are equal. ``portable``, if configured, has wider blocks: all that contain such a
-    block."""
+    """Engines with blocks of the same width keep equal blocks. If ``portable`` is configured, its blocks are wider, and
+    it keeps all that contain such a block."""
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("blocks are narrow on GPUs of compute capability 9.0 (H100, H200)")
     sample = without_nan(random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, head_dim, 128, DTYPES[-1], device))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of docs/mla.md: sparse attention over keys that come in chunks, each projected up from a latent vector.
 
-Plain float32 torch, on a layer of random weights with the shapes of multi-head latent attention in small. As in vLLM,
+Plain float32 torch, on a layer of random weights with small shapes of multi-head latent attention. As in vLLM,
 the new tokens come first, causal among themselves, then the context's chunks in ascending order, and parts are merged
 by their log-sum-exp.
 """
@@ -50,13 +50,13 @@ class Layer:
         return len(self.latent) - len(self.q)
 
     def with_heavy(self, tokens: slice, factor: float) -> "Layer":
-        """Return the layer with keys at some tokens that all queries prefer."""
+        """Return the layer with keys that all queries prefer at some tokens."""
         latent = self.latent.clone()
         latent[tokens, LATENT:] += factor * self.q[..., NOPE:].mean((0, 1))
         return Layer(self.q + 0.5 * self.q.mean((0, 1)), latent, self.up_keys, self.up_values)
 
     def project_up(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [tokens, HEADS, NOPE + ROPE] and values [tokens, HEADS, VALUE], as vLLM hands them to a backend."""
+        """Return keys [tokens, HEADS, NOPE + ROPE] and values [tokens, HEADS, VALUE], as vLLM passes them on."""
         latent, rope = self.latent[tokens].split((LATENT, ROPE), dim=1)
         keys = (latent @ self.up_keys).view(-1, HEADS, NOPE)
         values = (latent @ self.up_values).view(-1, HEADS, VALUE)
@@ -69,7 +69,7 @@ class Layer:
             yield slice(start, min(start + chunk_tokens, self.context))
 
     def scores(self, tokens: slice) -> torch.Tensor:
-        """[HEADS, new, tokens], −∞ for keys after a query."""
+        """Return scores [HEADS, new, tokens], −∞ for keys after a query."""
         keys, _ = self.project_up(tokens)
         scores = torch.einsum("qhd,khd->hqk", self.q, keys) * (NOPE + ROPE) ** -0.5
         positions = self.context + torch.arange(len(self.q))[:, None]
@@ -77,7 +77,7 @@ class Layer:
 
 
 class Part(NamedTuple):
-    """Attention over some of the keys: the output [HEADS, new, VALUE], zeros for a query without any, and its LSE."""
+    """Attention over some of the keys: the output [HEADS, new, VALUE], zeros for a query without keys, and its LSE."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
 
 def attend(layer: Layer, tokens: slice, kept: torch.Tensor) -> Part:
-    """Attention to the kept keys, [HEADS, new, tokens] or what broadcasts to it."""
+    """Return attention over the kept keys; ``kept`` broadcasts to [HEADS, new, tokens]."""
     scores = layer.scores(tokens).masked_fill(~kept, -torch.inf)
     _, values = layer.project_up(tokens)
     weights = scores.softmax(-1).nan_to_num(0.0)
@@ -152,12 +152,12 @@ class TestAShape:
 
 
 class TopP:
-    """Which blocks the tiles of the new tokens keep. Parts end at a block's end, and hold whole tiles.
+    """The blocks that the tiles of the new tokens keep. Parts end at a block's end, and contain whole tiles.
 
     Args:
         layer: The layer.
         kept_mass: p.
-        way: ``by chunk``, ``running`` or ``whole``: the keys over which a query's sum is taken.
+        way: ``by chunk``, ``running`` or ``whole``: the keys over which a query's sum is computed.
     """
 
     def __init__(self, layer: Layer, kept_mass: float, way: str) -> None:
@@ -170,7 +170,7 @@ class TopP:
         self.num_kept = 0
 
     def estimates(self, tokens: slice) -> torch.Tensor:
-        """Each query's estimate of the blocks' masses, by its largest score in them: [HEADS, tiles, TILE, blocks]."""
+        """Estimate the blocks' masses from each query's largest score in them: [HEADS, tiles, TILE, blocks]."""
         scores = self.layer.scores(tokens).unflatten(1, (-1, TILE))
         return scores.unflatten(-1, (-1, BLOCK)).amax(-1).exp()
 
@@ -201,7 +201,7 @@ class TopP:
         return kept.repeat_interleave(TILE, 1).repeat_interleave(BLOCK, -1)
 
     def worst_dropped(self) -> float:
-        """The largest share of its row's estimated mass that a tile has dropped, the mean over its queries."""
+        """Return the largest share of its row's estimated mass that a tile has dropped, averaged over its queries."""
         return float((self.dropped / self.total).mean(2).max())
 
 
@@ -209,8 +209,8 @@ WAYS = ("by chunk", "running", "whole")
 ALIGNED = [
     Layer.random(104, 48), Layer.random(64, 16, seed=1), Layer.random(0, 48, seed=2), Layer.random(160, 32, seed=3),
     Layer.random(160, 32, seed=4).with_heavy(slice(0, 4), 2.0),  # a sink, as in trained models
-    Layer.random(160, 32, seed=5).with_heavy(slice(144, 160), 2.0),  # most of it in the last chunk
-    Layer.random(160, 32, seed=6).with_heavy(slice(0, 160), 2.0),  # little of it among the new tokens
+    Layer.random(160, 32, seed=5).with_heavy(slice(144, 160), 2.0),  # most of the mass is in the last chunk
+    Layer.random(160, 32, seed=6).with_heavy(slice(0, 160), 2.0),  # little of the mass is in the new tokens
 ]  # fmt: skip
 
 

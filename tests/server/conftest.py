@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model, with stock vLLM and this backend on it, started in parallel and only once: each start takes half a
-minute."""
+"""A small model, served by stock vLLM and by this backend. Both start in parallel and only once, because a start takes
+half a minute."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -205,7 +205,7 @@ class TestConfiguredByNestedYaml:
             assert answer == [choice["text"] for choice in complete(servers.stock, token_ids, **more)]
 
     def test_counters_of_several_processes_never_fall(self, server: Server) -> None:
-        """vllm#18053: whichever process answers, while requests run, without waiting for an engine."""
+        """vllm#18053: this holds for any answering process while requests run, without waiting for an engine."""
         pages: list[dict[str, float]] = []
         with ThreadPoolExecutor(3) as pool:
             requests = [

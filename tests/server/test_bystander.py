@@ -64,7 +64,7 @@ class Said(NamedTuple):
 
 
 def place(body: dict[str, Any], where: tuple[str, ...], key: str, value: Any) -> None:
-    """Put the key into a part of the body, which is made if it is missing."""
+    """Put the key into a part of the body, which is created if it is missing."""
     part: Any = body
     for name in where:
         part = part[int(name)] if isinstance(part, list) else part.setdefault(name, {})

@@ -31,7 +31,7 @@ pytest.importorskip("nixl", reason="the pair needs: pip install nixl")
 
 LOGPROB_TOLERANCE = 5e-5
 LEVELS = ("high", "fast")
-# A token more than whole pages: a single server that finds these pages in its cache computes the last token like a
+# One token more than whole pages: a single server that finds these pages in its cache computes the last token like a
 # decode server, densely.
 LENGTHS = (63, 8 * scenario.PAGE_TOKENS + 1)
 

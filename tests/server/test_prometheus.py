@@ -65,8 +65,8 @@ def query(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def _soon(ask: Query, expression: str) -> bool:
-    """Return whether it has an answer within a minute. A page that was too late for a scrape leaves a gap of two
-    seconds."""
+    """Return whether the expression has an answer within a minute. A page that was too late for a scrape leaves a gap
+    of two seconds."""
     deadline = time.monotonic() + 60
     while not (has_answer := _answers(ask, expression)) and time.monotonic() < deadline:
         time.sleep(0.5)

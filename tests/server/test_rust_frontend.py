@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of vLLM's front end in Rust. vLLM's GPU wheels have its binary, ``vllm/vllm-rs``; the CPU build has not.
+"""A server of vLLM's front end in Rust. vLLM's GPU wheels have its binary, ``vllm/vllm-rs``; the CPU build does not.
 
 To run it on a CPU, unpack the binary of the same release, and set VLLM_RUST_FRONTEND_PATH to it.
 """

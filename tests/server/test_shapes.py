@@ -34,7 +34,7 @@ SPARSE_LAYERS = {
     "lora": EVERY,
 }
 COMPARED = [] if has_cuda() else [name for name in SPARSE_LAYERS if name != "hybrid"]
-"""In float32, in which rounding cannot change a random model's tokens."""
+"""Shapes in float32, in which rounding cannot change a random model's tokens."""
 Lines = dict[str, dict[str, Any]]
 
 
@@ -63,7 +63,7 @@ def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
-# In a parallel test run, the same process starts the models of all.
+# In a parallel test run, a single process starts the models of all tests in this group.
 @pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("name", SPARSE_LAYERS)
 def test_tokens_are_stocks_and_layers_that_can_ran_sparse(lines_by_server: dict[str, Lines], name: str) -> None:

@@ -30,7 +30,7 @@ SIXTY = [
 
 def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_path: Path, servers: Servers) -> None:
     settings = server_levels.write(tmp_path, "high", "fast")
-    # A cache of about 12,000 tokens for eight requests of up to 3,000: it cannot hold all at a time.
+    # A cache of about 12,000 tokens for eight requests of up to 3,000: it has no room for all at once.
     args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(48 << 20), "--api-server-count", "2")
     with Server(small_model, (*sparse_args(settings), *args), env=SERVER_ENV) as server:
         endpoint = Endpoint.connect("sparse", server.url)

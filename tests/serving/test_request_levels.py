@@ -126,7 +126,7 @@ class TestBlocks:
 
     @pytest.mark.parametrize(("exact_tokens", "shared"), [(0, 0), (15, 0), (16, 1), (17, 1), (96, 6), (500, 12)])
     def test_levels_share_the_exact_positions_and_nothing_else(self, exact_tokens: int, shared: int) -> None:
-        """From the first block that holds more than the exact positions on, the hashes depend on the level."""
+        """Hashes depend on the level from the first block on that contains more than the exact positions."""
         marks = [None, *(Mark(level, None, Salt(level, exact_tokens)) for level in ("exact", "fast"))]
         hashes_by_mark = [self.blocks(mark) for mark in marks]
         assert len({tuple(hashes[:shared]) for hashes in hashes_by_mark}) == 1

@@ -41,7 +41,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         served(transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
         served(transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
         served(transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), {"dense_layers": [3, 7, 11]}),
-        served(transformers.NemotronHConfig(architectures=["NemotronHForCausalLM"])),  # says no number of layers
+        served(transformers.NemotronHConfig(architectures=["NemotronHForCausalLM"])),  # has no number of layers
         served(WINDOWED, {"dense_layers": [1, 3]}),
     ],
 )
@@ -159,7 +159,7 @@ def test_slow_paths() -> None:
 
 
 def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's module for NVIDIA devices, which the CPU build has without the operations that it registers."""
+    """Return vLLM's module for NVIDIA devices. The CPU build lacks the operations that it registers."""
     name = "vllm._C_stable_libtorch"
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     return importlib.import_module("vllm.platforms.cuda")
@@ -241,7 +241,7 @@ class TestDecode:
             assert part in line
 
     def test_a_worker_logs_it_once(self, monkeypatch: pytest.MonkeyPatch, configured: Any, lines: list[str]) -> None:
-        """It logs when it makes the layers of each cache group ready, on a card."""
+        """On a card, it logs when it prepares the layers of each cache group."""
         from vllm_sparse_backend.serving.worker import warmup
         from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
         from vllm_sparse_backend.serving.worker.shared_worker import Worker

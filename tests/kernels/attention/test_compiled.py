@@ -15,7 +15,7 @@ from tests.helpers.offline_compiler import SHARED_KIB
 from vllm_sparse_kernels.attention import widest_block
 
 QUICK = ["89-128-64-plain", "80-128-128-plain", "89-256-64-plain"]
-"""An L4, L40S or RTX 4090, and an A100, each without room for two blocks loaded ahead; and a tile in parts."""
+"""An L4, L40S or RTX 4090, and an A100, each without room for two blocks loaded ahead; and a tile computed in parts."""
 
 MATRIX = [
     f"{capability}-{head_dim}-{block_tokens}-{wanted}"

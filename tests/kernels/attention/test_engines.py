@@ -163,9 +163,9 @@ def test_stripes_that_tiles_share(engine, device):
     ids=str,
 )
 def test_sinks_join_the_softmax(engine, device, sinks, case):
-    """A logit per head, from negligible to larger than every score: alone, and different between heads.
+    """A logit per head, from negligible to larger than every score: equal or different between heads.
 
-    The log-sum-exp stays that of the keys.
+    The log-sum-exp includes only the keys.
     """
     batch, index = made(USUAL | {"block_tokens": 64} | case, device)
     dtype = torch.bfloat16 if batch.q.dtype == torch.bfloat16 else torch.float32  # in the dtype of the weights
@@ -199,7 +199,7 @@ def test_full_index_is_dense_attention(engine, device, dtype, sinks):
 
 
 def test_nothing_else_is_written(engine, device):
-    """Tokens of no row keep their value in out, and the cache is unchanged. vLLM's q is a slice of the fused
+    """Tokens outside of all rows keep their value in out, and the cache is unchanged. vLLM's q is a slice of the fused
     projection, out may be part of a larger buffer, and lse is optional."""
     batch = random_batch([(100, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
     index = random_index(batch, 64, 0.5, stripes=10)
@@ -337,7 +337,7 @@ def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("stripes", [0, 200])
 def test_the_same_however_often(engine, stripes, head_dim):
-    """Races occur once in a thousand launches, and sooner if items differ more in length."""
+    """Races occur once in a thousand launches, and more often if items differ more in length."""
     batch = random_batch([(32768, 8192), (5000, 777)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
     index, few = (random_index(batch, 64, density, stripes, seed) for seed, density in enumerate((0.1, 0.003)))
     for of_index, of_few in ((index.block_counts, few.block_counts), (index.block_ids, few.block_ids)):
@@ -434,7 +434,7 @@ def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
 
 
 def test_all_kernels_in_gluon_name_what_gluon_lacks(monkeypatch):
-    monkeypatch.setattr(engine_choice, "HOPPER_CAPABILITY", (0, 0))  # of a CPU
+    monkeypatch.setattr(engine_choice, "HOPPER_CAPABILITY", (0, 0))  # that of a CPU
     for module in (hopper_module, sale_scores, top_p):
         monkeypatch.setattr(module, "MISSING_GLUON", "cannot import name 'tma'")
     refusals = [hopper_module.refusal(SPEC)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hopper compiled for its card without a GPU: it compiles, and its machine code has the properties that make it
+"""The engine ``hopper`` compiles for its card without a GPU, and its machine code has the properties that make it
 fast."""
 
 import pytest
@@ -29,7 +29,7 @@ def table() -> dict[str, dict[str, int]]:
 def test_it_is_what_it_was_tuned_for(table: dict[str, dict[str, int]], case: str) -> None:
     figures = table[case]
     # ptxas may hoist the wait for P·V above the exponents; matrix units then idle during every softmax.
-    assert figures["overlapped_steps"] >= 4  # two consumers, the masked loop and the plain one
+    assert figures["overlapped_steps"] >= 4  # two consumers, with a masked and a plain loop each
     assert figures["fewest_exponents_beside"] >= exponents(case)
     # At head_dim 256, Triton 3.9 reads the number of steps back once per step, where its threads wait anyway.
     assert figures["spills_within_steps"] <= (1 if case.startswith("256-") else 0)

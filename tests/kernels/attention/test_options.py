@@ -90,7 +90,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device):
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (96, 128)])
 def test_keys_in_8_bits(device, head_dim, page_size):
-    """Compared with float64: values may round the other way only if float32 cannot decide. Zeros past a row's end."""
+    """Compared with float64: values may round the other way only if float32 cannot decide. Zeros follow a row's end."""
     batch = random_batch([(0, 1), (500, 133), (0, 64)], 4, 2, head_dim, page_size, DTYPES[0], device, gap_tokens=1)
     rows = batch.rows
     smooth = smooth_keys(batch.cache, rows, None, 4, Workspace(rows.device))

@@ -69,7 +69,7 @@ def test_programs_have_as_many_queries_as_fit(head_dim, limit_kib, num_queries):
 
 
 SPLIT_LENGTHS = [[(170, 40), (0, 50)], [(333, 200)], [(100, 129), (64, 1), (0, 300)]]
-"""Tiles with fewer queries than a program takes, with a few queries in each of several programs, and with a single
+"""Tiles with fewer queries than a program handles, with a few queries in each of several programs, and with a single
 query."""
 
 
@@ -82,7 +82,7 @@ query."""
     ],
 )
 def test_programs_that_divide_a_tile_compute_what_it_does(device, lengths, block_tokens, num_queries, monkeypatch):
-    """With stripes, sinks and options, each equal to a single program for all of the tile's queries."""
+    """With stripes, sinks and options, results equal those of a single program for all of the tile's queries."""
     batch = lossless_batch(lengths, 4, 2, 64, 128, torch.float16, device)
     batch = dataclasses.replace(batch, sinks=torch.tensor([-30.0, 0.0, 5.0, 12.0], device=device))
     index = random_index(batch, block_tokens, 0.5, stripes=30)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every method promises, those of installed packages too: kernels and reference alike, and whatever else a step
-may hold beside a row, its own selection.
+"""Guarantees of every method, including methods of installed packages: kernels and reference agree, and a row's
+selection does not depend on the rest of its step.
 
-Each paper's tests hold it to the paper's equations, with margins that follow from the data.
+Each method's own tests check it against its paper's equations, with margins that follow from the data.
 """
 
 import math
@@ -46,7 +46,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
 }
-"""Parameters at which a few hundred keys are not kept whole; of a method that is not here its demo's."""
+"""Parameters that do not keep all of a few hundred keys; methods that are not listed use their demo's."""
 CASES = [
     pytest.param(name, params, marks=pytest.mark.full if i else ())
     for name, spec in METHODS.items()
@@ -59,13 +59,13 @@ every_method = pytest.mark.parametrize(("name", "params"), CASES)
 
 
 def merged(name: str, params: dict[str, Any], num_heads: int) -> Method:
-    """What selects ``num_heads`` heads that all have these parameters."""
+    """Return a method for ``num_heads`` heads that all have these parameters."""
     return METHODS[name].parameters.merged([METHODS[name].parameters(**params)] * num_heads)
 
 
 @every_method
 def test_kernels_and_reference_keep_the_same(name: str, params: dict[str, Any]) -> None:
-    """But for the few keys that float32's rounding decides; both write valid lists over what was there before."""
+    """Except for the few keys that float32's rounding decides. Both write valid lists over previous data."""
     batch = lined_batch(LENGTHS, 2, 1, 64, 16, F32, layout="HND", gap_tokens=3)
     method = merged(name, params, 2)
     ours, theirs = (select(method, replace(batch, rows=replace(batch.rows)), 64, None, way) for way in (False, True))
@@ -80,7 +80,7 @@ def test_kernels_and_reference_keep_the_same(name: str, params: dict[str, Any]) 
 
 @every_method
 def test_neither_neighbours_nor_pages_nor_slots_matter(name: str, params: dict[str, Any]) -> None:
-    """Bitwise the same lists for a row alone, among others, and on other pages."""
+    """A row's lists are bitwise the same alone, among other rows, and on other pages."""
     batch = lined_batch(LENGTHS, 2, 1, 64, 16, torch.float16, gap_tokens=3)
     method = merged(name, params, 2)
     together = select(method, batch)
@@ -102,7 +102,7 @@ def test_only_the_heads_asked_for_are_written(name: str, params: dict[str, Any],
 @every_method
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict[str, Any], by_reference: bool) -> None:
-    """Heads on two kv heads, in an order of their own, some that keep everything beside some that do not: bitwise."""
+    """Heads of two kv heads in an arbitrary order, of which some keep everything, select bitwise as alone."""
     spec = METHODS[name]
     if not issubclass(spec.parameters, PerHead) or spec.full.unshared != spec.full:
         pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
@@ -190,7 +190,7 @@ def test_parameters_out_of_range_are_refused(name: str) -> None:
 def test_set_to_keep_everything_it_is_dense_attention(
     name: str, rows: list[tuple[int, int]], heads: tuple[int, int, int], page_size: int, dtype: Any
 ) -> None:
-    """Within attention's own error budget."""
+    """The error stays within attention's own budget."""
     num_heads, num_kv_heads, head_dim = heads
     method = METHODS[name].full.merged([METHODS[name].full] * num_heads)
     batch = random_batch(rows, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=5)

@@ -94,7 +94,7 @@ CASES = [
 ]
 
 
-# More tokens between voting queries for whole runs that need few votes, as random data would keep all of them.
+# Runs that need few votes have more tokens between voting queries, because random data would keep all of them.
 BEYOND = [
     {"sample_tokens": 64, "whole_blocks": True},
     {"sample_tokens": 2, "theta": 0.2},
@@ -354,7 +354,7 @@ def test_positions_after_the_prompt_are_dense():
 @pytest.mark.parametrize("first_group", [False, True])
 @pytest.mark.parametrize(("step_tiles", "window_tokens"), [(1, 0), (2, 0), (3, 128), (2, 384)])
 def test_the_length_up_to_which_no_key_is_left_out(step_tiles, window_tokens, first_group, dense_tail):
-    """One of 128 keys scores high and all others low. No vote keeps the latter; only the anchor region does."""
+    """One in 128 keys scores high, and all others score low. Only the anchor region keeps the latter; votes do not."""
     method = AnchorAttention(1.0, step_tiles, True, window_tokens, dense_tail=dense_tail, first_group=first_group)
 
     def density(num_tokens: int) -> float:

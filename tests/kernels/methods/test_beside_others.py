@@ -60,7 +60,7 @@ class Launches:
 def attention(
     head_dim: int, lengths: list[tuple[int, int]], block_tokens: int, density: float, stripes: int
 ) -> Launches:
-    """Attention into an output that is NaN before; the first result is correct."""
+    """Return launches of attention into an output full of NaN, of which the first result is correct."""
     batch = random_batch(lengths, 32, 8, head_dim, 128, torch.bfloat16, "cuda")
     index = random_index(batch, block_tokens, density, stripes)
     out, expected = batch.empty_out(), batch.empty_out()
@@ -79,8 +79,8 @@ def attention(
 
 
 def selection(context_len: int, query_len: int) -> Launches:
-    """Selection by SALE, whose scores come from the other kernel with its own barriers: the number of blocks of each
-    tile."""
+    """Return launches of SALE, whose scores come from the other kernel with its own barriers. They return the number of
+    blocks of each tile."""
     batch = paged_batch(structured(query_len, context_len, 32, 8, 128, torch.bfloat16, "cuda"), 128)
     index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
     heads = torch.arange(batch.num_heads, dtype=torch.int32, device="cuda")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled for Hopper without one: what the passes over the last queries, SALE and top_p owe their speed to."""
+"""Kernels compiled for Hopper without a GPU: properties that make passes over the last queries, SALE and top_p fast."""
 
 import json
 import os
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.full
 
 THREADS = {"split_lse_kernel": 512, "sums_kernel": 128}
 REGISTERS, SHARED_BYTES = 1 << 16, 228 << 10
-"""Of a multiprocessor, which keeps 1 KB of the latter for each program."""
+"""Registers and shared memory of a multiprocessor, which reserves 1 KB of the latter for each program."""
 
 
 def printed_by(*arguments: str) -> str:
-    """The last line that a Python process prints in which kernels are not interpreted, as they are in this one."""
+    """Return the last line that a Python process prints. Unlike this process, it does not interpret kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -38,19 +38,19 @@ def figures() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("kernel", THREADS)
 def test_passes_over_the_last_queries(figures: dict[str, dict[str, int]], kernel: str) -> None:
-    """Keys are copied a tile ahead: a look-up that a tile's address waits for would have each tile wait for its whole
-    way from memory. Two programs fit a multiprocessor: one's exponentials hide behind the other's products."""
+    """Keys are copied a tile ahead. If a tile's address depended on a look-up, each tile would wait for the full memory
+    latency. Two programs fit a multiprocessor, so exponentials of one program overlap with products of the other."""
     assert figures[kernel]["copies_ahead"] >= 1
     assert 2 * (figures[kernel]["shared_bytes"] + 1024) <= SHARED_BYTES
     assert 2 * THREADS[kernel] * figures[kernel]["registers"] <= REGISTERS
 
 
 def test_every_kernel_that_selects_compiles() -> None:
-    """The interpreter, in which they are tested, takes what the compiler refuses."""
+    """Other tests run kernels in the interpreter, which accepts code that the compiler refuses."""
     report = json.loads(printed_by("-m", "tests.helpers.compiled_methods", "90", "128"))
     assert report.keys() == METHODS.keys()
     assert all("attend_kernel" in kernels for kernels in report.values())
-    assert len(report["share_prefill"]) > len(report["flex_vertical_slash"])  # heads that share
+    assert len(report["share_prefill"]) > len(report["flex_vertical_slash"])  # kernels for heads that share
     assert report["top_p"].keys() >= {"_choose_kernel", "_floor_kernel", "_list_kernel", "_maps_kernel"}
 
 
@@ -86,21 +86,21 @@ print(kernel.metadata.shared)
 @pytest.mark.skipif(not (TOOLS / "nvdisasm").exists(), reason="this Triton brings no disassembler")
 @pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 64), (64, 32)])
 def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
-    """Without spills, and with products that run under the maxima."""
+    """There are no spills, and products overlap with maxima."""
     cubin = tmp_path / "half_kernel.cubin"
     shared = int(printed_by("-c", COMPILE, str(head_dim), str(block_tokens), str(cubin)))
     assert 2 * (shared + 1024) <= 227 * 1024, "two programs do not fit one multiprocessor"
     sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
     usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], check=True, capture_output=True, text=True)
-    # Some assemblers put addresses on the stack, 280 bytes of them with Triton 3.9; 128 registers of scores never.
+    # Some assemblers put addresses on the stack (280 bytes with Triton 3.9), but never the 128 registers of scores.
     assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= 320
     assert " LOCAL:0 " in usage.stdout
     assert barriers_in_data(sass.splitlines()) == 0
     waits = [line for line in sass.splitlines() if "WARPGROUP.DEPBAR" in line]
-    # One wait for each product, two products a step; every one but the last leaves a product under way.
+    # Each product has a wait, and each step has two products. Every wait except the last leaves a product in flight.
     assert len(waits) == 2 * 4
     assert sum("gsb0, 0x1 ;" in line for line in waits) == 2 * 4 - 1
-    # Between the last two waits stand the maxima of a tile: the assembler did not pull the wait up over them.
+    # The maxima of a tile are between the last two waits: the assembler did not move the last wait above them.
     assert len(sass.split("WARPGROUP.DEPBAR")[-2].splitlines()) > 120
 
 
@@ -150,7 +150,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module", params=[32, 64, 128])
 def of_top_p(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
-    """Figures of each compiled kernel, by name."""
+    """Return the figures of each compiled kernel, by name."""
     by_kernel = json.loads(printed_by("-c", COMPILE_TOP_P, str(request.param)))
     return {name: dict(figures) for name, figures in by_kernel.items()}
 
@@ -161,7 +161,8 @@ def test_top_ps_gluon_kernel_compiles_as_meant(of_top_p: dict[str, dict[str, int
     assert 2 * (scores["shared_bytes"] + 1024) <= 227 << 10
     assert scores["spills"] == 0
     assert scores["hasty_arrivals"] == 0, "a copy would write over what the last warp's product still reads"
-    # Of each consumer's 64 pairs of scores a thread 8 instructions a query find the largest, and one its larger half.
+    # A thread of a consumer has 64 pairs of scores. For each query, 8 instructions find the maximum of its pairs, and
+    # another finds the larger half.
     assert scores["maxima_of_pairs"] <= 2 * 4 * 10
     assert scores["shuffles"] <= 2 * 4 * 2 + 2, "only sums at the end go from thread to thread"
 
@@ -198,7 +199,7 @@ print(json.dumps({
 
 
 def test_the_floor_over_bytes_compiles_once_and_six_programs_fit() -> None:
-    """It reads memory and waits for it: other programs of the multiprocessor must have loads under way."""
+    """The kernel waits for memory, so other programs of the multiprocessor must have loads in flight."""
     figures = json.loads(printed_by("-c", COMPILE_FLOOR))
     assert figures["variants"] == 1
     assert figures["spills"] == 0
@@ -248,7 +249,7 @@ print(json.dumps(figures))
 
 
 def test_kernels_of_low_rank_compile_once_and_leave_room_for_others() -> None:
-    """So many programs fit a multiprocessor by registers and shared memory: they wait for memory by turns."""
+    """Registers and shared memory allow several programs per multiprocessor, which take turns waiting for memory."""
     figures = json.loads(printed_by("-c", COMPILE_LOW_RANK))
     assert {name: kernel["variants"] for name, kernel in figures.items()} == dict.fromkeys(figures, 1)
     assert all(kernel["spills"] == 0 for kernel in figures.values())

@@ -13,12 +13,12 @@ from vllm_sparse_kernels.methods.flex_prefill import reference
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 
 MARGIN = 1e-4
-"""Kernels and reference get the same inputs and round float32 sums differently, so lines may differ that decide over
-less than this share of the mass."""
+"""Kernels and reference get the same inputs and round float32 sums differently, so lines that decide over less than
+this share of the mass may differ."""
 
 
 def check_between(method, batch, index):
-    """Check that the keys lie between those of the reference with a slightly lower and a slightly higher γ."""
+    """Check that the kept keys are between the reference's keys at a slightly lower and at a slightly higher γ."""
     heads = range(batch.num_heads)
     bounds = [
         kept_keys(select(dataclasses.replace(method, gamma=g), batch, index.block_tokens, by_reference=True), heads)
@@ -68,7 +68,7 @@ def test_queries_spread_over_the_chunk_end_with_its_last():
 
 
 def test_diagonals_are_those_of_blocks():
-    """A diagonal is a query's block minus a key's block, at any place in the blocks."""
+    """A diagonal is a query's block minus a key's block, at any places within the blocks."""
     weights = torch.zeros(2, 300)
     weights[0, 63], weights[0, 64], weights[1, 63], weights[1, 290] = 1, 2, 4, 8
     assert reference.block_diagonals(weights, torch.tensor([255, 290])).tolist() == [8, 0, 2, 1, 4]
@@ -76,7 +76,7 @@ def test_diagonals_are_those_of_blocks():
 
 @pytest.mark.full
 def test_crowded_columns_become_whole_blocks():
-    """With room for few stripes, no line is lost, and no tile keeps more than its room."""
+    """With room for few stripes, no line is lost, and no tile exceeds its room."""
     batch = lined_batch([(400, 130)], 2, 1, 64, 16)
     method, roomy = FlexVerticalSlash(0.9, max_stripes=8), select(FlexVerticalSlash(0.9), batch, 64)
     index = select(method, batch, 64)
@@ -87,7 +87,7 @@ def test_crowded_columns_become_whole_blocks():
 
 
 def test_kept_lines_hold_gamma_of_the_estimate():
-    """Columns alone, and diagonals of blocks alone, reach γ of Â's mass; with a line less, they would not."""
+    """Columns alone, and diagonals of blocks alone, reach γ of Â's mass, and with one line fewer they would not."""
     batch = lined_batch([(300, 64)], 1, 1, 64, 16)
     keys, _ = batch.cache.gather(batch.rows.block_table[0], 364)
     positions = torch.arange(300, 364, device=DEVICE)

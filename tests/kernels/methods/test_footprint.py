@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What selection and attention take from the workspace stays under what they say beforehand."""
+"""Selection and attention allocate no more of the workspace than they announce."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,13 +30,13 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 150_000), st.integers(1, 1500)), min
 
 @pytest.fixture
 def no_kernels() -> Iterator[None]:
-    """What the host asks for does not depend on what kernels compute: they are not run, Hopper's neither."""
+    """Skip all kernels, including Hopper's: allocations do not depend on the values that kernels compute."""
     with without_launches():
         yield
 
 
 def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) -> list[tuple[int, int]]:
-    """(taken, announced) by the index, by selecting with each engine, and by attending, with either engine."""
+    """Return (taken, announced) of the index, of selection on each engine, and of attention on either engine."""
     method = METHODS[name].parameters(**values)
     num_heads, num_kv_heads = batch.num_heads, batch.cache.keys.shape[2]
     methods, heads = [method] * num_heads, torch.arange(num_heads, dtype=torch.int32)
@@ -74,7 +74,7 @@ FLASH = flash_engine(FlashAttention.of_version(3, uncomputed))
 
 
 def without_data(lengths: list[tuple[int, int]], shape: tuple[int, int, int] = (HEADS, KV_HEADS, DIM)) -> Batch:
-    """Rows over a cache of one page, as nothing is read; ``shape``: heads, kv heads, head_dim."""
+    """Return rows over a cache of a single page, because nothing is read; ``shape``: heads, kv heads, head_dim."""
     batch = random_batch([(0, 1)], *shape, 64, torch.float16)
     contexts, queries = zip(*lengths, strict=True)
     tokens = tuple(sum(queries[:i]) for i in range(len(queries)))
@@ -100,13 +100,13 @@ def test_nothing_takes_more_than_it_announces(name: str, values: dict[str, Any],
 @pytest.mark.parametrize(
     ("name", "values", "shape", "lengths"),
     [
-        # Rows that share a slab because the longest one, with which fewer would fit, comes after them.
+        # Rows that share a slab, because the longest row, with which fewer would fit, comes after them.
         ("flex_vertical_slash", {"last_queries": 256}, (8, 1, 128), [(320_000, 64), (320_000, 64), (439_000, 128)]),
         ("share_prefill", {"cluster": 0, "last_queries": 256}, (8, 1, 96), [(320_000, 64)] * 2 + [(439_000, 128)]),
-        # More columns than are usual.
+        # More columns than usual.
         ("vertical_slash", {"vertical_tokens": 900_000}, (64, 8, 64), [(978_846, 128)]),
         ("flex_vertical_slash", {"max_stripes": 1 << 20, "last_queries": 256}, (64, 8, 64), [(978_846, 128)]),
-        # Tiles of shorter rows, whose products are as wide as the longest row's.
+        # Tiles of shorter rows, whose products are as wide as those of the longest row.
         ("block_sparse", {}, (8, 1, 256), [(259_579, 7715), (846_330, 7073), (635_180, 2732)]),
     ],
     ids=str,
@@ -122,9 +122,9 @@ def test_nor_where_rows_differ_much(
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)
 def test_nor_does_a_full_chunk_after_the_longest_context(name: str, values: dict[str, Any], block_tokens: int) -> None:
-    """The last chunks of the longest prompts need no more than is set aside (vllm#43357).
+    """The last chunks of the longest prompts need no more memory than is reserved (vllm#43357).
 
-    The arena is as large as what is announced, so nothing is taken past it; 8,192 queries end at 262,144 and 1,048,576.
+    The arena has the announced size, so nothing is allocated outside of it. 8,192 queries end at 262,144 and 1,048,576.
     """
     for length in (262_144, 1_048_576):
         for taken, announced in peaks(name, values, without_data([(length - 8192, 8192)], (4, 1, 128)), block_tokens):
@@ -153,7 +153,7 @@ OTHER_SHAPES = [
 def test_nor_does_top_p_on_any_engine_for_other_heads(
     shape: tuple[int, int, int], channels: str, lengths: list[tuple[int, int]]
 ) -> None:
-    """Hopper's tiles take half of what portable's take, and are dealt out to other runs."""
+    """Hopper's tiles take half the memory of portable's, and are divided into other runs."""
     for taken, announced in peaks("top_p", {"channels": channels}, without_data(lengths, shape), 32):
         assert taken <= announced
 
@@ -161,14 +161,14 @@ def test_nor_does_top_p_on_any_engine_for_other_heads(
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("shape", [(32, 8, 128), (16, 8, 256)])
 def test_nor_do_maps_of_many_short_rows(shape: tuple[int, int, int]) -> None:
-    """Their sums are handled a few rows at a time, so that they stay below the other memory of selection."""
+    """Sums are computed for a few rows at a time, so they need less memory than the rest of selection."""
     for taken, announced in peaks("top_p", {"channels": "low_rank"}, without_data([(200, 40)] * 60, shape), 32):
         assert taken <= announced
 
 
 @pytest.mark.parametrize("lengths", [[(122_880, 8192)], [(24_576, 8192)], [(0, 8192)], [(4000, 500)] * 16])
 def test_maps_take_hardly_more_memory_than_picked_channels(lengths: list[tuple[int, int]]) -> None:
-    """In the shape of an 8B model, of one long row or several."""
+    """The shape is that of an 8B model, with one long row or several rows."""
     rows, shape = without_data(lengths, (32, 8, 128)).rows, LayerShape(32, 8, 128, 32, 2)
     low_rank, half = (
         METHODS["top_p"].parameters(channels=channels).workspace_bytes(rows, shape, 32, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of ``top_p`` to few channels: kernels against the equations in float64, and what the maps hold of the scores."""
+"""Maps of ``top_p`` to few channels: kernels against the equations in float64, and the maps' share of the scores."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -25,7 +25,7 @@ LOW_RANK = TopP(kept_mass=0.6, sink_tokens=32, local_tokens=128, channels="low_r
 
 
 def maps_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean mapped keys [rows, kv heads, rank], and maps [rows, kv heads, 2, BLOCK_D, rank], of the kernels."""
+    """Return the kernels' mean mapped keys [rows, kv heads, rank] and maps [rows, kv heads, 2, BLOCK_D, rank]."""
     shape = batch.rows.num_rows, batch.cache.num_kv_heads
     block_d = 1 << (batch.cache.head_dim - 1).bit_length()
     rank = rank_of(batch.cache.head_dim)
@@ -37,7 +37,7 @@ def maps_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_batch(lengths: Any, heads: tuple[int, int, int], page_size: int = 16, dtype: Any = torch.float32) -> Batch:
-    """Keys about a mean far from zero, and channels of magnitudes that differ by four, for queries and keys."""
+    """Return keys around a mean far from zero, and queries. Magnitudes of channels differ by up to a factor of four."""
     batch = random_batch(lengths, *heads, page_size, dtype, DEVICE, gap_tokens=3)
     generator = torch.Generator(DEVICE).manual_seed(1)
     mean, of_keys, of_queries = torch.randn(3, heads[2], generator=generator, device=DEVICE).to(dtype)
@@ -46,7 +46,7 @@ def make_batch(lengths: Any, heads: tuple[int, int, int], page_size: int = 16, d
 
 
 def centered(keys: torch.Tensor) -> torch.Tensor:
-    """Keys of a row in float64, less their mean."""
+    """Return a row's keys in float64 minus their mean."""
     return keys.double() - keys.double().mean(0)
 
 
@@ -59,7 +59,7 @@ def centered(keys: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_products_of_mapped_vectors_are_those_of_the_equations(heads, dtype, page_size, lengths) -> None:
-    """One query; a sample of all keys and of every fourth group; tiles with all of their queries, and with half.
+    """A single query; samples of all keys and of every fourth group; tiles with all of their queries, and with half.
 
     With a single query, or only two keys, all columns of X approach one direction, which costs precision.
     """
@@ -83,12 +83,12 @@ def test_products_of_mapped_vectors_are_those_of_the_equations(heads, dtype, pag
 
 
 def shares_held(estimates: dict[str, torch.Tensor], queries: torch.Tensor, keys: torch.Tensor) -> dict[str, float]:
-    """Share of the variance of scores about each query's mean that products x yᵀ hold, in float64.
+    """Return the share of the scores' variance about each query's mean that products x yᵀ capture, in float64.
 
     Args:
-        estimates: [head_dim, head_dim], which estimate q·k as qᵀ estimate k.
-        queries: [n, head_dim] of the heads that read one kv head.
-        keys: [m, head_dim], less their mean.
+        estimates: Matrices [head_dim, head_dim] by name; each estimates q·k as qᵀ estimate k.
+        queries: [n, head_dim] of the heads that share a kv head.
+        keys: [m, head_dim], minus their mean.
     """
     scores = queries @ keys.T
     return {
@@ -99,9 +99,9 @@ def shares_held(estimates: dict[str, torch.Tensor], queries: torch.Tensor, keys:
 
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float16)])
 def test_maps_hold_more_than_picked_channels_and_nearly_what_any_could(seed: int, dtype: torch.dtype) -> None:
-    """The most is that of the truncated singular value decomposition of all scores.
+    """The upper bound is the share of the truncated singular value decomposition of all scores.
 
-    Channels are mixed by a rotation, which changes no score: this leaves no channels that matter alone.
+    A rotation mixes the channels without changing any score, so that no channels matter alone.
     """
     data = structured(700, 1800, 4, 2, 128, torch.float32, DEVICE, seed)
     basis = torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator().manual_seed(seed))).Q.to(DEVICE)
@@ -128,7 +128,7 @@ def test_maps_hold_more_than_picked_channels_and_nearly_what_any_could(seed: int
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -1e16])
 def test_an_element_that_is_no_number_counts_as_zero(value: float) -> None:
-    """In a query and in a key of one row: its maps stay finite, and those of other rows are the same ones."""
+    """A query and a key of a row contain it: the row's maps stay finite, and maps of other rows do not change."""
     clean = make_batch([(200, 40), (90, 30)], (2, 1, 128))
     spoilt, zeroed = (replace(clean, q=clean.q.clone(), cache=deepcopy(clean.cache)) for _ in range(2))
     for batch, element in ((spoilt, value), (zeroed, 0.0)):
@@ -145,7 +145,7 @@ def test_an_element_that_is_no_number_counts_as_zero(value: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-7, 3e3])
 def test_maps_of_any_magnitude_are_finite(magnitude: float, dtype: torch.dtype) -> None:
-    """Zeros; and sums of squares that lie far from 1."""
+    """Zeros, and sums of squares far from 1."""
     batch = make_batch([(0, 70), (40, 1)], (2, 1, 80), dtype=dtype)
     batch.q.mul_(magnitude)
     batch.cache.keys.mul_(magnitude)
@@ -156,7 +156,7 @@ def test_maps_of_any_magnitude_are_finite(magnitude: float, dtype: torch.dtype) 
 
 
 def test_maps_of_a_row_do_not_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: alone, beside others, and where sums of fewer rows fit into memory."""
+    """Maps are bitwise the same alone, among other rows, and if fewer rows' sums fit into memory at a time."""
     batch = make_batch([(150, 63), (40, 1), (0, 200)], (2, 1, 128), dtype=torch.float16)
     together = maps_of(batch)
     monkeypatch.setattr(low_rank, "BYTES_AT_ONCE", 1)
@@ -187,10 +187,10 @@ def test_a_query_that_is_no_number_changes_no_list_but_its_tiles(value: float) -
 
 
 def test_a_key_that_is_no_number_leaves_valid_lists() -> None:
-    """Those of its own row from it on may keep anything; they are lists, and those of other rows are the same ones."""
+    """From this key on, lists of its row may keep anything, but are valid. Lists of other rows do not change."""
     batch = make_batch([(500, 140), (330, 20)], (2, 1, 128))
     spoilt = replace(batch, cache=deepcopy(batch.cache))
     spoilt.cache.keys[batch.rows.block_table[0, 12], 7] = torch.nan
-    index = select(LOW_RANK, spoilt, 32)  # which checks that lists ascend and are in their causal reach
+    index = select(LOW_RANK, spoilt, 32)  # checks that lists ascend and stay within their causal reach
     assert bool((index.block_counts > 0).all())
     assert all_lists(index, [2]) == all_lists(select(LOW_RANK, batch, 32), [2])

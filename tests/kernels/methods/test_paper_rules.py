@@ -55,7 +55,7 @@ def test_sale_keeps_what_the_released_code_keeps(sale: SaleOverlap) -> None:
 
 @pytest.fixture(scope="module")
 def share() -> ShareOverlap:
-    """Return a prompt with a last tile of 21 queries, whose estimate starts inside the tile before."""
+    """Return a prompt with a last tile of 21 queries, whose estimate starts inside the previous tile."""
     return ShareOverlap.measure(num_tokens=1301, num_heads=4, num_kv_heads=2, head_dim=64, gamma=0.8, max_distance=0.3)
 
 

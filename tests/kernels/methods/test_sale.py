@@ -83,7 +83,7 @@ def test_reference_agrees_with_the_paper(case):
 @pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [32, 64])
 def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
-    """Half of 128 channels are equal in all keys of the first kv head, and in all queries of the second: bitwise."""
+    """Half of 128 channels are equal in all keys of kv head 0, and in all queries of kv head 1. Lists are equal."""
     batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, 128, dtype=torch.float16)
     dead = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:64].to(DEVICE)
     batch.cache.keys[:, :, 0, dead] = 0.5

@@ -18,8 +18,8 @@ from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 from vllm_sparse_kernels.methods.share_prefill.reference import block_average, js_distance
 
 MARGIN = 1e-4
-"""Kernels and reference get the same inputs and round float32 sums differently, so blocks and lines may differ that
-decide over less than this share of the mass."""
+"""Kernels and reference get the same inputs and round float32 sums differently, so blocks and lines that decide over
+less than this share of the mass may differ."""
 
 
 def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8, **more) -> SharePrefill:
@@ -122,7 +122,7 @@ def test_averages_are_those_of_all_pairs(block_tokens):
 
 
 def test_heads_of_no_cluster_cost_no_estimate():
-    """This includes key heads without other heads: their keys are not read."""
+    """If no head of a kv head is in a cluster, its keys are not read."""
     batch = lined_batch([(70, 60)], 4, 2, 64, 16)
     batch.cache.keys[:, :, 1] = float("nan")
     index = SparseIndex.allocate(batch.rows, 4, 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpargeAttn: kernels against the paper's equations in float64, and what both promise."""
+"""SpargeAttn: kernels against the paper's equations in float64, and guarantees of both."""
 
 import dataclasses
 import math
@@ -18,18 +18,19 @@ from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection.pooled import KEY_BLOCK_TOKENS
 
 MARGIN = 1e-5
-"""Of similarities and of τ. Float32 sums of a tile's or a softmax's terms are closer than this to float64."""
+"""Margin of similarities and of τ: float32 sums over a tile or a softmax are closer than this to float64."""
 P_MARGIN = 1e-4
-"""Of one probability, relative: float32 scores of some tens are off by less, and the exponential by as much."""
+"""Relative margin of a probability: float32 scores of a few tens are off by less, and their exponentials by as much."""
 
 METHOD = SpargeAttn(kept_mass=0.7, min_similarity=0.4)
 
 
 def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
-    """Runs of 150 positions lean in one direction each, every third only a little: some blocks alike, some not.
+    """Return a batch in which some blocks are similar and some are not.
 
-    All keys of a row lean in one direction besides, which smoothing takes away. q and keys depend on lengths and heads
-    alone, not on seed, pages or layout.
+    Each run of 150 positions leans in its own direction, every third run only a little. All keys of a row also lean in
+    a common direction, which smoothing removes. q and keys depend only on lengths and heads, not on seed, pages or
+    layout.
     """
     kwargs.setdefault("gap_tokens", 3)
     batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, **kwargs)
@@ -54,12 +55,12 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
 
 
 def row_inputs(batch: Batch, row: int) -> tuple[torch.Tensor, ...]:
-    """A row's queries and keys of all query heads, in float64."""
+    """Return a row's queries and keys of all query heads, in float64."""
     return tuple(torch.stack(x, 1) for x in zip(*(row_parts(batch, row, head) for head in range(batch.num_heads))))
 
 
 def clear_of_ties(method: SpargeAttn, batch: Batch) -> SpargeAttn:
-    """The method with θ moved into the middle of the widest gap of similarities near it."""
+    """Return the method with θ moved to the middle of the widest gap between similarities near it."""
     near = [torch.tensor([method.min_similarity - 0.02, method.min_similarity + 0.02], device=DEVICE).double()]
     for row in range(batch.rows.num_rows):
         q, k = row_inputs(batch, row)
@@ -78,7 +79,7 @@ def halves_to_blocks(flags: torch.Tensor, index: SparseIndex) -> torch.Tensor:
 
 
 def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) -> tuple[int, int, int]:
-    """What float64 keeps by more than the margins is kept, and nothing else; counts blocks: kept, causal, in doubt."""
+    """Check that blocks are kept as in float64, except within the margins. Count kept, causal and doubtful blocks."""
     kept = causal = doubtful = 0
     for row in range(batch.rows.num_rows):
         q, k = row_inputs(batch, row)
@@ -133,7 +134,7 @@ def test_kernels_and_reference_select_what_float64_selects(name):
 
 
 def test_similarity_is_the_mean_cosine_over_pairs():
-    """Equation for CosSim by hand: tokens at 60 degrees, one of them twice as long; a lone token; a token of zeros."""
+    """CosSim's equation by hand: tokens at 60 degrees, one of them twice as long; a single token; a token of zeros."""
     tokens = torch.tensor([[1.0, 0.0], [1.0, math.sqrt(3.0)], [0.0, 5.0], [3.0, 4.0], [0.0, 0.0]])[:, None]
     mean, similarity = reference.compress(tokens, 2)
     assert torch.allclose(similarity[0], torch.tensor([(1 + 1 + 0.5 + 0.5) / 4, (1 + 1 + 0.8 + 0.8) / 4, 0.0]))
@@ -144,9 +145,9 @@ def test_similarity_is_the_mean_cosine_over_pairs():
 def keep_top_mass(
     scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False, top_share=0.0
 ) -> torch.Tensor:
-    """The last kernel alone on rows of base-2 scores [heads, blocks] of one query each: bool of the same shape.
+    """Run only the last kernel, on base-2 scores [heads, blocks] of single queries. Return bool of the same shape.
 
-    The query's own block comes after the others, with a score of −∞: it is kept and counts nothing.
+    The query's own block comes after the others, with a score of −∞: it is kept, and adds no mass.
     """
     num_heads, num_blocks = scores.shape
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
@@ -168,7 +169,7 @@ def keep_top_mass(
 
 @pytest.mark.parametrize("num_blocks", [1, 70, 2047, 5000])
 def test_top_mass_is_exact(num_blocks):
-    """Whole scores make exponentials powers of two, whose sums float32 holds exactly: many ties, no margin."""
+    """Integer scores make exponentials powers of two, whose sums are exact in float32: many ties, no margin."""
     generator = torch.Generator(DEVICE).manual_seed(num_blocks)
     scores = torch.randint(-9, 1, (2, num_blocks), generator=generator, device=DEVICE).float()
     for kept_mass in (0.125, 0.75):
@@ -183,7 +184,7 @@ def test_top_mass_is_exact(num_blocks):
 
 @pytest.mark.parametrize("num_blocks", [1, 70, 2047, 5000])
 def test_top_share_is_exact(num_blocks):
-    """Ties, scores whose probabilities float32 cannot tell from 0, and blocks outside the softmax."""
+    """Ties, scores whose probabilities float32 cannot distinguish from 0, and blocks outside the softmax."""
     generator = torch.Generator(DEVICE).manual_seed(num_blocks)
     scores = 40.0 * torch.randint(-9, 1, (2, num_blocks), generator=generator, device=DEVICE)
     scores[torch.rand(2, num_blocks, generator=generator, device=DEVICE) < 0.1] = -math.inf
@@ -197,14 +198,14 @@ def test_top_share_is_exact(num_blocks):
 
 
 def test_number_of_top_blocks():
-    """Rounded down, as float32 multiplies, which takes 0.7 · 10 for 7 where float64 does not; 1 at least."""
+    """The product is rounded down in float32, where 0.7 · 10 is 7, unlike in float64. The result is at least 1."""
     assert [reference.num_top_blocks(0.5, n) for n in (1, 2, 3, 33, 34)] == [1, 1, 1, 16, 17]
     assert reference.num_top_blocks(0.01, 10) == 1
     assert reference.num_top_blocks(0.7, 10) == 7
 
 
 def test_top_share_replaces_the_cumulative_cut():
-    """A τ beside it would be ignored, so it is refused."""
+    """A τ given with it would be ignored, so it is refused."""
     with pytest.raises(ValueError, match=r"^kept_mass: given 0\.5, expected no kept_mass with top_share"):
         SpargeAttn(kept_mass=0.5, top_share=0.5)
     assert SpargeAttn(top_share=1.0).keeps_all
@@ -216,7 +217,7 @@ def test_top_mass_at_its_edges():
     scores = torch.tensor([
         [-inf, 3.0, -inf, 3.0, 3.0, 3.0],  # ties: the earlier half; −∞: always
         [-inf] * 6,  # nothing is left in the softmax
-        [-4e3, 900.0, -4e3, -4e3, 899.0, -inf],  # exponentials far below what float32 holds
+        [-4e3, 900.0, -4e3, -4e3, 899.0, -inf],  # exponentials far below float32's range
         [0.0, -1.0, -2.0, -3.0, -4.0, -5.0],
     ], device=DEVICE)  # fmt: skip
     similar = torch.tensor([[1.0], [0.5], [1.0], [0.4]], device=DEVICE)
@@ -228,7 +229,7 @@ def test_top_mass_at_its_edges():
 
 @pytest.mark.parametrize("min_similarity", [0.3, 0.5])
 def test_unlike_blocks_are_always_computed(min_similarity):
-    """Equation 5, with τ so small that nothing else but the largest block and the diagonal is kept."""
+    """Equation 5, with τ so small that, of all other blocks, only the largest and the diagonal are kept."""
     batch = make_batch([(900, 100)], 1, 1)
     method = SpargeAttn(kept_mass=1e-6, min_similarity=min_similarity, keep_sink=False)
     q, k = row_inputs(batch, 0)
@@ -240,11 +241,11 @@ def test_unlike_blocks_are_always_computed(min_similarity):
     assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
 
 
-# The paper's rule and the released code's, written once more from the paper and from the behaviour of that code
+# The rules of the paper and of the released code, restated from the paper and from the code's behaviour
 
 
 def block_scores(q: torch.Tensor, k: torch.Tensor, theta: float) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """For each tile: S^, −∞ for dissimilar and future blocks; which key blocks are similar; and whether the tile is."""
+    """Return for each tile: S^ (−∞ for dissimilar and future blocks), similar key blocks, and if it is similar."""
 
     def mean_cosine(tokens: torch.Tensor) -> float:
         lengths = tokens.norm(dim=1)
@@ -263,7 +264,7 @@ def block_scores(q: torch.Tensor, k: torch.Tensor, theta: float) -> list[tuple[t
 
 
 def ruled_map(q: torch.Tensor, k: torch.Tensor, theta: float, rule) -> torch.Tensor:
-    """Bool [tiles, key blocks]; ``rule`` returns how many of the sorted probabilities it keeps."""
+    """Return bool [tiles, key blocks]; ``rule`` returns how many of the sorted probabilities to keep."""
     maps = []
     for i_tile, (scores, similar, is_tile_similar) in enumerate(block_scores(q, k, theta)):
         last = len(k) - len(q) + min(128 * i_tile + 128, len(q)) - 1
@@ -276,17 +277,17 @@ def ruled_map(q: torch.Tensor, k: torch.Tensor, theta: float, rule) -> torch.Ten
 
 
 def papers_cut(tau: float):
-    """Section 3.2: "the top values whose cumulative sum reaches τ · ΣP^"."""
+    """Return section 3.2's rule: "the top values whose cumulative sum reaches τ · ΣP^"."""
     return lambda sorted_p: int((sorted_p.cumsum(0) < tau * sorted_p.sum()).sum()) + 1
 
 
 def released_cut(tau: float):
-    """The search in the sums from the right: blocks whose sum is at most τ, 1 at least."""
+    """Return the released code's search in the sums from the right: blocks whose sum is at most τ, but at least 1."""
     return lambda sorted_p: max(1, int((sorted_p.cumsum(0) <= tau).sum()))
 
 
 def released_share(share: float):
-    """A share of all key blocks, those in the future too."""
+    """Return the rule that keeps a share of all key blocks, including future blocks."""
     return lambda sorted_p: max(1, math.floor(share * len(sorted_p)))
 
 
@@ -350,14 +351,14 @@ def test_selection_equals_both_rules_but_for_what_is_documented(name, by_referen
 
 
 def test_the_rules_differ_where_they_should():
-    """The test above would show nothing if every rule kept the same blocks: counts of one long row."""
+    """The test above would prove nothing if all rules kept the same blocks. These are counts of a single long row."""
     batch = make_batch([(0, 2049)], 1, 1)
     q, k = (tensor.cpu() for tensor in row_parts(batch, 0, 0))
     paper, released, share = (
         ruled_map(q, k, -0.1, r) for r in (papers_cut(0.7), released_cut(0.7), released_share(0.5))
     )
     assert int(released.sum()) < int(paper.sum()) < int(share.sum()) < 17 * 33
-    # Half of all blocks, of 33: the first tiles keep all that they see, the last ones 16.
+    # Half of all 33 blocks: the first tiles keep all that they see, the last tiles keep 16.
     assert share.sum(1).tolist() == [min(2 * i + 2, 16) for i in range(16)] + [16]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top_p``: kernels against its equations in float64, what its rule promises, and what may not break it."""
+"""``top_p``: kernels against its equations in float64, guarantees of its rule, and unusual inputs and failures."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, c
 HALF = replace(METHOD, channels="half")
 LOW_RANK = replace(METHOD, channels="low_rank")
 MASS_ERROR = 5e-3
-"""Of a tile's masses in all: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
+"""Total error of a tile's masses: half precision rounds scores up to 32 by up to 2^-7; exponentials err by as much."""
 
 
 def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
@@ -50,7 +50,7 @@ def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> to
 
 
 def exact_masses(batch: Batch, head: int, i_tile: int) -> torch.Tensor:
-    """By the equations, of scores that were never rounded, in float64."""
+    """Return the masses by the equations in float64, from scores that were never rounded."""
     tile = batch.rows.tile_list[i_tile]
     queries, keys = row_parts(batch, tile.row, head)
     first = tile.position - batch.rows.context_lens[tile.row]
@@ -61,7 +61,7 @@ def exact_masses(batch: Batch, head: int, i_tile: int) -> torch.Tensor:
 
 
 def check_masses(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
-    """They are the reference's."""
+    """Check that they are the reference's masses."""
     heads = int32(range(batch.num_heads))
     for head, i_tile, shares in tile_shares(method, batch.q, batch.cache, batch.rows, heads, batch.scale):
         theirs = shares.mean(0)
@@ -70,7 +70,7 @@ def check_masses(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
 
 SHAPES = [(2, 1, 64), (3, 3, 128), (4, 1, 80), (2, 2, 256)]
 LONG = [(8100, 150), (0, 2049), (0, 1)]
-"""More than a span of keys; 2,049 new tokens; a row of one."""
+"""More keys than a span; 2,049 new tokens; a row of a single token."""
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,15 @@ def test_masses_are_those_of_the_reference(method, heads, dtype, page_size, leng
 
 
 def test_eight_bits_are_close_to_exact_scores() -> None:
-    """Of tiles with some queries, where errors average out: half the masses' difference is what may go astray."""
+    """In tiles with several queries, errors average out. Half of the masses' difference is the mass that may be
+    misplaced."""
     batch = make_batch([(1500, 300)], (2, 1, 128), dtype=torch.float32)
     for head, i_tile, shares in tile_shares(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
         assert float((shares.mean(0) - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
 
 
 def rounded_by(batch: Batch, method: TopP, permuted: bool) -> list[torch.Tensor]:
-    """Queries, factors, keys and steps of all rows, rounded; 7 where nothing is written."""
+    """Return rounded queries, factors, keys and steps of all rows, with 7 wherever nothing is written."""
     workspace = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
     inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
     storage = rounding.Storage(method.kept_channels(batch.cache.head_dim), False, torch.float16)
@@ -112,7 +113,7 @@ def rounded_by(batch: Batch, method: TopP, permuted: bool) -> list[torch.Tensor]
 
 @pytest.mark.parametrize(("method", "permuted"), [(METHOD, False), (HALF, True)])
 def test_smaller_programs_round_to_the_same(method, permuted, monkeypatch) -> None:
-    """GPUs whose shared memory does not hold 128 vectors of float32 round 64 or 32 at a time."""
+    """GPUs without shared memory for 128 float32 vectors round 64 or 32 at a time."""
     batch = make_batch(heads=(2, 1, 64))
     whole = rounded_by(batch, method, permuted)
     assert all(bool((part != 7).any()) for part in whole)
@@ -130,7 +131,7 @@ def test_programs_round_as_many_vectors_as_fit(block_d: int, kept_d: int, limit_
 
 
 def check_fewest(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
-    """Sink, local region and diagonal are kept; what is kept holds p, and would not without its least block between."""
+    """Check that sink, local region and diagonal are kept, and the fewest blocks between them that reach p."""
     index = select(method, batch, 32)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         count = batch.rows.block_capacities(32)[i_tile]
@@ -166,7 +167,7 @@ def test_rows_longer_than_what_registers_hold(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_equal_masses_go_by_position() -> None:
-    """All keys alike: every block weighs the same, and the first ones between sink and local region are kept."""
+    """All keys are equal, so all masses are equal, and the first blocks between sink and local region are kept."""
     batch = make_batch([(1023, 1)], (1, 1, 64))
     batch.cache.keys.nan_to_num_(0.0).fill_(0.5)
     blocks = select(replace(METHOD, kept_mass=0.5), batch, 32).blocks_of(0, 0).tolist()
@@ -176,7 +177,7 @@ def test_equal_masses_go_by_position() -> None:
 
 @pytest.mark.parametrize(("share", "held"), [(0.1, 32), (0.1, 4096), (0.3, 32)])
 def test_no_more_than_the_most_are_kept(share: float, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the largest masses; and fewer where fewer hold p."""
+    """The blocks with the largest masses are kept, and fewer of them if fewer reach p."""
     batch = make_batch([(2000, 130), (0, 63)])
     monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", held)
     method = replace(METHOD, kept_mass=0.9, most_share=share)
@@ -198,7 +199,7 @@ def test_no_more_than_the_most_are_kept(share: float, held: int, monkeypatch: py
 
 @pytest.mark.parametrize("lengths", [[(900, 130), (0, 63), (500, 1)], [(2000, 49)]])
 def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And beside them the same ones as without: what is kept for a peak does not count towards p."""
+    """All other kept blocks are the same as without peaks: a block kept for a peak does not count towards p."""
     batch = make_batch(lengths)
     method = replace(METHOD, kept_mass=0.3, peak_share=0.1)
     monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 32)
@@ -215,7 +216,7 @@ def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, monkeypatch
 
 @pytest.mark.parametrize("factor", [0.0, 1e-6, 10.0])
 def test_any_magnitude_selects_as_the_reference(factor: float) -> None:
-    """Vectors of zeros; and scores so far apart that of each query one block holds all."""
+    """Vectors of zeros, and scores so far apart that a single block has all of a query's mass."""
     batch = make_batch([(600, 70)], (2, 1, 128), dtype=torch.float16)
     batch.q.mul_(factor)
     batch.cache.keys.mul_(factor)
@@ -231,7 +232,7 @@ def test_scores_beyond_half_precision_give_numbers(monkeypatch: pytest.MonkeyPat
 
 
 def fails(error: Exception) -> Any:
-    """A module of kernels whose first launch fails."""
+    """Return a module of kernels whose first launch fails."""
 
     def masses(*arguments: Any) -> None:
         raise error
@@ -241,7 +242,7 @@ def fails(error: Exception) -> Any:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no such instruction")])
 def test_what_an_engine_raises_in_a_step_surfaces_and_changes_no_later_step(error, monkeypatch) -> None:
-    """Out of memory or a broken kernel: no step is answered by another engine, and the engine stays the one chosen."""
+    """Out of memory or a broken kernel: no step runs on another engine, and the chosen engine stays in use."""
     batch = make_batch([(300, 40)])
     expected = all_lists(select(METHOD, batch, 32))
     with monkeypatch.context() as patch:
@@ -326,7 +327,7 @@ def test_random_cases(lengths, kept_mass, half, page_size, heads, seed) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_and_portable_masses_agree(method, head_dim, dtype, monkeypatch) -> None:
-    """Two bits of mantissa: off by up to a ninth each, and by chance in either direction; so are what peaks are."""
+    """With two bits of mantissa, values are off by up to a ninth in random directions, so peaks may differ."""
     if (reason := module.hopper_refusal(SelectSpec(method, torch.device(DEVICE), head_dim))) is not None:
         pytest.skip(f"no Hopper kernels here: {reason}")
     batch = make_batch([(20_000, 700), (0, 2049), (5000, 1)], (8, 2, head_dim), 16, dtype)

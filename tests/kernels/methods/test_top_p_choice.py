@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fewest blocks that hold a share of given masses: ``choice.py`` against the reference's sort."""
+"""The fewest blocks that reach a share of given masses: ``choice.py`` against the reference's sort."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import fewest
 
 UNIT = 2.0**-14
-"""Masses are multiples of it, and their sums below 1: float32 adds them without rounding, in any order."""
+"""Masses are multiples of this unit with sums below 1, so float32 adds them without rounding, in any order."""
 
 
 def check_choice(method: TopP, sizes: list[int], reach: int) -> None:
-    """One tile whose causal blocks have these masses, in units; a negative size marks a peak.
+    """Check the choice for a tile whose causal blocks have these masses, in units; a negative size marks a peak.
 
     Args:
-        method: Of the tile's head.
-        sizes: Masses of the blocks in turn, repeated up to ``reach``.
-        reach: Keys in the tile's causal reach, of which the last is its only query.
+        method: The method of the tile's head.
+        sizes: Masses of the blocks in order, repeated up to ``reach``.
+        reach: Number of keys in the tile's causal reach; its only query is at the last key.
     """
     rows = Rows((0,), (1,), (reach - 1,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
     num_blocks, width = -(-reach // 32), choice.mass_width(reach)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The floor of ``top_p``: no query keeps less of its own estimated attention, and nothing is added without need."""
+"""The floor of ``top_p``: no query keeps less of its own estimated attention, and no block is added without need."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,11 +24,11 @@ METHOD = TopP(
 WITHOUT = replace(METHOD, floor=0.0)
 LENGTHS = [(1500, 5), (0, 63), (321, 1)]
 SHARE_ERROR = 0.02
-"""Of a query's kept share: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
+"""Error of a query's kept share: half precision rounds scores up to 32 by up to 2^-7; exponentials err by as much."""
 
 
 def added_by_sorting(shares: torch.Tensor, kept: torch.Tensor, floor: float) -> set[int]:
-    """The blocks that queries add, query by query, in float64."""
+    """Return the blocks that queries add, computed query by query in float64."""
     added: set[int] = set()
     for of_query in shares.double():
         held, goal = float(of_query[kept].sum()), floor * float(of_query.sum())
@@ -42,7 +42,7 @@ def added_by_sorting(shares: torch.Tensor, kept: torch.Tensor, floor: float) -> 
 
 
 def least_share(shares: torch.Tensor, kept: torch.Tensor) -> float:
-    """The least share of its own attention that some query keeps."""
+    """Return the smallest share of its own attention that any query keeps."""
     return float(shares[:, kept].sum(1).min())
 
 
@@ -51,7 +51,7 @@ def least_share(shares: torch.Tensor, kept: torch.Tensor) -> float:
     [*by_turns([(2, 1, 64), (3, 3, 32), (4, 1, 80)], DTYPES, [16, 48, 128], [0.5, 0.3, 0.9])],
 )
 def test_no_query_stays_below_the_floor(heads: Any, dtype: torch.dtype, page_size: int, floor: float) -> None:
-    """Kernels and reference alike; and they add the same blocks, but for shares that rounding decides."""
+    """This holds for kernels and reference, which add the same blocks except where rounding of shares decides."""
     batch, method = make_batch(LENGTHS, heads, page_size, dtype), replace(METHOD, floor=floor)
     ours, theirs, without = (
         select(*case) for case in ((method, batch, 32), (method, batch, 32, None, True), (WITHOUT, batch, 32))
@@ -74,8 +74,8 @@ def test_no_query_stays_below_the_floor(heads: Any, dtype: torch.dtype, page_siz
 def test_the_reference_adds_the_fewest_blocks_of_each_query(floor: float) -> None:
     generator = torch.Generator().manual_seed(3)
     shares = (4 * torch.randn(9, 40, generator=generator)).softmax(1)
-    shares[2] = 1 / 40  # all alike: the first ones
-    shares[3] = torch.eye(40)[17]  # one block holds all
+    shares[2] = 1 / 40  # equal shares: the first blocks are added
+    shares[3] = torch.eye(40)[17]  # a single block has everything
     kept = torch.arange(40) % 7 == 1
     ours = below_floor(replace(METHOD, floor=floor), shares, kept)
     assert set(ours.nonzero().flatten().tolist()) == added_by_sorting(shares, kept, floor)
@@ -84,7 +84,7 @@ def test_the_reference_adds_the_fewest_blocks_of_each_query(floor: float) -> Non
 
 
 def test_equal_shares_go_by_position() -> None:
-    """All keys alike: a query adds the first blocks between sink and local region, as many as it lacks."""
+    """All keys are equal: a query adds as many of the first blocks between sink and local region as it lacks."""
     batch = make_batch([(1023, 1)], (1, 1, 64))
     batch.cache.keys.nan_to_num_(0.0).fill_(0.5)
     method = replace(METHOD, kept_mass=0.01)
@@ -123,7 +123,7 @@ def test_queries_do_not_depend_on_other_rows_or_on_registers(monkeypatch: pytest
 
 
 def test_each_head_has_its_own_floor() -> None:
-    """Heads without one, with a low and a high one, and one that keeps everything, in one launch: bitwise as alone."""
+    """In a single launch, heads without a floor, with a low or high floor, or keeping everything: bitwise as alone."""
     batch = make_batch([(1500, 2), (0, 20)], (4, 2, 64))
     settings = [WITHOUT, METHOD, replace(METHOD, floor=0.8), replace(METHOD, kept_mass=1.0)]
     together = select(TopP.merged(settings), batch, 32)
@@ -143,25 +143,25 @@ def test_a_request_with_its_own_p_keeps_the_floors() -> None:
 
 
 def test_a_floor_gets_a_trial_of_its_own() -> None:
-    """Its kernels are others; heads of one launch may differ in it all the same."""
+    """A floor needs other kernels, but heads of the same launch may have different floors."""
     assert METHOD.group_key == WITHOUT.group_key
     assert METHOD.size_key != WITHOUT.size_key == WITHOUT.group_key
     assert TopP.merged([WITHOUT, METHOD]).size_key == METHOD.size_key
 
 
 class Bytes:
-    """Scratch as the Hopper kernels leave it, of a row of one tile or of two, with garbage where nothing is written.
+    """Scratch as the Hopper kernels leave it for a row of one or two tiles, with garbage where nothing is written.
 
     Args:
         context_len: Cached keys of the row.
         query_len: New tokens.
         num_heads: Selected heads.
-        seed: Of the shares.
+        seed: Seed of the shares.
     """
 
     SPAN = 1024
     ROUNDING = (1.0, 1.1)
-    """Sums before rounding, relative to what the bytes were rounded from: of the second head all went down."""
+    """Sums before rounding, relative to the values of the bytes, by head: all bytes of the second were rounded down."""
 
     def __init__(self, context_len: int, query_len: int, num_heads: int, seed: int = 0) -> None:
         self.rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
@@ -171,7 +171,8 @@ class Bytes:
         self.codes = torch.randint(0, 256, (num_heads, num_tiles, rounds, 128, 16), generator=generator).byte()
         self.diagonal = torch.full((num_heads, num_tiles, 128), float("nan"))
         self.parts = torch.full((num_heads, num_tiles, spans, 128), float("nan"))
-        self.exponentials: list[list[torch.Tensor]] = []  # [head][tile]: [queries, blocks], the diagonal's in the first
+        # [head][tile]: [queries, blocks]. The diagonal's first block has the sum of the diagonal.
+        self.exponentials: list[list[torch.Tensor]] = []
         for head in range(num_heads):
             self.exponentials.append([])
             for i_tile, tile in enumerate(self.rows.tile_list):
@@ -180,7 +181,8 @@ class Bytes:
     def _fill(self, head: int, i_tile: int, tile: Any, generator: torch.Generator) -> torch.Tensor:
         length, before = tile.length_tokens, tile.position // 128 * 4
         exact = 2.0 ** torch.randn(length, before, generator=generator)  # many equal bytes
-        code = (((exact.view(torch.int32) + (1 << 20)) >> 21) - 4 * 103).clamp(0, 255)  # 6 bits of exponent, 2 others
+        # 6 bits of exponent, 2 of mantissa.
+        code = (((exact.view(torch.int32) + (1 << 20)) >> 21) - 4 * 103).clamp(0, 255)
         block = torch.arange(before)
         for query in range(length):
             place = 4 * (block % 4) + block % 16 // 4
@@ -198,7 +200,7 @@ class Bytes:
 
     @property
     def stored(self) -> StoredShares:
-        """As the kernels of the floor get it. The first member of the scratch is not theirs to read."""
+        """Shares as the floor's kernels receive them. These kernels do not read the first member of the scratch."""
         scratch = hopper.Scratch(
             None, *(x.to(DEVICE) for x in (self.diagonal, self.parts, self.codes.view(torch.int32)))
         )
@@ -217,10 +219,10 @@ class Bytes:
     ids=str,
 )
 def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps: int, held: int, monkeypatch) -> None:
-    """Exactly the rule on the stored bytes: marks that are there stay, and garbage is not read.
+    """The kernel applies the rule exactly to the stored bytes: existing marks stay, and garbage is not read.
 
-    The sum is that before rounding or that of the bytes, whichever is smaller, so that a floor near 1 adds some blocks
-    and not all of them.
+    A query's sum is the sum before rounding or the sum of the bytes, whichever is smaller, so a floor near 1 adds some
+    blocks but not all.
     """
     monkeypatch.setattr(module, "STEP_ROUNDS", steps)
     monkeypatch.setattr(module, "HELD_BLOCKS", held)
@@ -257,7 +259,7 @@ def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hopper_keeps_the_floor_but_for_the_rounding_of_bytes(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte is off by up to a ninth, and so is a query's sum of bytes. Ties among bytes go by position."""
+    """A byte is off by up to a ninth, and so is a query's sum of bytes. Equal bytes are ordered by position."""
     if (reason := method_module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), head_dim))) is not None:
         pytest.skip(f"no Hopper kernels here: {reason}")
     batch = make_batch([(20_000, 300), (0, 2049), (5000, 1)], (8, 2, head_dim), 16, torch.bfloat16)

@@ -46,7 +46,7 @@ HEADS_OF_SALE = Sale.merged([Sale(0.3), Sale(0.2)])
     ],
 )  # fmt: skip
 def test_slabs_change_nothing(monkeypatch, method, module, limit, value):
-    """Slabs of a single row or tile, and of several, take less memory and keep the same blocks."""
+    """Slabs of a single row or tile, and of several, use less memory and keep the same blocks."""
     batch = random_batch([(700, 70), (0, 3), (130, 140)], 2, 1, 64, 16, torch.float16, DEVICE)
     whole = select(method, batch)
     monkeypatch.setattr(module, limit, value)

@@ -128,7 +128,7 @@ def lines() -> Iterator[list[str]]:
 
 
 class Engine:
-    """Counts its calls, and returns their number: at once, late, never, or with an error."""
+    """An engine that counts its calls, and returns their number at once, late, never, or with an error."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -387,7 +387,7 @@ def test_every_metric_can_be_exported_and_is_documented() -> None:
     text = asyncio.run(open_page(Client({0: [worker(0, samples)]})).fresh_text()).decode()
     documented = DOCS.read_text()
     for metric in METRICS.values():
-        labels = ", ".join(f"`{label}`" for label in metric.all_labels[2:])  # past those of all
+        labels = ", ".join(f"`{label}`" for label in metric.all_labels[2:])  # after the labels that all have
         assert f"| `{metric.sample}` | {metric.type} | {labels} |" in documented
         assert f"# TYPE {metric.sample} {metric.type}" in text
     for line in documented.splitlines():

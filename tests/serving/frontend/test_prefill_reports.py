@@ -142,7 +142,7 @@ def test_each_http_request_has_a_report_of_its_own() -> None:
 
 @pytest.mark.parametrize("value", [True, 1, "forged", ["forged"]])
 def test_a_ticket_is_never_a_clients_own(value: Any) -> None:
-    """If nothing waits for the report, as in the log alone, there is no ticket."""
+    """If nothing waits for the report, for example if it is only logged, there is no ticket."""
     assert prefill_reports.plain_ticket({"sparse_prefill_report": value, "other": 1}) == {
         "sparse_prefill_report": True,
         "other": 1,

@@ -144,7 +144,7 @@ class TestEveryStep:
     @settings(max_examples=40, deadline=None)
     @given(lengths=st.tuples(st.integers(1, 4096), st.integers(0, 65_536)), heads=st.sampled_from(WORKERS))
     def test_a_row_of_any_length_fits(self, method: str, lengths: tuple[int, int], heads: tuple[int, int, int]) -> None:
-        """Alone, and uncut, because the arena is sized for the row that needs most."""
+        """A row fits alone and uncut, because the arena is sized for the row that needs most."""
         params = {"cluster": 0} if method == "share_prefill" else {}
         shape = ModelShape("LlamaForCausalLM", 1, *heads)
         (groups,) = Plan.build(SparsePrefillConfig(method=method, params=params), shape).layers
@@ -199,7 +199,7 @@ class TestReservation:
         ("settings", "options"), [({"dense_layers": [9]}, {}), ({}, {"per_layer_sliding_window": 64})]
     )
     def test_who_reserves_nothing(self, configured: Callable[..., Any], settings: Any, options: Any) -> None:
-        """A part knows only its own configuration, and the builder will know more; or a layer stays dense."""
+        """Either a part knows only its own configuration, and the builder will know more; or a layer stays dense."""
         (layer,) = make_layers(configured(method="dense", **settings), [0], **options)
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
         assert layer.impl.worker is None

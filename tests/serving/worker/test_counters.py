@@ -120,7 +120,7 @@ class TestPendingCounts:
 
 
 class TestCountsPastSixtyFourBits:
-    """A server that runs for years: messages between vLLM's processes hold no integer above 2^64."""
+    """A server that runs for years: messages between vLLM's processes cannot contain integers above 2^64."""
 
     MANY = 3 * 2**62
 

@@ -32,7 +32,7 @@ from vllm_sparse_kernels.selection.engine import SelectEngine
 CPU = torch.device("cpu")
 BATCH = random_batch([(200, 140)], 2, 1, 64, 32, torch.float32)
 for side in (BATCH.cache.keys, BATCH.cache.values):
-    side.nan_to_num_(nan=1e3)  # FlashAttention multiplies what lies past a row's end by zero
+    side.nan_to_num_(nan=1e3)  # FlashAttention multiplies values past a row's end by zero
 SELECTED = random_batch([(900, 140)], 2, 1, 64, 32, torch.float32)
 BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, stripes=20)
 

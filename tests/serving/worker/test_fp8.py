@@ -35,7 +35,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scaled_layer(**changes: Any) -> Any:
-    """The part of vLLM's Attention that defines the scales of a cache."""
+    """Return the part of vLLM's Attention that defines the scales of a cache."""
     scales = {"_q_scale_float": Q_SCALE, "_k_scale_float": K_SCALE, "_v_scale_float": V_SCALE}
     return SimpleNamespace(**(scales | changes))
 

@@ -49,7 +49,7 @@ def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
 
 class TestGroups:
     def test_pairs_of_all_layers_are_counted_whatever_they_run_on(self, config: Any) -> None:
-        """Over all keys, or those of a window; each chunk of a prompt separately, and no decodes."""
+        """Pairs over all keys or over a window's keys count, separately for each chunk of a prompt, without decodes."""
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
         make_builder(config, windowed)
         builder = make_builder(config, full)
@@ -63,7 +63,7 @@ class TestGroups:
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
         assert stays_dense(make_builder(config, windowed))
         assert f"sparse-prefill: layers 0,2 prefill dense: {Fallback.SLIDING_WINDOW.explain}" in lines
-        builder = make_builder(config, windowed + full)  # a group may hold both
+        builder = make_builder(config, windowed + full)  # a group may have both
         assert builder.sparse_layers == (1, 3)
         step = make_step(windowed[0], [(150, 1), (0, 200), (3, 90)])
         metadata = builder.build(0, step.common)
@@ -130,7 +130,7 @@ class TestGroups:
 
 class TestDrafts:
     def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, config: Any) -> None:
-        """Numbers past the model's own (EAGLE), or equal numbers under another name (a separate model)."""
+        """Their numbers are past the model's own (EAGLE), or equal under another name (a separate model)."""
         served = make_layers(config, range(4))
         names = layer_name(4), "draft_model.model.layers.0.self_attn.attn"
         drafts = [vllm_objects.make_layer(config, name) for name in names]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up meets every kernel that a mixed load launches: by Triton's own keys on a CPU, by counting on a GPU."""
+"""Warm-up launches every kernel of a mixed load: compared by Triton's own keys on a CPU, by counts on a GPU."""
 
 import random
 from collections.abc import Sequence
@@ -56,12 +56,12 @@ IN_FP8 = [(name, PARAMS.get(name, [{}])[0]) for name in OF_FP8]
 Steps = Sequence[Sequence[tuple[int, int]]]
 
 
-# Steps of one token, of whole sixteens, of neither; with and without room for stripes.
+# Steps of a single token, of a multiple of 16, and of neither; with and without room for stripes.
 SINGLE: Steps = [[(4097, n)] for n in (1, 160, 129)] + [[(0, n)] for n in (1, 32, 65)]
 
 
 def random_steps(seed: int, number: int) -> Steps:
-    """Steps of 1 to 64 rows of (context_len, query_len): odd chunks, prefix hits, single tokens."""
+    """Return steps of 1 to 64 rows of (context_len, query_len): odd chunks, prefix hits, single tokens."""
     generator = random.Random(seed)
     steps = []
     for _ in range(number):
@@ -83,16 +83,16 @@ def make_spec(page_size: int, dtype: torch.dtype = DTYPE) -> FullAttentionSpec:
 def run_steps(
     impls: Sequence[SparsePrefillImpl], page_size: int, steps: Steps, device: torch.device, in_fp8: bool = False
 ) -> None:
-    """As a server does: queries that are a part of a fused projection, the runner's block tables, the cache's views.
+    """Run steps like a server: queries are part of a fused projection, with the runner's block tables and cache views.
 
-    In fp8 queries are rounded into a tensor of their own, and results are in bf16. In slabs every step stays within the
-    arena, and nothing is asked of torch beside it.
+    In fp8, queries are rounded into a separate tensor, and results are in bf16. Divided into slabs, every step fits the
+    arena, and nothing is allocated outside of it.
     """
     memory = impls[0].worker.memory
     assert memory is not None
     arena = memory.arena
     assert arena.buffer is not None
-    arena.overflows = arena.peak_bytes = 0  # of warm-up
+    arena.overflows = arena.peak_bytes = 0  # discards those of warm-up
     num_heads, num_kv_heads, head_dim = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
     width = num_heads + 2 * num_kv_heads
     storage = torch.zeros(LONGEST // page_size, page_size, num_kv_heads, 2 * head_dim, dtype=DTYPE, device=device)
@@ -103,7 +103,7 @@ def run_steps(
         projected = torch.randn(num_tokens, width * head_dim, device=device).to(DTYPE)
         query = projected[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
         query = query.contiguous().to(FP8) if in_fp8 else query
-        num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
+        num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # usually not a multiple of 16
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
         for slab in memory.room.slabs(
             consecutive_rows(lengths), copy_block_table_rows(table, list(range(1, len(lengths) + 1)))
@@ -121,7 +121,7 @@ def run_steps(
 class TestKeys:
     @pytest.fixture(autouse=True)
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Engines are run and taken: as nothing is computed, there is no result to judge."""
+        """Run every engine and accept it: nothing is computed, so there is no result to judge."""
 
         def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
             engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
@@ -157,7 +157,7 @@ class TestKeys:
     def test_nor_does_one_on_an_engine_that_narrow_blocks_are_not_for(
         self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
-        """Blocks are as wide as the engines take them that are then found broken."""
+        """Blocks have the width of engines that are later found to be broken."""
         monkeypatch.setattr(compat, "flash_attention", lambda: None)
         impls = make_impls("sale", {}, CPU)
         check_keys(impls, 128, "auto", random_steps(seed=3, number=12), monkeypatch)
@@ -172,7 +172,7 @@ class TestKeys:
     ) -> None:
         monkeypatch.setattr(compat, "reads_fp8", lambda: True)
         impls = make_impls(method, {}, CPU, engine)
-        impls[1].sinks = torch.randn(SHAPE.num_heads)  # beside a layer of the same plan that has none
+        impls[1].sinks = torch.randn(SHAPE.num_heads)  # next to a layer of the same plan without sinks
         served = check_keys(impls, 128, engine, random_steps(seed=5, number=8), monkeypatch, in_fp8=True)
         assert {impl.layer.engine.name for impl in impls} == {engine}
         assert any("fp8" in key for _, key in served)
@@ -194,7 +194,7 @@ def check_keys(
     impls: Sequence[SparsePrefillImpl], page_size: int, engine: str, steps: Steps, monkeypatch: pytest.MonkeyPatch,
     in_fp8: bool = False,
 ) -> set[Key]:  # fmt: skip
-    """Steps launch no kernel that warm-up did not; those that they do."""
+    """Check that steps launch only kernels that warm-up launched, and return their keys."""
     with recorded_keys(monkeypatch) as warm:
         _warm_up(impls, page_size, engine, CPU, in_fp8)
     with recorded_keys(monkeypatch) as served:
@@ -213,7 +213,7 @@ def _warm_up(
 
 def check_compilations(impls: Sequence[SparsePrefillImpl], engine: str, in_fp8: bool = False) -> None:
     device = torch.device("cuda", 0)
-    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
+    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend reads the cache's layout from it
         _warm_up(impls, 128, engine, device, in_fp8)
     before = dict(compile_monitor.listener().counts)
     assert before["warmup"] > 0
@@ -245,7 +245,7 @@ def test_nothing_compiles_for_sinks_after_warm_up(method: str, engine: str) -> N
 class TestListener:
     @pytest.fixture
     def heard(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-        """What a listener that was there before ours hears."""
+        """Return the events that a listener receives that was installed before ours."""
         from triton import knobs
 
         events: list[dict[str, Any]] = []
@@ -272,7 +272,7 @@ class TestListener:
         assert len(heard) == 4
 
     def test_triton_tells_it_of_what_it_compiles(self, heard: list[dict[str, Any]]) -> None:
-        """The listener's place and its arguments differ between releases: here one compiles a kernel for Hopper."""
+        """The listener's place and arguments differ between releases. Here, Triton compiles a kernel for Hopper."""
         ours = compile_monitor.listener()
         kernel = JITFunction(store_kernel)
         kernel.module = "vllm_sparse_kernels.some"
@@ -312,7 +312,7 @@ def test_the_order_is_vllms() -> None:
 
 
 def test_a_layout_that_the_dense_backend_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM, which asks each backend from 0.29 on: a CPU's reads one, FlashAttention and our kernels all."""
+    """From 0.29 on, vLLM asks each backend. A CPU's reads one layout; FlashAttention and our kernels read all."""
     layouts = pytest.importorskip("vllm.v1.kv_cache_layout", reason="this vLLM asks no backend").KVCacheLayout
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
