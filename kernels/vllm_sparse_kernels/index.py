@@ -461,7 +461,7 @@ class SparseIndex:
         assert bool(torch.isin(diagonal, blocks).all()), f"{where}: a diagonal block is missing"
 
     def _check_stripes(self, head: int, i_tile: int, tile: Tile, where: str, list_starts: Sequence[int]) -> None:
-        """Check one list of stripes, which ends where the next of the ascending ``list_starts`` is."""
+        """Check one list of stripes, which ends at the next position in the ascending ``list_starts``."""
         count = int(self.stripe_counts[head, i_tile])
         start = int(self.stripe_offsets[head, i_tile])
         i_next = bisect_right(list_starts, start)
