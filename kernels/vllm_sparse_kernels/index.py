@@ -56,7 +56,7 @@ class StripeLayout:
 
     @cached_property
     def longest(self) -> int:
-        """Capacity of the longest list, in positions. A list ends where the next one begins."""
+        """Capacity of the longest list, in positions. A list ends where the next list begins."""
         places = sorted({*self.offsets, self.capacity})
         return max((end - start for start, end in pairwise(places)), default=0)
 
@@ -190,8 +190,8 @@ class IndexLayout:
 class IndexArgs(NamedTuple):
     """Tensors of ``Rows`` and ``SparseIndex``, as arguments of kernels.
 
-    Triton does not specialise on any number here as the batch changes, because the length of a head's lists is a
-    multiple of 16: a kernel that is compiled at start-up serves every later batch.
+    No number here causes a new variant of a kernel as the batch changes, because the length of a head's lists is a
+    multiple of 16. A kernel that is compiled at start-up therefore serves every later batch.
 
     Attributes:
         tiles: [num_tiles, 4] int32, see ``Rows.tiles``.

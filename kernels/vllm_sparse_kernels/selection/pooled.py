@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pooled queries and keys: means of blocks, and the products of mean queries with mean keys.
 
-A pooled query is the mean of a tile of 128 queries or of half a tile, and a pooled key the mean of a block of 64 keys.
-The same launches pool all rows of a step; each program handles some blocks of one head. If means or products of a large
-batch would need more than ``SLAB_BYTES``, tiles are selected slab by slab. The selection of a tile does not depend on
-its slab.
+A pooled query is the mean of a tile of 128 queries or of half a tile, and a pooled key is the mean of a block of 64
+keys. The same launches pool all rows of a step; each program handles some blocks of one head. If means or products of a
+large batch would need more than ``SLAB_BYTES``, tiles are selected slab by slab. The selection of a tile does not
+depend on its slab.
 """
 
 from collections.abc import Iterator
@@ -321,7 +321,7 @@ def _units(b_x):
 
 @triton.jit
 def _similarity(b_units, count):
-    """Return the mean cosine over all pairs of ``count`` tokens, including those with themselves."""
+    """Return the mean cosine over all pairs of ``count`` tokens, including each token with itself."""
     return tl.sum(b_units * b_units, 0) / (count * count)
 
 

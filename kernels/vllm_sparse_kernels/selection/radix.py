@@ -361,8 +361,8 @@ def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constex
 def add_by_high_digit(b_sum, b_x):
     """Add masses to sums by the halves of a digit.
 
-    The sum is a product of two matrices: one has the masses at the upper half i of their digit, the other a 1 at the
-    lower half j. Masses are rounded to TF32's ten bits of the mantissa, without bias.
+    The sum is a product of two matrices: one has the masses at the upper half i of their digit, and the other has a 1
+    at the lower half j. Masses are rounded to TF32's ten bits of the mantissa, without bias.
 
     Args:
         b_sum: [n, 16, 16] float32.
