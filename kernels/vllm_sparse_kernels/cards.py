@@ -68,7 +68,7 @@ def find_card(capability: tuple[int, int]) -> Card | None:
 
 
 def status_note(capability: tuple[int, int]) -> str | None:
-    """Return what an operator must know before relying on a GPU.
+    """Return a note for operators on the status of a GPU.
 
     Args:
         capability: (major, minor).

@@ -3,7 +3,7 @@
 
 Each head and tile has a sorted list of key blocks and a sorted list of single key positions ("stripes"). The host fixes
 the layout of the buffers from upper bounds, so nothing has to be read back from the device. A tile's block list has
-room for every block in its causal reach and cannot overflow. A method states how many stripes it may keep
+room for every block in its causal reach and cannot overflow. A method states the number of stripes that it may keep
 (``StripeLayout``). Tiles that share a list of stripes (groups of AnchorAttention) share its memory.
 
 Invariants, which ``SparseIndex.check`` verifies: lists are sorted, unique and causal; every block of a tile's diagonal

@@ -226,8 +226,8 @@ class Layer:
             scale: Factor from q·k to scores.
 
         Raises:
-            ValueError: The index and the queries have different numbers of heads, or the queries lack tokens of the
-                index's rows.
+            ValueError: The index and the queries have different numbers of heads, or tokens of the index's rows are
+                missing in the queries.
         """
         if index.num_heads != query.shape[1]:
             raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {query.shape[1]}")

@@ -299,8 +299,8 @@ def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE)
 def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE, JOINED: tl.constexpr):
     """Write column sums of the program's key tiles, and the weight of each query in them or the sums of diagonals.
 
-    Tile j holds one part of the diagonals ``[64 j, 64 j + 64)``, and the other part of the 64 diagonals before. The
-    program therefore reads one tile more than its own.
+    Tile j holds one part of the diagonals ``[64 j, 64 j + 64)``, and the other part of the 64 diagonals before them.
+    The program therefore reads one tile more than its own.
 
     Grid: as ``split_lse_kernel``. Bound by the matrix units and exponentials; keys are read once.
 

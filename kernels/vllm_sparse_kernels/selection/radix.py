@@ -198,7 +198,7 @@ def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constex
         RELATIVE: Whether ``goal`` is a share of the sum.
 
     Returns:
-        (digits up to that of ``i_pass``, remaining weight to reach, last digit, weights of the pass [16, 256]).
+        (digits up to the digit of ``i_pass``, remaining weight to reach, last digit, weights of the pass [16, 256]).
     """
     i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
     b_w = _load_weights(digits, i_state, chunks, used)

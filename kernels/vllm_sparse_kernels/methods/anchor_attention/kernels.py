@@ -342,7 +342,7 @@ def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
 
 @triton.jit
 def _stripe_words(words, o_b, mask, INDEX_N: tl.constexpr):
-    """Load the words of candidate blocks, with those of whole blocks cleared."""
+    """Load the words of candidate blocks, with the words of whole blocks cleared."""
     b_words, b_whole = _block_words(words, o_b, mask, INDEX_N)
     return tl.where(b_whole[:, None], 0, b_words)
 

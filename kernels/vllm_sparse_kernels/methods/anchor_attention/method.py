@@ -64,7 +64,7 @@ of 8 queries find 4 at a density of 0.85. Two options go beyond the paper; both 
   keeps it. Such scores need a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
 * ``whole_blocks``: a vote for a key keeps the index block around it. The block has 32 keys where all heads of a layer
   use this option and such blocks cost no more (``block_width.py``), else 64 or 128. Copied text is copied in order, so
-  the keys that unsampled queries look for lie next to those that the sampled queries find. Keys of a block also cost
+  the keys that unsampled queries look for lie next to the keys that the sampled queries find. Keys of a block also cost
   half as much as stripes, and short groups, which would have long lists of stripes, need no room for them.
 
 With one tile in a group and ``window_tokens`` = 512, on the same prompt: sampling every 16th query with blocks of 32
@@ -121,8 +121,8 @@ VOTE_COLUMNS = 128
 """Voters of several heads and groups that one product multiplies with keys; a power of two for each head and group."""
 
 MOST_VOTERS = 128
-"""Largest number of a group's voters in one product. Groups with more voters take several passes, which load them for
-each block of keys."""
+"""Largest number of a group's voters in one product. Groups with more voters need several passes, which load the voters
+for each block of keys."""
 
 VOTE_SPLIT = 1024
 """Candidate keys on which the voters of one program vote."""
@@ -144,7 +144,7 @@ class Group(NamedTuple):
             dense tail.
         first_tile: Number of the first tile in ``Rows.tile_list``.
         num_tiles: Number of tiles.
-        offset: Where the group's candidates begin among those of all groups of a head.
+        offset: Where the group's candidates begin among the candidates of all groups of a head.
         num_candidates: Keys between initial region and window, on which the group votes: the capacity of its list.
     """
 
@@ -411,7 +411,7 @@ class AnchorAttention(PerHead):
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
         voters: VoterArgs, groups: Groups, args: GroupArgs,
     ) -> None:  # fmt: skip
-        """Compute what each group keeps (equations 1 and 2), as the words of ``args``."""
+        """Compute the keys that each group keeps (equations 1 and 2), as the words of ``args``."""
         rows, group = index.rows, index.num_heads // cache.num_kv_heads
         block_d = triton.next_power_of_2(cache.head_dim)
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, to fit shared memory

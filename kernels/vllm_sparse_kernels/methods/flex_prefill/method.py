@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexPrefill's vertical-slash (arXiv:2502.20766), the fallback of SharePrefill (arXiv:2505.19578, Algorithm 5).
 
-Â is the softmax of the chunk's last 64 queries over all keys. The data decides how many lines are kept: the fewest
+Â is the softmax of the chunk's last 64 queries over all keys. The data determine the number of kept lines: the fewest
 columns that hold γ of Â's mass, and the fewest diagonals that hold γ of it. Columns are kept as stripes, diagonals as
 blocks.
 
@@ -109,7 +109,7 @@ class FlexVerticalSlash(PerHead):
         return self.gamma if self.gamma < 1 else math.inf
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:
-        """Return how many stripes a tile of a row may keep. The number depends only on the row's size.
+        """Return the number of stripes that a tile of a row may keep. It depends only on the row's size.
 
         Args:
             rows: The rows of a step.

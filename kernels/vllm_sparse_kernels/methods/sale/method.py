@@ -13,8 +13,8 @@ any element's relative attention score, estimated from 4-bit queries and keys, i
    4 misplaces a parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)". Taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is tested here.
    Terms that do not change along a row, such as q k̄ᵀ, are part of one threshold per query.
 
-Size of the local region (appendix C): blocks between the sink and the local region are taken in segments of four. The
-remainder at the row's end (fewer than four blocks) joins the local region, which therefore has 128 to 224 tokens.
+Size of the local region (appendix C): blocks between the sink and the local region are divided into segments of four.
+The remainder at the row's end (fewer than four blocks) joins the local region, which therefore has 128 to 224 tokens.
 
 Choices where the paper is ambiguous, and deviations from it:
 

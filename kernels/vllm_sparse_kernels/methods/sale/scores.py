@@ -235,8 +235,8 @@ def _test_kernel(
 ):  # fmt: skip
     """Run step 3 for up to TILES tiles of one head and one span; with MARKED, only for spans that are ``left``.
 
-    Grid: (pairs of tiles, spans, n), or (pairs, 1, n) where MARKED. Bound by the matrix units, and by the maxima behind
-    them.
+    Grid: (pairs of tiles, spans, n), or (pairs, 1, n) where MARKED. Bound by the matrix units, and by the maxima of the
+    products.
 
     Args:
         queries: RoundedQueries.

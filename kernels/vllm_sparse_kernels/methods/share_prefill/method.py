@@ -45,11 +45,11 @@ these differences is implemented here:
 * *True mass.* Its map is the exact softmax mass of each block, by a second pass over the pivot's QK, which costs half
   of the pivot's dense attention or more.
 * *γ of each row.* It takes γ of the mass of each row of the map, not of the whole map. With the whole map, all rows
-  have equal weight, and rows with many blocks, those at a chunk's end, keep too little.
+  have equal weight, and rows with many blocks (at a chunk's end) keep too little.
 * *Comparison.* It compares heads by the true mass of the last queries, summed over columns and over diagonals: both
   distances to the pivot must be below 0.5. The paper compares estimates, and has τ = 0.2.
-* *Query-aware heads.* A head whose pooled estimate is close to the true one (a distance below 0.1) takes FlexPrefill's
-  query-aware pattern, in any cluster or none.
+* *Query-aware heads.* A head whose pooled estimate is close to the true one (a distance below 0.1) uses FlexPrefill's
+  query-aware pattern, in any cluster or without a cluster.
 * *Exclusion.* It has no δ. Instead no head shares a pivot whose own vertical-slash would hold 0.9 or more of its mass.
 * *Budget.* Each head, including heads that share, keeps at least 1,024 keys' worth of its own best columns and of its
   own best diagonals, in blocks of 128.

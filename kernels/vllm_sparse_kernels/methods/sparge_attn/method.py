@@ -6,8 +6,8 @@
 1. Compress each tile and each key block to its mean token: q and k.
 2. Compute S^ = scale · q kᵀ, and P^ = softmax of each row of S^.
 3. Keep the blocks TopCdf(P^, τ): the fewest whose probabilities reach τ (equation 4).
-4. A mean represents its tokens only where these are similar. A key block with a self-similarity below θ gets S^ = −∞
-   and is always kept; a tile below θ keeps every causal block (equation 5).
+4. A mean represents its tokens only if they are similar. A key block with a self-similarity below θ gets S^ = −∞ and is
+   always kept; a tile below θ keeps every causal block (equation 5).
 
 The second stage (section 3.4), which skips products of P and V by λ, and SageAttention's 8-bit scores (section 3.5)
 belong to attention, not to selection: ``skip_margin`` and ``int8_scores`` request them from ``attend``. Both are off by
@@ -148,7 +148,7 @@ class SpargeAttn(PerHead):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every causal block is kept, whatever the scores."""
+        """Whether every causal block is kept, regardless of the scores."""
         return self.kept_mass == 1 or self.top_share == 1
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:

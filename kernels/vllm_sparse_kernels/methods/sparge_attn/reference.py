@@ -114,7 +114,9 @@ def softmax_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def num_top_blocks(top_share: float, num_blocks: int) -> int:
-    """Return how many blocks ``top_share`` keeps, as the released code rounds: down, in float32, but to at least 1.
+    """Return the number of blocks that ``top_share`` keeps.
+
+    It is rounded as in the released code: down, in float32, but to at least 1.
 
     Args:
         top_share: The share, in (0, 1].

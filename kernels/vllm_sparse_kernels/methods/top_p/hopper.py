@@ -134,7 +134,7 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 
 
 def stored(scratch: Scratch) -> StoredShares:
-    """Describe what ``masses`` leaves in the scratch, for the floor.
+    """Describe the shares that ``masses`` leaves in the scratch, for the floor.
 
     Args:
         scratch: Scratch that ``room`` allocated for a run.

@@ -97,7 +97,7 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 
 
 def stored(scratch: Scratch) -> StoredShares:
-    """Describe what ``masses`` leaves in the scratch, for the floor.
+    """Describe the scores that ``masses`` leaves in the scratch, for the floor.
 
     Args:
         scratch: Scratch that ``room`` allocated for a run.
@@ -164,7 +164,7 @@ def _scores_kernel(
 ):  # fmt: skip
     """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
 
-    Grid: (pairs · 2, spans, n). Bound by the matrix units, and by the maxima behind them.
+    Grid: (pairs · 2, spans, n). Bound by the matrix units, and by the maxima of the products.
 
     Args:
         rounded: Rounded.
