@@ -6,10 +6,10 @@ fastest. Narrower blocks (``Method.finest_block_tokens``) are used if the method
 head needs an option that only the engine ``portable`` has, and the GPU's engines run them at almost no cost. These are
 the engines for Hopper: on ``hopper``, a kept pair costs at most 7 % more in blocks of 32 keys than in blocks of 128,
 and FlashAttention-3, which ``flash`` calls, reads pages of 32 tokens as fast as pages of 128. The engine ``portable``
-handles one block per step. Blocks of 32 keys do not fill its matrix products, so that it runs them slowly.
+handles one block per step. Blocks of 32 keys do not fill its matrix products, so it runs them slowly.
 
-Without a CUDA device, blocks are as on Hopper. The time of the references depends only on the number of kept keys, and
-quality measured on a CPU is then the quality on such a GPU.
+Without a CUDA device, blocks are as on Hopper. Quality measured on a CPU is then the quality on such a GPU, and the
+time of the references depends only on the number of kept keys.
 """
 
 from collections.abc import Sequence

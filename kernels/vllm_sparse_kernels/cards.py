@@ -11,7 +11,7 @@ import torch
 from triton.compiler.compiler import max_shared_mem
 
 HOPPER_CAPABILITY = (9, 0)
-"""Compute capability of H100 and H200: the Hopper kernels run on no other."""
+"""Compute capability of H100 and H200, the only one on which the Hopper kernels run."""
 
 
 class Card(NamedTuple):
@@ -62,13 +62,13 @@ def find_card(capability: tuple[int, int]) -> Card | None:
         capability: (major, minor).
 
     Returns:
-        The entry of ``CARDS``; None if there is none.
+        The entry of ``CARDS``; None if the capability is not listed.
     """
     return next((card for card in CARDS if card.capability == tuple(capability)), None)
 
 
 def status_note(capability: tuple[int, int]) -> str | None:
-    """Return what an operator must know before relying on a GPU.
+    """Return a note for operators on the status of a GPU.
 
     Args:
         capability: (major, minor).

@@ -15,7 +15,7 @@ from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 
 
 class Candidate(Protocol):
-    """An engine, as far as ``choose_engine`` needs it."""
+    """The part of an engine that ``choose_engine`` needs."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ def choose_engine(
         The engine, and why each engine before it was not chosen.
 
     Raises:
-        ValueError: No engine can serve the layer, or none has the name ``forced``.
+        ValueError: No engine can serve the layer, or no engine has the name ``forced``.
     """
     passed_over: dict[str, str] = {}
     if forced is not None and forced not in engines:
@@ -93,7 +93,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _capability(index: int) -> tuple[int, int]:
-    """Return the compute capability of a GPU. Every layer of a step asks for it."""
+    """Return the compute capability of a GPU. Every layer of a step calls this."""
     return torch.cuda.get_device_capability(index)
 
 
@@ -102,7 +102,8 @@ def gluon_refusal(capability: tuple[int, int], missing_gluon: str | None) -> str
 
     Args:
         capability: Compute capability of the layer's device.
-        missing_gluon: Why the kernels could not be imported, with the name that Gluon lacks; None if they were.
+        missing_gluon: Why the kernels could not be imported, with the name that Gluon lacks; None if they were
+            imported.
 
     Returns:
         Why they cannot run, as the end of a sentence; None if they can.

@@ -2,11 +2,12 @@
 """Trial of an engine: one batch through attention or selection, before a server, a profile or a test uses the engine.
 
 The result of attention is compared with float64, within an error budget: the error of eager torch in the same dtype,
-times 3. In the tests, a kernel's largest error is 0.2 to 0.5 times eager's in fp16, and as large as eager's in
-fp32. In fp32 at head_dim 256 it is up to 2.4 times eager's, because two libraries sum 256 products in different orders.
+times 3. In the tests, a kernel's largest error is 0.2 to 0.5 times that of eager torch in fp16, and as large in fp32.
+In fp32 at head_dim 256 it is up to 2.4 times as large, because two libraries sum 256 products in different orders.
 
-The result of selection is compared with that of the method's portable engine. Engines round differently, so blocks with
-estimates next to a threshold may differ. The lists must agree on most of their entries (``LEAST_AGREEMENT``).
+The result of selection is compared with the result of the method's portable engine. Engines round differently, so
+blocks with estimates next to a threshold may differ. The lists must agree on most of their entries
+(``LEAST_AGREEMENT``).
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ LEAST_AGREEMENT = 0.8
 
 On ``sharpened`` random batches on an H100, head dims 64, 128 and 256, Hopper's and the portable kernels agree on
 at least 0.96 of ``top_p``'s blocks and on all of SALE's (docs/results/mend.json). The agreement of a kernel that keeps
-wrong blocks is an estimate."""
+wrong blocks is only estimated."""
 
 SHARPEN = 3.0
 """Factor of the queries in ``sharpened``."""
@@ -43,7 +44,7 @@ class Batch:
         cache: Keys and values.
         rows: The rows of the batch.
         scale: Factor from q·k to scores.
-        out_dtype: Type of the attention output; None for q's, or fp16 if that is fp8.
+        out_dtype: Type of the attention output; None for the type of q, or fp16 if q is fp8.
         sinks: [num_heads] learnt sinks; None without sinks.
     """
 

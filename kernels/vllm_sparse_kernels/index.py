@@ -3,7 +3,7 @@
 
 Each head and tile has a sorted list of key blocks and a sorted list of single key positions ("stripes"). The host fixes
 the layout of the buffers from upper bounds, so nothing has to be read back from the device. A tile's block list has
-room for every block in its causal reach and cannot overflow. A method states how many stripes it may keep
+room for every block in its causal reach and cannot overflow. A method states the number of stripes that it may keep
 (``StripeLayout``). Tiles that share a list of stripes (groups of AnchorAttention) share its memory.
 
 Invariants, which ``SparseIndex.check`` verifies: lists are sorted, unique and causal; every block of a tile's diagonal
@@ -56,7 +56,7 @@ class StripeLayout:
 
     @cached_property
     def longest(self) -> int:
-        """Capacity of the longest list, in positions. A list ends where the next one begins."""
+        """Capacity of the longest list, in positions. A list ends where the next list begins."""
         places = sorted({*self.offsets, self.capacity})
         return max((end - start for start, end in pairwise(places)), default=0)
 
@@ -190,8 +190,8 @@ class IndexLayout:
 class IndexArgs(NamedTuple):
     """Tensors of ``Rows`` and ``SparseIndex``, as arguments of kernels.
 
-    Triton does not specialise on any number here as the batch changes, because the length of a head's lists is a
-    multiple of 16: a kernel that is compiled at start-up serves every later batch.
+    No number here causes a new variant of a kernel as the batch changes, because the length of a head's lists is a
+    multiple of 16. A kernel that is compiled at start-up therefore serves every later batch.
 
     Attributes:
         tiles: [num_tiles, 4] int32, see ``Rows.tiles``.
@@ -461,7 +461,7 @@ class SparseIndex:
         assert bool(torch.isin(diagonal, blocks).all()), f"{where}: a diagonal block is missing"
 
     def _check_stripes(self, head: int, i_tile: int, tile: Tile, where: str, list_starts: Sequence[int]) -> None:
-        """Check one list of stripes, which ends where the next of the ascending ``list_starts`` is."""
+        """Check one list of stripes, which ends at the next position in the ascending ``list_starts``."""
         count = int(self.stripe_counts[head, i_tile])
         start = int(self.stripe_offsets[head, i_tile])
         i_next = bisect_right(list_starts, start)

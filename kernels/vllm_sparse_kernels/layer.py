@@ -60,7 +60,7 @@ def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> Laye
 
     Args:
         methods: The method of each head.
-        others: Methods of heads of other layers, with which heads of this layer may share results.
+        others: Methods of heads in other layers; heads of this layer may share results with these heads.
 
     Returns:
         The groups.
@@ -138,7 +138,7 @@ def stripes_of(method: Method, rows: Rows) -> StripeLayout:
         rows: The rows of a step.
 
     Returns:
-        The layout. For a merged method, it holds everything that at least one of its heads needs.
+        The layout. For a merged method, it is sufficient for each of its heads.
     """
     return rows.once(method, lambda: method.stripe_layout(rows))
 
@@ -226,8 +226,8 @@ class Layer:
             scale: Factor from q·k to scores.
 
         Raises:
-            ValueError: The index and the queries have different numbers of heads, or the queries lack tokens of the
-                index's rows.
+            ValueError: The index and the queries have different numbers of heads, or tokens of the index's rows are
+                missing in the queries.
         """
         if index.num_heads != query.shape[1]:
             raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {query.shape[1]}")
@@ -263,7 +263,7 @@ class Layer:
 
 @lru_cache(maxsize=1024)
 def with_kept_mass(layer: Layer, share: float) -> Layer:
-    """Return the layer with another share of kept attention mass in all heads whose method has one.
+    """Return the layer with another share of kept attention mass in all heads whose method has such a share.
 
     Args:
         layer: The layer.

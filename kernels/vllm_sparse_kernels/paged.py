@@ -2,7 +2,7 @@
 """The paged key-value cache. Only this module converts positions to addresses.
 
 The key at position p of row i is on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels
-compute that with ``key_offsets``; references gather all keys of a row.
+compute this address with ``key_offsets``; references gather all keys of a row.
 
 A cache may be in fp8 (e4m3). Queries are then also in fp8, and each element must be multiplied by a scale. Methods and
 engines use q and k only in products, so the caller multiplies the softmax's scale by the scales of queries and keys.
@@ -60,7 +60,7 @@ class PagedCache:
         keys: [num_pages, page_size, num_kv_heads, head_dim] view with any strides.
         values: View of the same shape.
         score_scale: Scale of queries times scale of keys. Callers pass methods and engines the softmax's scale times
-            this.
+            this factor.
         value_scale: Scale of values, by which attention multiplies its result.
     """
 
@@ -201,7 +201,7 @@ def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride
     Args:
         block_table_ptr: Pointer to the row's first entry in the block table.
         positions: Positions of keys in the row's sequence.
-        mask: Positions to compute. Others get an offset on page 0, which is always readable.
+        mask: Positions to compute. Other positions get an offset on page 0, which is always readable.
         page_size: Keys of a page.
         stride_page: Elements between two pages.
         stride_token: Elements between two tokens.

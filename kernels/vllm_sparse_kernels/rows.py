@@ -161,7 +161,7 @@ class Rows:
             x: [num_tokens, num_heads, head_dim].
 
         Raises:
-            ValueError: It has too few tokens, or the elements of a head are not contiguous.
+            ValueError: The tensor has too few tokens, or the elements of a head are not contiguous.
         """
         if len(x) < self.end_token or x.stride(2) != 1:
             raise ValueError(
@@ -263,7 +263,7 @@ class Rows:
         return self.once(
             ("masked_pairs", block_tokens),
             lambda: sum(
-                # Query i of a tile attends to i + 1 keys past the keys before the tile.
+                # Query i of a tile attends to i + 1 keys in addition to the keys before the tile.
                 tile.length_tokens * (ceil_div(tile.last_position + 1, block_tokens) * block_tokens - tile.position)
                 - tile.length_tokens * (tile.length_tokens + 1) // 2
                 for tile in self.tile_list

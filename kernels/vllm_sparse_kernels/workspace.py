@@ -93,7 +93,7 @@ class Workspace:
 
 
 class Frame:
-    """Context of ``Workspace.frame``. Each layer enters several, and a class takes half of a generator's time.
+    """Context of ``Workspace.frame``. Each layer enters several frames, and a class takes half of a generator's time.
 
     Args:
         workspace: The workspace whose memory it releases.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Engine``: the interface of the kernels that compute attention over a ``SparseIndex``.
 
-An engine reports at start-up whether it can serve a layer (``refusal``). The fastest engine that can is chosen once,
-before the first step (``engine_choice.py``). Engines differ only in speed and in rounding.
+An engine reports at start-up whether it can serve a layer (``refusal``). The fastest engine that accepts the layer is
+chosen once, before the first step (``engine_choice.py``). Engines differ only in speed and in rounding.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ class AttendOptions:
 
     Attributes:
         skip_margins: [num_heads] float32, λ of each head; None if no head skips products.
-        int8_heads: [num_heads] uint8, 1 for heads with 8-bit scores; None if there is none.
+        int8_heads: [num_heads] uint8, 1 for heads with 8-bit scores; None if no head has them.
         all_int8: Whether every head has 8-bit scores. The host knows it, so that the kernel can omit the other path.
     """
 

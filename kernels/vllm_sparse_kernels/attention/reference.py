@@ -62,7 +62,7 @@ class ReferenceAttend:
             sinks: [num_heads], or None.
 
         Raises:
-            ValueError: The options have another number of heads than the index.
+            ValueError: The options and the index have different numbers of heads.
         """
         rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
         margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads

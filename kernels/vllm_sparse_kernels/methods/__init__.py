@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection methods by name. A new method is a folder here, its test, and its name in FOLDERS."""
+"""Selection methods by name. A new method needs a folder here, a test, and its name in FOLDERS."""
 
 from functools import lru_cache
 from importlib import import_module

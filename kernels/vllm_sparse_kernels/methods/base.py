@@ -3,8 +3,8 @@
 
 A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters. Their
 defaults are the paper's where it states any, and otherwise those of the authors' code. ``__post_init__`` refuses values
-out of range. ``reference.py`` next to it implements the same in plain torch, and the folder's ``SPECS`` pairs the two
-(``spec.py``).
+out of range. ``reference.py`` next to it implements the same selection in plain torch, and the folder's ``SPECS`` pairs
+the two (``spec.py``).
 """
 
 from abc import ABC, abstractmethod
@@ -67,7 +67,7 @@ class Method(ABC):
             methods: The method of each head; all have the same ``group_key``.
 
         Returns:
-            A method whose ``select`` takes these heads, in this order.
+            A method whose ``select`` handles these heads, in this order.
         """
         return methods[0]
 
@@ -109,7 +109,7 @@ class Method(ABC):
 
     @property
     def least_prompt_tokens(self) -> int:
-        """Prompts of up to this many tokens lose no key under the method, whatever its queries and keys."""
+        """Prompts of up to this many tokens lose no key under the method, regardless of queries and keys."""
         return 0
 
     @property
@@ -174,7 +174,7 @@ class Method(ABC):
         return StripeLayout.none(rows)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return an upper bound of the workspace memory that ``select`` has in use at a time, with any engine.
+        """Return an upper bound of the workspace memory that ``select`` uses at a time, with any engine.
 
         The default is the largest bound in ``selection/footprint.py``. A method that needs more overrides it. The
         arena is sized for the longest row: apart from rounding, the bound must not shrink as tiles or keys are added.
@@ -225,7 +225,7 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class PerHead(Method):
-    """A method that selects heads together whose methods differ in the fields that ``differing`` lists.
+    """A method that selects several heads together. Their methods may differ in the fields that ``differing`` lists.
 
     ``select`` calls ``of_heads`` for the method of each head.
 

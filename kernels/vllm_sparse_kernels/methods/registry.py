@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from vllm_sparse_kernels.methods.spec import MethodSpec
 
 GROUP = "vllm_sparse_backend.methods"
-"""Group of entry points. Each is a MethodSpec or a tuple of them."""
+"""Group of entry points. Each entry point is a MethodSpec or a tuple of MethodSpecs."""
 
 
 class PluginError(ValueError):
@@ -22,7 +22,7 @@ class Registry(Mapping[str, MethodSpec]):
     """Descriptions of methods by name, in alphabetical order.
 
     Entry points are loaded on first access rather than on construction, because the packages behind them import this
-    one.
+    package.
 
     Attributes:
         builtin_specs: The methods of this package, in the order in which their folders are listed.

@@ -45,8 +45,8 @@ WIDE_TILE_BYTES = 32 * 1024
 applies to head dims above 256."""
 
 PROGRAMS = 264
-"""Programs for a long row: as many as an H200 runs at a time, two per SM. Each begins with loads, which nothing would
-hide in a second wave of programs."""
+"""Programs for a long row: as many as an H200 runs at a time, two per SM. Each program begins with loads, and nothing
+would hide these loads in a second wave of programs."""
 
 LANES = 4
 """Number of threads that hold a row of the matrix instruction's result."""
@@ -138,7 +138,7 @@ def last_query_sums(
     bytes_a_head = num_queries * block_d * q.element_size()
     members = min(triton.next_power_of_2(group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // bytes_a_head))
     stacks = cache.num_kv_heads * ceil_div(group, members)
-    # Fewer programs if a program would otherwise be shorter than its start.
+    # Use fewer programs if a program would otherwise be shorter than its start.
     most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // stacks)), max(4, min(16, 2 * stacks))
     num_tiles = [ceil_div(seq_len, LAST.value) for seq_len in step.seq_lens[first_row:end_row]]
     # The longest row's splits may be longer, and therefore fewer, than those of a shorter row.

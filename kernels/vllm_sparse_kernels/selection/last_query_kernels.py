@@ -2,8 +2,8 @@
 """Kernels of ``last_queries``: the log-sum-exp of each query over splits of the keys, and the sums of Â.
 
 *Diagonals of blocks*: a diagonal is the block number of a query's position minus that of a key's. Key tiles are the
-blocks. The first kernel stores the weight of each block for each query, and a second kernel sums these weights. The
-queries may be any.
+blocks. The first kernel stores the weight of each block for each query, and a second kernel sums these weights. Any
+queries are possible.
 
 *Diagonals of single keys* are those of a row's last 64 queries. Key tiles are counted from the row's end: tile j holds
 the 64 positions before ``seq_len - 64 j``. Entry (r, c) of its part of Â, a 64 x 64 matrix, then lies on diagonal
@@ -299,8 +299,8 @@ def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE)
 def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE, JOINED: tl.constexpr):
     """Write column sums of the program's key tiles, and the weight of each query in them or the sums of diagonals.
 
-    Tile j holds one part of the diagonals ``[64 j, 64 j + 64)``, and the other part of the 64 diagonals before. The
-    program therefore reads one tile more than its own.
+    Tile j holds one part of the diagonals ``[64 j, 64 j + 64)``, and the other part of the 64 diagonals before them.
+    The program therefore reads one tile more than its own.
 
     Grid: as ``split_lse_kernel``. Bound by the matrix units and exponentials; keys are read once.
 

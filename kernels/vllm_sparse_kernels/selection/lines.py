@@ -34,7 +34,7 @@ class Lines(NamedTuple):
 
     columns: Any  # [num_rows, n, k] int32: ascending key positions
     num_columns: Any  # [num_rows, n] int32: number of columns
-    whole: Any  # [n, capacity / 64] uint8: blocks that are kept whole; None: none
+    whole: Any  # [n, capacity / 64] uint8: blocks that are kept whole; None if there are none
     bands_upto: Any  # [n, capacity / band] int32: number of kept bands up to and including each band
 
 

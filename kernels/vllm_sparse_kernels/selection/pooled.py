@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pooled queries and keys: means of blocks, and the products of mean queries with mean keys.
 
-A pooled query is the mean of a tile of 128 queries or of half a tile, and a pooled key the mean of a block of 64 keys.
-The same launches pool all rows of a step; each program handles some blocks of one head. If means or products of a large
-batch would need more than ``SLAB_BYTES``, tiles are selected slab by slab. The selection of a tile does not depend on
-its slab.
+A pooled query is the mean of a tile of 128 queries or of half a tile, and a pooled key is the mean of a block of 64
+keys. The same launches pool all rows of a step; each program handles some blocks of one head. If means or products of a
+large batch would need more than ``SLAB_BYTES``, tiles are selected slab by slab. The selection of a tile does not
+depend on its slab.
 """
 
 from collections.abc import Iterator
@@ -142,7 +142,8 @@ def pool_queries(
         similar: Whether to measure the similarity of a block's tokens.
 
     Returns:
-        [n, num_tiles · per_tile, ...]; those of tile t begin at t · per_tile. Undefined if a short tile has no queries.
+        [n, num_tiles · per_tile, ...]; the queries of tile t begin at t · per_tile. Undefined if a short tile has no
+        queries.
     """
     num_pooled, head_dim = rows.num_tiles * per_tile, q.shape[2]
     means = workspace.empty(len(heads), num_pooled, head_dim)
@@ -321,7 +322,7 @@ def _units(b_x):
 
 @triton.jit
 def _similarity(b_units, count):
-    """Return the mean cosine over all pairs of ``count`` tokens, including those with themselves."""
+    """Return the mean cosine over all pairs of ``count`` tokens, including each token with itself."""
     return tl.sum(b_units * b_units, 0) / (count * count)
 
 

@@ -198,7 +198,7 @@ def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constex
         RELATIVE: Whether ``goal`` is a share of the sum.
 
     Returns:
-        (digits up to that of ``i_pass``, remaining weight to reach, last digit, weights of the pass [16, 256]).
+        (digits up to the digit of ``i_pass``, remaining weight to reach, last digit, weights of the pass [16, 256]).
     """
     i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
     b_w = _load_weights(digits, i_state, chunks, used)
@@ -361,8 +361,8 @@ def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constex
 def add_by_high_digit(b_sum, b_x):
     """Add masses to sums by the halves of a digit.
 
-    The sum is a product of two matrices: one has the masses at the upper half i of their digit, the other a 1 at the
-    lower half j. Masses are rounded to TF32's ten bits of the mantissa, without bias.
+    The sum is a product of two matrices: one has the masses at the upper half i of their digit, and the other has a 1
+    at the lower half j. Masses are rounded to TF32's ten bits of the mantissa, without bias.
 
     Args:
         b_sum: [n, 16, 16] float32.

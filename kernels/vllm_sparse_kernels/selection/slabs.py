@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slabs and runs. A slab has rows whose keys are rounded together; a run has tiles that one launch scores.
 
-Neither the keys of a row nor the scores of a tile are split, between slabs or between runs. The division of a row's
-tiles into runs depends only on that row. Therefore the selection of a tile does not depend on other rows of the step.
+Slabs never split the keys of a row, and runs never split the scores of a tile. The division of a row's tiles into runs
+depends only on that row. Therefore the selection of a tile does not depend on other rows of the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

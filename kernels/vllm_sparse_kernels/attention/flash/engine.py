@@ -9,16 +9,16 @@ anywhere. Every (query head, tile) therefore becomes a sequence with one head, w
   tile's last position.
 * Keys and values are viewed as *units* of consecutive tokens of one kv head, [num_units, unit, 1, head_dim], whose
   first stride is the greatest common divisor of the cache's strides (the *granule*). The number of a unit is its offset
-  in granules, and thus encodes page, place in the page and kv head. Units overlap, and are only read.
-* A unit is as wide as blocks and pages allow. Stripes are units of one token. They lie before the tile's first query,
-  need no mask, and run as a second call, whose result is merged with that of the blocks by log-sum-exp.
+  in granules, which encodes the page, the place in the page and the kv head. Units overlap, and are only read.
+* A unit is as wide as blocks and pages allow. Stripes are units of one token. They lie before the tile's first query
+  and need no mask. A second call processes them, and its result is merged with the result of the blocks by log-sum-exp.
 
 Two kernels surround the calls: one copies the queries of each sequence together and writes the tables, the other merges
 the results, applies sinks, and copies the output back.
 
 On Hopper, version 3 reads an fp8 cache with fp8 queries, rounds weights to fp8 and writes bf16. The scales of
 queries and keys are part of the softmax scale, and the last kernel applies the scale of values. FlashAttention itself
-gets no scales.
+receives no scales.
 
 Values past a row's end on its last page must be finite: FlashAttention-3 multiplies them by zero, so that NaN and
 infinities reach the output (Dao-AILab/flash-attention, issue 2374). vLLM's own prefill has the same requirement.
@@ -78,10 +78,10 @@ class FlashAttention:
 
     @staticmethod
     def of_version(version: int, varlen: Callable[..., Any]) -> "FlashAttention":
-        """Describe vLLM's function of a FlashAttention version.
+        """Describe vLLM's function for a version of FlashAttention.
 
-        Version 3 reads fp8 and pages of any size, version 2 pages of multiples of 16 tokens. Version 3 reads pages by
-        bulk copies only if ``max_seqlen_q`` exceeds its tile of 128 queries.
+        Version 3 reads fp8 and pages of any size. Version 2 reads only pages whose size is a multiple of 16 tokens.
+        Version 3 reads pages by bulk copies only if ``max_seqlen_q`` exceeds its tile of 128 queries.
 
         Args:
             version: Version of FlashAttention: 2 or 3.

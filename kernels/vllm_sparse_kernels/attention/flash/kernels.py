@@ -43,7 +43,7 @@ class Slice(NamedTuple):
     i_row: Any
     o_q: Any  # [ROWS] int64, tokens in q
     o_s: Any  # [ROWS] int64, places among the part's queries
-    in_tile: Any  # [ROWS], which of them the tile has
+    in_tile: Any  # [ROWS], whether the tile has the query
     start: Any  # place of the sequence's first query
     length: Any  # queries of the sequence
     last: Any  # position of its last query
@@ -108,7 +108,7 @@ def prepare_kernel(
     i_list = part.i_head * num_tiles + part.i_tile
     pages = block_table + part.i_row.to(tl.int64) * stride_block_table
     ids = lists.block_ids + part.i_head.to(tl.int64) * lists.stride_blocks + tl.load(lists.block_offsets + part.i_tile)
-    # All blocks are whole but the last, which ends with the tile's last query.
+    # All blocks are complete except the last, which ends with the tile's last query.
     num_keys = (tl.load(lists.block_counts + i_list) - 1) * UNITS.BLOCK_TOKENS + part.last % UNITS.BLOCK_TOKENS + 1
     tl.store(sequences.keys + i_part, num_keys)
     num_units = tl.cdiv(num_keys, UNITS.UNIT)

@@ -82,7 +82,7 @@ class CausalMask:
 
     @gluon.jit
     def shift(self, b_max):
-        """Return the maxima, or 0 for a query without a key so far, because −∞ − (−∞) would be NaN.
+        """Return the maxima, or 0 for a query that has no key yet, because −∞ − (−∞) would be NaN.
 
         Args:
             b_max: [64] float32 running maxima.

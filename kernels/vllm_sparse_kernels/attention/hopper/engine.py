@@ -33,7 +33,7 @@ else:
     MISSING_GLUON = None
 
 RANKING = {"RANKED": 8, "OTHERS": 1024}
-"""Number of items that a program ranks, and of other items with which it compares them at a time."""
+"""Number of items that a program ranks, and number of other items with which it compares them at a time."""
 
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""

@@ -13,7 +13,7 @@ begins an item once the consumers have computed the last scores of the previous 
 
 An item's steps run from the diagonal backwards, then through the stripes:
 
-    step 0            the list's last blocks, so many that the other steps are full; always masked
+    step 0            the list's last blocks, as many as make all other steps full; always masked
     masked steps      further blocks that touch the diagonal (tiles and blocks may not be aligned)
     block steps       all queries see all keys
     stripe steps      the last step is masked if it is not full
@@ -27,7 +27,7 @@ Items do not overlap: computing an item's first scores while the previous item i
 ran other processes.
 
 ptxas tends to hoist the wait for P·V above all exponents of the step, which undoes the overlap. A wait for the next
-step's keys between the two keeps the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
+step's keys between the two preserves the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
 ``make compile-matrix`` checks the output of each release.
 
 ``item.py`` has the types that the kernel, its producer and its consumers share: ``Config``, ``Channels``, ``Item``.

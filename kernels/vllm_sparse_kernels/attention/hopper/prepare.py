@@ -133,8 +133,8 @@ def _keys(index, o_count, valid, BLOCK_N: tl.constexpr):
 def _first_by(b_keys, b_kv_head, scale):
     """Return a sort key that is larger for items that come earlier.
 
-    The first criterion is the power of two by which an item exceeds the mean (0 up to twice the mean), the second the
-    lower kv head.
+    The first criterion is the power of two by which an item exceeds the mean (0 up to twice the mean). The second is
+    the lower kv head.
     """
     b_excess = tl.floor(tl.log2(tl.maximum(b_keys * scale, 1.0))).to(tl.int32)
     return b_excess * MOST_HEADS - b_kv_head

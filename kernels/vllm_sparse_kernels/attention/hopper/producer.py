@@ -71,7 +71,7 @@ class Loader:
     """Fills the channels of keys and values."""
 
     config: Config
-    channels: Channels  # keys and values as pieces [SWEEP, 64], a 64-column part of a step after the other
+    channels: Channels  # keys and values as pieces [SWEEP, 64], one 64-column part of a step after another
     key_boxes: bulk_descriptor
     value_boxes: bulk_descriptor
 
@@ -132,7 +132,7 @@ class Loader:
     def _load_boxes(self, desc, column, rows, full, pieces, slot):
         """Begin bulk copies of a step's blocks, as boxes of [BLOCK_N, 64]. ``full`` completes when all have arrived.
 
-        A 64-column part of a step is [STEP, 64], which its blocks fill one after the other.
+        A 64-column part of a step is [STEP, 64]. The blocks of the step fill it one after another.
         """
         BLOCK_N: gl.constexpr = self.config.BLOCK_N
         PARTS: gl.constexpr = self.config.PARTS

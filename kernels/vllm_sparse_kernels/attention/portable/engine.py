@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a SparseIndex by one Triton kernel on every device that Triton supports: the engine with all options.
+"""Attention over a SparseIndex by one Triton kernel, for every device that Triton supports and with all options.
 
 A program owns one (query head, tile), or a part of the tile's queries if the GPU cannot hold all of them
 (``program_queries``). It walks the tile's blocks with FlashAttention's online softmax (in base 2), masks only where a
 block touches the diagonal, then gathers the tile's stripes.
 
-Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
-stay in the L2 cache while all of its readers run.
+Programs run kv head by kv head, with the heaviest tile first and the heads of a group side by side. The keys and values
+of one kv head therefore stay in the L2 cache while all of its readers run.
 
 Blocks are loaded in one of two ways. If a block lies within a page, its *place*, a row of the cache seen as a matrix,
 is looked up only once, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
@@ -221,7 +221,7 @@ def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_byte
 
 
 def _num_warps(num_queries: int, block_d: int) -> int:
-    """Return the number of warps with which a thread holds at most 128 elements of the result."""
+    """Return the number of warps for which a thread holds at most 128 elements of the result."""
     return 8 if num_queries * block_d >= 128 * 128 else 4
 
 
@@ -236,7 +236,7 @@ def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: boo
 
     Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier.
 
-    If these do not fit, 0: the compiler then loads keys and values separately, which margins do not allow.
+    The number is 0 if these do not fit: the compiler then loads keys and values separately, which margins do not allow.
     """
     extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
     return 2 if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) + extra <= limit_bytes else int(with_margins)

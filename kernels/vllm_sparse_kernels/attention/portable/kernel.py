@@ -123,7 +123,7 @@ def attend_kernel(
 ):  # fmt: skip
     """Compute O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's position.
 
-    If the GPU cannot hold all queries of a tile in one program, PARTS programs take BLOCK_M of them each.
+    If the GPU cannot hold all queries of a tile in one program, each of PARTS programs processes BLOCK_M of them.
 
     Online softmax in float32 and base 2. For each step, S = scale log₂e · Q Kᵀ, m' = max(m, max S),
     l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l, where a sink adds
@@ -144,7 +144,8 @@ def attend_kernel(
         scale: Factor from q·k to scores in base 2.
         value_scale: Factor of the values.
         skip_margins: [NUM_HEADS] float32, SpargeAttn's λ in natural units; None to skip nothing.
-        int8_heads: [NUM_HEADS] uint8, 1 for heads with 8-bit scores. If it is None and ``smooth`` is not, all have.
+        int8_heads: [NUM_HEADS] uint8, 1 for heads with 8-bit scores. If it is None and ``smooth`` is not, all heads
+            have them.
         smooth: ``SmoothArgs``; None if no head has 8-bit scores.
         smooth_matrix: Descriptor of the 8-bit keys with boxes of [BLOCK_N, BLOCK_D]; or None.
         SHAPE: ``AttendShape``.
@@ -208,7 +209,7 @@ def attend_kernel(
 
 @triton.jit
 def _walk_by_head(b_q, smooth, int8_heads, i_row, lists, source, scale, margin, softmax, SHAPE):
-    """Run ``_walk`` with the head's kind of scores. If all heads use the same kind, only that is compiled."""
+    """Run ``_walk`` with the head's kind of scores. If all heads use the same kind, only this kind is compiled."""
     if smooth is None:
         softmax = _walk(b_q, None, lists, source, scale, margin, softmax, SHAPE)
     else:
@@ -255,9 +256,9 @@ def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     No address depends on a value that an iteration carries to the next, because Triton does not pipeline such loads.
 
     Triton pipelines the loads of products at the loop's top level, or all loads if there is no such product. The step
-    therefore is in a branch, whose condition always holds but is unknown to the compiler, and all of its data are
-    loaded AHEAD buffers before. With a margin, the values' product is in a branch anyway, and nothing else would load
-    values ahead. Without AHEAD there is no margin: see ``engine._ahead``.
+    is therefore in a branch whose condition is always true but unknown to the compiler, and all of its data are loaded
+    AHEAD buffers before. With a margin, the values' product is in a branch anyway, and nothing else would load values
+    ahead. Without AHEAD there is no margin: see ``engine._ahead``.
     """
     for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
         entry = tl.load(lists.blocks + i)

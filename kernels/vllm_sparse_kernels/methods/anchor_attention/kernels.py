@@ -16,7 +16,7 @@ from vllm_sparse_kernels.selection.lists import append, list_of, load_tile, tile
 from vllm_sparse_kernels.selection.pooled import is_read
 
 WORD = Constant(32)
-"""Keys whose votes make one word."""
+"""Keys whose votes form one word."""
 
 ALL_KEPT = Constant(-1)
 """The word of 32 keys that are all kept."""
@@ -36,7 +36,7 @@ class VoteShape(NamedTuple):
     GROUP: Any  # query heads of a kv head
     INITIAL: Any  # keys of the initial region
     PAGE: Any  # tokens of a page
-    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
+    PRECISION: Any  # ``input_precision`` of ``tl.dot`` for float32
     BLOCK_N: Any  # keys of a step
 
 
@@ -45,7 +45,7 @@ class Voting(NamedTuple):
 
     USE_ANCHOR: Any
     BLOCK_M: Any  # queries of a tile that have an anchor, at least 16
-    SAMPLE: Any  # the last of every so many queries votes; 0: the mean of all
+    SAMPLE: Any  # the last of every SAMPLE queries votes; 0: the mean of all
     VOTERS: Any  # of a tile
 
 
@@ -54,8 +54,8 @@ class VoteSplit(NamedTuple):
 
     SPLIT: Any  # keys of a program
     COLUMNS: Any  # voters at a time
-    BLOCK_T: Any  # of them, those of one group
-    ONE_PASS: Any  # whether these are all of a group
+    BLOCK_T: Any  # voters of one group among these
+    ONE_PASS: Any  # whether BLOCK_T covers all voters of a group
     VOTERS: Any  # of a tile
     WHOLE_WORDS: Any  # whether a vote for one key keeps all keys of its word
 
@@ -85,7 +85,7 @@ class VoterArgs(NamedTuple):
     """Output of ``anchor_kernel``: each voter with its anchor minus its head's θ.
 
     Only the selected heads' parts are written. A tile's voters are its mean query, or some of its queries; voters that
-    a short tile lacks have the anchor ∞.
+    are missing in a short tile have the anchor ∞.
     """
 
     queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype, fp16 if q is fp8
@@ -99,7 +99,7 @@ class GroupArgs(NamedTuple):
     row_starts: Any  # [num_rows + 1] int32, a row's first group
     tile_groups: Any  # [num_tiles] int32, a tile's group
     words: Any  # [num_heads, num_words] int32, the lowest bit for the first key
-    num_words: int  # a multiple of 16, so that no batch calls for a variant of a kernel
+    num_words: int  # a multiple of 16, so that no batch requires a new variant of a kernel
 
 
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
@@ -109,7 +109,8 @@ def anchor_kernel(
 ):  # fmt: skip
     """Compute the voters of one tile and head, if there are keys between initial block and window.
 
-    With SAMPLE, the last of every SAMPLE queries, and the last of what is left at a tile's end; 0: the mean of all.
+    With SAMPLE, these are the last of every SAMPLE queries, and the last of the remainder at a tile's end. If SAMPLE is
+    0, the only voter is the mean of all queries.
 
     Grid: (tiles, n), last tiles first. Bound by the matrix units: queries with the keys of the anchor region.
 
@@ -283,7 +284,7 @@ def _voters(row_voters, first_pair, first, SHAPE, VOTE):
 def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
     """Compute, for each key and pair, the largest excess of a score over x_a − θ of its voter: [keys, PAIRS].
 
-    Less than 0 is too little (equation 2).
+    A key with an excess below 0 fails the test (equation 2).
     """
     b_s = tl.dot(widen(b_k), tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
     return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // PAIRS, PAIRS]), 1)
@@ -341,7 +342,7 @@ def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
 
 @triton.jit
 def _stripe_words(words, o_b, mask, INDEX_N: tl.constexpr):
-    """Load the words of candidate blocks, with those of whole blocks cleared."""
+    """Load the words of candidate blocks, with the words of whole blocks cleared."""
     b_words, b_whole = _block_words(words, o_b, mask, INDEX_N)
     return tl.where(b_whole[:, None], 0, b_words)
 

@@ -24,7 +24,7 @@ Choices where the paper is ambiguous, and deviations from it:
 * Groups lie at absolute positions: group g covers [g · span, (g + 1) · span) with span = 128 · ``step_tiles``. Tiles
   are counted from the row's first query of this step, so they need not be aligned with groups. A tile belongs to the
   group of its first query, and its window begins where that group begins. Every query therefore sees at least the
-  anchor region that it would see in aligned tiles, and every tile keeps at least what its own vote selects.
+  anchor region that it would see in aligned tiles, and every tile keeps at least the keys that its own vote selects.
 * If a chunk ends within a group, only the tiles of the current step vote; votes of earlier chunks are not kept.
 * A row's last tile may be short: averages are over the queries that it has.
 * If a group keeps all keys of an index block, the block is listed as a block and not as stripes. The kept keys are the
@@ -36,24 +36,24 @@ Choices where the paper is ambiguous, and deviations from it:
 * It runs only on the first n − n mod span tokens of a prompt of n tokens, and computes the remaining queries densely.
   ``dense_tail`` does the same. Of 48 questions inside a prompt of 12,000 tokens (code-lm-29m-128k, θ = 12, step 16) the
   paper's rule answers 6 and the released code 26: all 15 that are asked in the dense tail, all 6 whose fact lies in the
-  first 2,048 tokens, and none of the 22 that need other distant keys. So ``dense_tail`` helps the end of a prompt, and
-  not the method. Tests that ask at a prompt's end mostly measure the tail.
+  first 2,048 tokens, and none of the 22 that need other distant keys. So ``dense_tail`` helps the end of a prompt, but
+  does not improve the method. Tests that ask at a prompt's end mostly measure the tail.
 * Its initial region is the first group (2,048 keys), not the first block (128 keys), also for x_a. ``first_group`` does
   the same. The released code counts keys of the first group that also pass the vote twice; here they count once.
 * It never attends to the 128 keys before a group: its window begins with the group, and its vote ends 128 keys before.
-  One of its kernels counts blocks from 1 as the paper does, and the other counts from 0, so this is a mistake and not
-  an option: these are the keys nearest to the group's first queries, and leaving out 128 of thousands saves no
-  measurable time.
+  One of its kernels counts blocks from 1 as the paper does, and the other counts from 0. This is therefore a mistake,
+  and there is no option for it: these keys are the nearest to the group's first queries, and leaving out 128 of
+  thousands saves no measurable time.
 * It compares scores and anchors in half precision and in units of log2. This module compares in float32.
-* It takes no prefix or chunk: all queries of a prompt run at once.
+* It accepts no prefix or chunk: all queries of a prompt run at once.
 
 **dense_tail in a server.** The tail begins at n − n mod span, where n is the length of the request's prompt. A chunk
 cannot see that length, so ``Rows.prompt_lens`` passes it. Tail queries are therefore dense at any chunk size. Positions
-after the prompt, as a preempted request prefills them again, count as tail. A tile that begins before the tail and
-reaches into it is dense as a whole. The tail depends on the prompt's length, and so do cached keys and values of the
-last incomplete group: a longer prompt that shares this prefix reads the keys and values of the shorter prompt.
+after the prompt, which a preempted request prefills again, count as tail. A tile that begins before the tail and
+reaches into it is entirely dense. The tail depends on the prompt's length, and so do cached keys and values of the last
+incomplete group: a longer prompt that shares this prefix reads the keys and values of the shorter prompt.
 
-**What single queries look for.** A mean query cannot show it. In the layer of a trained model that copies
+**Targets of single queries.** A mean query cannot show them. In the layer of a trained model that copies
 (code-lm-29m-128k, layer 5; 6,144 tokens; queries that produce answers whose facts lie between initial block and group),
 the key that two of the heads need scores 8 to 9 *above* the query's own anchor (median), but 4, 12, 16 and 25 below the
 anchor of means of 4, 8, 16 and 128 queries. Of 8 such facts the paper's vote finds none at θ = 12 and at 16, and means
@@ -64,8 +64,8 @@ of 8 queries find 4 at a density of 0.85. Two options go beyond the paper; both 
   keeps it. Such scores need a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
 * ``whole_blocks``: a vote for a key keeps the index block around it. The block has 32 keys where all heads of a layer
   use this option and such blocks cost no more (``block_width.py``), else 64 or 128. Copied text is copied in order, so
-  the keys that unsampled queries look for lie next to those that the sampled queries find. Keys of a block also cost
-  half as much as stripes, and short groups, which make for long lists of stripes, need no room for them.
+  the keys that unsampled queries look for lie next to the keys that the sampled queries find. Keys of a block also cost
+  half as much as stripes, and short groups, which would have long lists of stripes, need no room for them.
 
 With one tile in a group and ``window_tokens`` = 512, on the same prompt: sampling every 16th query with blocks of 32
 and θ = 2 finds all 8 facts at a perplexity 0.6 % above dense and a density of 0.28 (the paper's rule: none, 5.8 %,
@@ -118,14 +118,14 @@ INITIAL_TOKENS = TILE_TOKENS
 """Keys of the paper's initial block, which every query attends to."""
 
 VOTE_COLUMNS = 128
-"""Voters, of several heads and groups, that keys meet in one product; a power of two for each head and group."""
+"""Voters of several heads and groups that one product multiplies with keys; a power of two for each head and group."""
 
 MOST_VOTERS = 128
-"""Largest number of a group's voters in one product. Groups with more voters take several passes, which load them for
-each block of keys."""
+"""Largest number of a group's voters in one product. Groups with more voters need several passes, which load the voters
+for each block of keys."""
 
 VOTE_SPLIT = 1024
-"""Candidate keys that the voters of one program judge."""
+"""Candidate keys on which the voters of one program vote."""
 
 SPLIT_TOKENS = 4096
 """Candidate keys that one program turns into a stretch of a list, ``CHUNK_TOKENS`` at a time."""
@@ -144,7 +144,7 @@ class Group(NamedTuple):
             dense tail.
         first_tile: Number of the first tile in ``Rows.tile_list``.
         num_tiles: Number of tiles.
-        offset: Where the group's candidates begin among those of all groups of a head.
+        offset: Where the group's candidates begin among the candidates of all groups of a head.
         num_candidates: Keys between initial region and window, on which the group votes: the capacity of its list.
     """
 
@@ -231,7 +231,7 @@ class Groups(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Keys that any group votes on at most."""
+        """Maximum number of keys that any group votes on."""
         return max(group.num_candidates for of_row in self.of_rows for group in of_row)
 
     @staticmethod
@@ -308,7 +308,7 @@ class AnchorAttention(PerHead):
 
     @property
     def finest_block_tokens(self) -> int | None:
-        """Blocks of 32 keys with ``whole_blocks``: narrow blocks keep less around a vote. Stripes need no width."""
+        """Blocks of 32 keys with ``whole_blocks``: narrow blocks keep less around a vote. Stripes do not need them."""
         return WORD.value if self.whole_blocks else None
 
     @property
@@ -339,7 +339,7 @@ class AnchorAttention(PerHead):
         return group_start + self.span_tokens - 1 if self.dense_tail else group_start
 
     def _bound_groups(self, rows: Rows) -> list[Group]:
-        """Return groups whose lists have room for any prompt length, which memory must not depend on."""
+        """Return groups whose lists have room for any prompt length, because memory must not depend on it."""
         without_tail = self.grouping._replace(dense_tail=False)
         return [group for of_row in without_tail.groups_of(rows) for group in of_row]
 
@@ -359,7 +359,7 @@ class AnchorAttention(PerHead):
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the memory that ``select`` takes: see ``Method.workspace_bytes``.
+        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
 
         Args:
             rows: The rows of a step.
@@ -411,7 +411,7 @@ class AnchorAttention(PerHead):
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
         voters: VoterArgs, groups: Groups, args: GroupArgs,
     ) -> None:  # fmt: skip
-        """Compute what each group keeps (equations 1 and 2), as the words of ``args``."""
+        """Compute the keys that each group keeps (equations 1 and 2), as the words of ``args``."""
         rows, group = index.rows, index.num_heads // cache.num_kv_heads
         block_d = triton.next_power_of_2(cache.head_dim)
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, to fit shared memory
@@ -443,7 +443,7 @@ class AnchorAttention(PerHead):
             rows.num_tiles, scale,
             shape, compile_time(voting), **options,
         )  # fmt: skip
-        # Rows too short to have candidates launch it too, so that warm-up compiles it for groups of any size.
+        # Rows that are too short to have candidates also launch it, so that warm-up compiles it for groups of any size.
         group_voters = self.step_tiles * self.tile_voters
         block_t = min(max(triton.next_power_of_2(group_voters), 4), MOST_VOTERS, columns)
         num_pairs = max(len(of_row) for of_row in groups.of_rows) * group

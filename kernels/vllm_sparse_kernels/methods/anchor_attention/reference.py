@@ -41,7 +41,7 @@ def select_anchor_attention(
         for head, theta in zip(heads.tolist(), thetas):
             k = keys[row][:, head // ratio]
             differences = anchor_differences(method, [tile for _, tile in tiles], q[:, head].float(), k, start, scale)
-            # Equation 2; section 3.4: what any tile of the group keeps, all of them keep.
+            # Equation 2; section 3.4: a key that any tile of the group keeps is kept by all of its tiles.
             kept = initial + (differences <= theta).any(0).nonzero().flatten()
             for i_tile, tile in tiles:
                 blocks = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=q.device)
@@ -50,7 +50,7 @@ def select_anchor_attention(
                 if method.whole_blocks:
                     blocks[kept // index.block_tokens] = True
                 index.set_blocks(head, i_tile, blocks)
-                index.set_stripes(head, i_tile, kept)  # those outside the blocks
+                index.set_stripes(head, i_tile, kept)  # only positions outside the blocks
 
 
 def window_start(method: "AnchorAttention", rows: Rows, tile: Tile) -> int:
@@ -79,7 +79,7 @@ def anchor_differences(
 ) -> torch.Tensor:
     """Compute avgpool(x_a) − avgpool(Q) Kᵀ · scale of equation 2 in the inputs' dtype.
 
-    With ``sample_tokens``, compute x_a − Q Kᵀ · scale for the last of every so many queries of a tile, and for the last
+    With ``sample_tokens`` = n, compute x_a − Q Kᵀ · scale for the last of every n queries of a tile, and for the last
     of the remainder at its end.
 
     Args:

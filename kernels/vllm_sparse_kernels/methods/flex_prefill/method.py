@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexPrefill's vertical-slash (arXiv:2502.20766), as SharePrefill falls back to it (arXiv:2505.19578, Algorithm 5).
+"""FlexPrefill's vertical-slash (arXiv:2502.20766), the fallback of SharePrefill (arXiv:2505.19578, Algorithm 5).
 
-Â is the softmax of the chunk's last 64 queries over all keys. The data decides how many lines are kept: the fewest
-columns with γ of Â's mass, and the fewest diagonals with γ of it. Columns are kept as stripes, diagonals as blocks.
+Â is the softmax of the chunk's last 64 queries over all keys. The data determine the number of kept lines: the fewest
+columns that hold γ of Â's mass, and the fewest diagonals that hold γ of it. Columns are kept as stripes, diagonals as
+blocks.
 
 Deviations from Algorithm 5:
 
@@ -19,17 +20,17 @@ Deviations from Algorithm 5:
   over the sums (radix.py), while exact ties would take four.
 * The first block and the diagonal blocks are always kept, as in the authors' code.
 * The last queries are those of the row's chunk in this step, fewer if the chunk is shorter.
-* Columns and diagonals hold γ each, and more together. If they are reduced until all of them together hold γ of Â, they
-  lie on the same curve of recall against density.
+* Columns hold γ, diagonals hold γ, and both together hold more. If they are reduced until both together hold γ of Â,
+  they lie on the same curve of recall against density.
 
 Two parts are not implemented. The authors' minimal budget of 1,024 keys lies on the same curve at 12K tokens and below
 it at 6K. The paper's query-aware heads (its Algorithms 2 and 4), which Algorithm 5 does not have, are about a tenth of
 a trained model's heads at τ = 0.1, and lie slightly below that curve.
 
 Beyond the paper, ``estimating: spread`` uses queries that are spread evenly over the chunk, not at its end, at
-the same cost. The distance between these queries decides how well single queries with their own targets are served.
-Results of code-lm-29m-128k at γ = 0.9: answers inside the prompt, perplexity, density (dense on the longer prompt: 38,
-3.418):
+the same cost. The distance between these queries decides how well the selection covers single queries with their own
+targets. Results of code-lm-29m-128k at γ = 0.9: answers inside the prompt, perplexity, density (dense on the longer
+prompt: 38, 3.418):
 
 | | last 64 | last 128 | 64 spread | 128 spread | 256 spread |
 | --- | --- | --- | --- | --- | --- |
@@ -77,7 +78,7 @@ FEWEST_STRIPES = 1024
 
 @dataclass(frozen=True)
 class FlexVerticalSlash(PerHead):
-    """γ ``gamma``: the share of the estimated mass that columns, and that diagonals, hold."""
+    """γ ``gamma``: the share of the estimated mass that columns hold, and that diagonals hold."""
 
     differing = ("gamma",)
 
@@ -85,8 +86,8 @@ class FlexVerticalSlash(PerHead):
     max_stripes: int = 8192
 
     last_queries: int = 64
-    """Number of queries from which lines are estimated. Algorithm 3 has a block of unstated size. FlexPrefill's 128
-    take twice the time without more right answers (docs/quality.md)."""
+    """Number of queries from which lines are estimated. Algorithm 3 uses a block of unstated size. FlexPrefill's 128
+    queries take twice the time without more right answers (docs/quality.md)."""
 
     estimating: Literal["last", "spread"] = "last"
     """``last``, or beyond the paper ``spread``: ``last_queries`` queries that are spread evenly over the chunk."""
@@ -108,7 +109,7 @@ class FlexVerticalSlash(PerHead):
         return self.gamma if self.gamma < 1 else math.inf
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:
-        """Return how many stripes a tile of a row may keep. The number depends only on the row's size.
+        """Return the number of stripes that a tile of a row may keep. It depends only on the row's size.
 
         Args:
             rows: The rows of a step.
@@ -223,7 +224,7 @@ class LineLimits(NamedTuple):
     """Limits of the stripes of a row; every field is a ``tl.constexpr``."""
 
     ROW_STRIPES: Any  # of all tiles together
-    FEWEST: Any  # of a tile, however many there are
+    FEWEST: Any  # of a tile, for any number of tiles
     TILE: Any  # queries of a tile
     ALIGN: Any  # a row is padded to a multiple of this many keys
 
@@ -270,8 +271,8 @@ def _band_flags(row, start, end, threshold, CHUNK: tl.constexpr):
 def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, left, SHAPE):
     """Count the lines of one chunk.
 
-    left[row, job, chunk, c - 2] becomes the number of columns that remain if blocks with c or more are kept whole; for
-    bands, the number of kept bands.
+    left[row, job, chunk, c - 2] becomes the number of columns that remain if blocks with c or more columns are kept
+    whole; for bands, the number of kept bands.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 

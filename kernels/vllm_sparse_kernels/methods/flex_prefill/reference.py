@@ -47,7 +47,7 @@ def select_flex_vertical_slash(
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
-    """Return places in the chunk of its last queries, or of as many that divide it evenly and include the last one.
+    """Return the places in the chunk of its last queries, or of as many evenly spaced queries that include the last.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -79,7 +79,7 @@ def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tenso
 
 
 def block_diagonals(weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Sum Â over diagonals of blocks: the block of a query's position less that of a key's.
+    """Sum Â over diagonals of blocks: block number of a query's position minus block number of a key's.
 
     Args:
         weights: Â [queries, keys].
@@ -97,7 +97,7 @@ def block_diagonals(weights: torch.Tensor, positions: torch.Tensor) -> torch.Ten
 def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
     """Flag the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and all ties with the last.
 
-    Tied are floats of the same sign, exponent and first 10 bits of the mantissa.
+    Floats are tied if they have the same sign, exponent and first 10 bits of the mantissa.
 
     Args:
         values: [n], >= 0.

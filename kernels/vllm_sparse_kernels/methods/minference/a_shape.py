@@ -3,7 +3,7 @@
 
 The query at position p keeps the keys [0, sink) and (p - local, p].
 
-A tile of 128 queries keeps the same keys, in whole blocks: the union of its queries' windows.
+All queries of a tile of 128 keep the same keys, in whole blocks: the union of their windows.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class AShape(PerHead):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Write the list of one tile and head: sink blocks and those of the local window.
+    """Write the list of one tile and head: the blocks of the sink and of the local window.
 
     Grid: (tiles, n). Bound by the launch: it writes 4 bytes for each kept block.
 

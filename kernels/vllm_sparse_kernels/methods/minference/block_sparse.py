@@ -5,12 +5,12 @@ Queries and keys are averaged in blocks of 64. Each query block keeps the k_b ke
 
 Deviations from the paper:
 
-* A tile of 128 queries keeps the same keys: the union of its two query blocks' k_b blocks. If the index has
-  blocks of 128 keys, such a block stands for two.
+* All queries of a tile of 128 keep the same keys: the union of the k_b blocks of its two query blocks. If the index has
+  blocks of 128 keys, each of them contains two of these blocks.
 * Query blocks are counted from the row's first query of this step, key blocks from position 0. The last query block and
   the last key block are averaged over the tokens that exist; the authors' code pads them with zeros.
-* A key block is a candidate when its first key is not later than the query block's last query. Softmax keeps the order
-  of the products, and is left out.
+* A key block is a candidate when its first key is not later than the query block's last query. Softmax does not change
+  the order of the products, so it is left out.
 * Diagonal blocks are always kept, in addition to the k_b. Ties go to the earliest block.
 """
 
@@ -36,7 +36,7 @@ PER_TILE = 2
 """Query blocks of a tile."""
 
 HELD_BLOCKS = 2048
-"""Scores that stay in registers, for each of a tile's two rows: those of 131,072 keys."""
+"""Scores that stay in registers, for each of a tile's two rows: the scores of 131,072 keys."""
 
 
 @dataclass(frozen=True)

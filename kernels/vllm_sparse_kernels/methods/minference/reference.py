@@ -111,7 +111,7 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
-    """Flag the argtopk of Algorithm 2. The first ``forced`` count as infinite, and sums equal to ten bits as equal.
+    """Flag the argtopk of Algorithm 2. The first ``forced`` sums count as infinite; sums are equal if ten bits agree.
 
     Args:
         sums: [seq_len].
@@ -197,7 +197,7 @@ def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Ten
 
 
 def mean_pool(x: torch.Tensor) -> torch.Tensor:
-    """Compute means of 64 consecutive rows; the last mean may be of fewer.
+    """Compute means of 64 consecutive rows; the last mean may be of fewer rows.
 
     Args:
         x: [n, ...].

@@ -165,14 +165,14 @@ def _keep_largest_kernel(
         first_row: First row of the slab.
         num_rows: Rows of the step.
         capacity: Keys of the slab's rows, each row padded to a multiple of 64.
-        counts: [2 n] float32, how many of each job are kept.
-        forced: [2 n] float32, so many of the first count as infinite.
+        counts: [2 n] float32, number of kept lines of each job.
+        forced: [2 n] float32, number of first values that count as infinite.
         digits: Digits of both passes.
         chunks: Chunks of the longest array.
         columns: [num_rows, n, max_columns] int32, kept verticals; written.
         max_columns: Capacity of a list of columns.
         num_columns: [num_rows, n] int32; written.
-        upto: [n, capacity] int32, slashes that are kept up to and with each; written.
+        upto: [n, capacity] int32, number of kept slashes up to and including each slash; written.
         FIELDS: Columns of the rows' table.
         CHUNK: Values of a step.
     """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SALE's third step on Hopper, in Gluon: the test of ``scores.py`` in half precision.
 
-A warp group holds the scores of two tiles. While it processes those of one tile, the matrix units compute the other's.
-With two such programs per multiprocessor, the matrix units always have work queued. Bulk copies load keys three steps
-ahead. A score takes one fused multiply-add and one maximum, each instruction handling two scores.
+A warp group holds the scores of two tiles. While it processes the scores of one tile, the matrix units compute the
+scores of the other tile. With two such programs per multiprocessor, the matrix units always have work queued. Bulk
+copies load keys three steps ahead. A score takes one fused multiply-add and one maximum, each instruction handling two
+scores.
 
 If half precision may not represent all sums exactly, a program marks its part for ``scores.py`` and does not test it.
 """
@@ -34,7 +35,7 @@ STEP_TOKENS = Constant(128)
 """Keys of one step, and queries of a tile."""
 
 SCORES = Constant(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS.value, 32]))
-"""How a warp group holds the scores of a tile and a step."""
+"""Layout in a warp group of the scores of a tile and a step."""
 
 
 @aggregate
@@ -87,7 +88,7 @@ class KeyStep:
     """Biases and scales of the keys of one step."""
 
     b_bias: gl.tensor  # [128] float16
-    b_step: gl.tensor  # [4, 4] float32: of 8 keys that share one
+    b_step: gl.tensor  # [4, 4] float32: scales, each of 8 keys that share it
 
 
 @aggregate
@@ -283,7 +284,7 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, I
     mbarrier.wait(ready.index(0), 0)
     b_q_a = buffers.queries.index(0)
     b_q_b = buffers.queries.index(1)
-    # Results under way must not cross the loop's end: the assembler would wait for each instruction of every product.
+    # Products in flight must not cross the loop's end: the assembler would wait for each instruction of every product.
     for i in range(0, num_steps, STAGES):
         phase = (i // STAGES) & 1
         a_t = warpgroup_mma(b_q_a, buffers.keys.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -294,7 +295,8 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, I
             b_s_a = warpgroup_mma_wait(1, deps=(a_t,))
             i_block = (first_step + i_step) * BLOCKS
             flags_a.store(_over(b_s_a, tile_a, key_step, BLOCKS), i_block, BLOCKS)
-            # Waiting for the next keys here also keeps the assembler from waiting for b_t above all of that.
+            # Waiting for the next keys here also keeps the assembler from waiting for b_t above all of these
+            # instructions.
             more = i_step + 1 < num_steps
             if slot + 1 < STAGES:
                 mbarrier.wait(ready.index(slot + 1), phase, pred=more)
@@ -362,7 +364,7 @@ def _query_tiles(queries, first, stop_b):
 @gluon.jit
 def _key_steps(keys, i_selected, i_kv, first, zero):
     """Return pointers to the first step's key steps and biases, in the layouts of the largest scores and of scores."""
-    # The layout in which the largest scores come out, inferred from a tile of zeros that is never computed.
+    # The layout of the largest scores, inferred from a tile of zeros that is never computed.
     groups: gl.constexpr = gl.SliceLayout(0, _largest(zero).type.layout)
     o_step = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4
     o_step = o_step + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]

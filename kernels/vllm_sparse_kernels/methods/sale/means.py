@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of a row for SALE's rounding: mean keys and queries and, for half the channels, the kept channels.
 
-The weight of a kv head's channel is its effect on scores: the variance of the row's keys in it times the second moment,
-about the mean query, of the step's queries of all heads that read it. The heavier half of the channels is kept. The
-two channels that rotary embedding turns together are chosen independently: keeping both or neither lost more on trained
-attention at every density.
+The weight of a kv head's channel is its effect on scores: the variance of the row's keys in this channel, times the
+second moment of the step's queries about the mean query, over all heads that read the kv head. The heavier half of the
+channels is kept. The two channels that rotary embedding rotates together are chosen independently: keeping both or
+neither lost more on trained attention at every density.
 """
 
 from itertools import accumulate
@@ -35,7 +35,7 @@ class Means(NamedTuple):
 
     Means are float32, padded with zeros to BLOCK_D.
 
-    Where these are all, ``channels`` and ``left_out`` are not read.
+    If the estimate uses all channels, ``channels`` and ``left_out`` are not read.
     """
 
     keys: Any  # [num_rows, num_kv_heads, BLOCK_D]

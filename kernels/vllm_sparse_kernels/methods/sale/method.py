@@ -13,8 +13,8 @@ any element's relative attention score, estimated from 4-bit queries and keys, i
    4 misplaces a parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)". Taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is tested here.
    Terms that do not change along a row, such as q k̄ᵀ, are part of one threshold per query.
 
-Size of the local region (appendix C): blocks between the sink and the local region are taken in segments of four. The
-remainder at the row's end (fewer than four blocks) joins the local region, which therefore has 128 to 224 tokens.
+Size of the local region (appendix C): blocks between the sink and the local region are divided into segments of four.
+The remainder at the row's end (fewer than four blocks) joins the local region, which therefore has 128 to 224 tokens.
 
 Choices where the paper is ambiguous, and deviations from it:
 
@@ -22,19 +22,20 @@ Choices where the paper is ambiguous, and deviations from it:
   Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most 49 · head_dim
   ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (tests check this). Other
   devices use int8.
-* Comparing is the bottleneck on Hopper, so it runs in half precision if that is safe. Half precision represents
-  every integer up to 2,048, so sums of e4m3 products are exact while |q̃| · |k̃| is at most 2,048 (Cauchy-Schwarz). With
-  q̄(k − k̄)ᵀ, also at most 2,048 steps, scores are off by at most 2^-11 of themselves and 2^-10 of that term, a fraction
-  of the error of 4 bits. Programs whose queries or keys may exceed these limits, and all other devices, use float32.
+* Comparisons are the bottleneck on Hopper, so they run in half precision if that is safe. Half precision represents
+  every integer up to 2,048, so sums of e4m3 products are exact while |q̃| · |k̃| is at most 2,048 (Cauchy-Schwarz).
+  With q̄(k − k̄)ᵀ, also at most 2,048 steps, scores are off by at most 2^-11 of themselves and 2^-10 of that term, a
+  fraction of the error of 4 bits. Programs whose queries or keys may exceed these limits, and all other devices, use
+  float32.
 * The test multiplies every query with every key: 8.5e12 operations at 131,072 tokens for a chunk of 8,192 and 32 heads
   of 128 channels. This is half of FlashAttention's work at twice bf16's rate, so the lower limit on Hopper is about
   0.17 of FlashAttention-3's time. The paper's 0.11 relies on an RTX 4090, whose INT4 is 8 times as fast as its FP16.
 * Heads with τ = 0 skip the test and keep every block.
 * Query blocks are counted from the row's first query of this step, so they need not be aligned with absolute positions.
   A tile of 128 queries keeps the union of its two query blocks, so attention works on 128 × 32. On Hopper's engines an
-  index has the paper's blocks of 32 keys where all heads of a layer run SALE (``block_width.py``); elsewhere a block of
-  64 keys keeps the union of its two, and more is attended. The second query block's local region never begins before
-  the first's, so only keys before the first's local region are tested.
+  index has the paper's blocks of 32 keys where all heads of a layer run SALE (``block_width.py``). Elsewhere, a block
+  of 64 keys is kept if either of its two halves is, and queries attend to more keys. The second query block's local
+  region never begins before the first's, so only keys before the first's local region are tested.
 * Both means, and the choice of channels, cover the keys and queries of this step. Selection therefore depends on the
   chunk size, and on later queries of the same chunk.
 * The paper computes attention over the selected blocks in 8 bits (SageAttention). Here that is an option of ``attend``,
@@ -115,13 +116,13 @@ class Sale(PerHead):
 
     tau: float = 0.004
     """τ, in [0, 1): minimum relative attention score of a kept block. 0 keeps every block. The paper calibrates it
-    per head, from 0.008 downwards by halves."""
+    per head, by halving it from 0.008."""
 
     sink_tokens: int = 32
     """Keys at the start of the sequence that are always kept, in whole 32-key blocks."""
 
     local_tokens: int = 128
-    """l, the least number of keys before a query block's end that are always kept; the module says when more are."""
+    """l: at least this number of keys before a query block's end is always kept. The module docstring has the rule."""
 
     int8_scores: bool = False
     """Multiply queries and keys of the kept blocks in 8 bits."""
@@ -163,7 +164,7 @@ class Sale(PerHead):
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads`` on the first engine that does not refuse: see ``Method.select``.
 
-        A server tries engines first, and calls the chosen engine itself.
+        A server tries the engines at start-up, and calls the chosen engine itself.
 
         Args:
             q: [num_tokens, num_heads, head_dim], in the cache's dtype.

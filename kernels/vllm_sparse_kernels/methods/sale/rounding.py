@@ -2,7 +2,7 @@
 """SALE's first two steps: queries and keys in 4 bits, and every query's threshold. ``method.py`` cites the paper.
 
 Each kernel handles all rows of a step in a single launch, except keys, which are rounded a slab of rows at a time
-(``selection/slabs.py``). The results for a row depend on that row alone.
+(``selection/slabs.py``). The results for a row depend only on that row.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Selected(NamedTuple):
     """The heads that are selected."""
 
     heads: Any  # [num_selected] int32
-    log_taus: Any  # [num_selected] float32, ln τ of each; minus infinity for those that keep everything
+    log_taus: Any  # [num_selected] float32, ln τ of each head; minus infinity for heads that keep everything
     num_selected: int
 
 
@@ -97,9 +97,9 @@ class RoundedKeys(NamedTuple):
     integers: Any  # [num_kv_heads, num_keys, KEPT_D]
     steps: Any  # [num_kv_heads, num_keys / 8] float32
     biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ in key steps
-    half_biases: Any  # the same in half precision, infinite where it has no such number
+    half_biases: Any  # the same in half precision, infinite if they are out of its range
     squares: Any  # [num_kv_heads, num_keys / 64] float32, largest squared length of 64 keys' integers
-    largest_biases: Any  # [num_selected, num_keys / 64] float32, largest magnitude among those of 64 keys
+    largest_biases: Any  # [num_selected, num_keys / 64] float32, largest magnitude among the biases of 64 keys
     num_keys: int  # a multiple of 128
 
 
@@ -160,7 +160,7 @@ def round_queries(
         inputs: Queries, cache and rows of the step.
         means: Means of the same rows.
         selected: The selected heads.
-        regions: Sink and local region of every query block, to whose keys the threshold is relative.
+        regions: Sink and local region of every query block; the threshold is relative to their keys.
         integers: Channels and dtype.
         workspace: Memory of temporary tensors.
 
@@ -262,14 +262,14 @@ def _round_keys_kernel(
 def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.constexpr):
     """Compute q̄(k − k̄)ᵀ of the kv head's query heads, [BLOCK_N, GROUP_2] float32, as q̄kᵀ − q̄k̄ᵀ.
 
-    A matrix product whose columns are q̄ in up to three parts of the keys' type, that add up to it in float32.
+    This is a matrix product. Its columns are q̄ in up to three parts of the keys' type, which add up to q̄ in float32.
     """
     PARTS: tl.constexpr = 4 if GROUP_2 >= 4 else 16 // GROUP_2  # of which the first three are not zero
     o_c = tl.arange(0, GROUP_2 * PARTS)
     o_d = tl.arange(0, b_k.shape[1])
     o_q = (i_kv * GROUP + o_c // PARTS)[None, :] * b_k.shape[1] + o_d[:, None]
     b_q = tl.load(query_means + o_q, mask=(o_c // PARTS < GROUP)[None, :], other=0.0)
-    b_base = tl.max(tl.reshape(tl.sum(b_q * b_mean[:, None], 0), [GROUP_2, PARTS]), 1)  # PARTS times the same
+    b_base = tl.max(tl.reshape(tl.sum(b_q * b_mean[:, None], 0), [GROUP_2, PARTS]), 1)  # PARTS equal numbers
     b_high = b_q.to(b_k.dtype)
     b_middle = (b_q - b_high.to(tl.float32)).to(b_k.dtype)
     b_low = (b_q - b_high.to(tl.float32) - b_middle.to(tl.float32)).to(b_k.dtype)
@@ -285,12 +285,12 @@ def local_start(end, sink_tokens, local_tokens):
     """Return the start of the local region of a 64-query block.
 
     Args:
-        end: Position after that of the block's last query.
+        end: Position after the block's last query.
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query block's end that are always kept.
 
     Returns:
-        The position from which on everything is kept.
+        The position from which on all keys are kept.
     """
     between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
     return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)

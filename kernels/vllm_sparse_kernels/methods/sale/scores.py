@@ -35,7 +35,7 @@ TEST_TILES = 2
 otherwise."""
 
 TEST_WARPS = 4
-"""A warp group's: a thread then holds 128 registers of scores, and two programs run on one multiprocessor."""
+"""Warps of one warp group: a thread then holds 128 registers of scores, and two programs run on one multiprocessor."""
 
 SPAN_TOKENS = 8192
 """Keys that a program tests: enough to hide its start (256 queries to load), and few enough to fill a card."""
@@ -235,8 +235,8 @@ def _test_kernel(
 ):  # fmt: skip
     """Run step 3 for up to TILES tiles of one head and one span; with MARKED, only for spans that are ``left``.
 
-    Grid: (pairs of tiles, spans, n), or (pairs, 1, n) where MARKED. Bound by the matrix units, and by the maxima behind
-    them.
+    Grid: (pairs of tiles, spans, n), or (pairs, 1, n) where MARKED. Bound by the matrix units, and by the maxima of the
+    products.
 
     Args:
         queries: RoundedQueries.
@@ -312,11 +312,11 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
         b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
         b_s = tl.fma(b_inverse[:, None], b_bias[None, :], tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
-        # Largest of the eight scores that share a key step: [queries, BLOCK_N // 32, 4]. One thread has them.
+        # Largest of the eight scores that share a key step: [queries, BLOCK_N // 32, 4]. They are in one thread.
         b_s = tl.max(tl.reshape(b_s, [BLOCK_M, BLOCK_N // 32, 4, 4, 2]), 2)
         b_top = tl.max(b_s, 3) * b_step[None, :, :]
         b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
-        # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
+        # Axes 1 and 3 lie in one thread: queries 8 apart, of the 16 that a warp holds of every 16 · WARPS queries.
         b_over = b_top - b_threshold[:, None, None]
         b_over = tl.reshape(b_over, [SHAPE.TILES, SHAPE.TILE // (16 * SHAPE.WARPS), SHAPE.WARPS, 2, 8, BLOCKS, 4])
         b_over = tl.max(tl.max(b_over, 3), 1)

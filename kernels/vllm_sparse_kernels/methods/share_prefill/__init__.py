@@ -6,7 +6,7 @@ from vllm_sparse_kernels.methods.share_prefill.reference import select_share_pre
 from vllm_sparse_kernels.methods.spec import MethodSpec
 
 GAMMAS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)
-"""The paper has 0.9 for all heads."""
+"""The paper uses 0.9 for all heads."""
 SPREAD = {"estimating": "spread", "last_queries": 256}
 """Beyond the paper: heads that share nothing estimate their lines from queries spread over the chunk."""
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaled QK averaged over blocks of keys, and its softmax over blocks: the estimates and maps of SharePrefill.
 
-A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all
-pairs is (mean q) · (mean k): nothing but means is needed. Each tile has a few blocks on the diagonal. These are
-averaged over the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average
-them: these also score the last queries of a key head's query heads. kernels.py makes maps, once their heads are known.
+The causal mask allows all pairs of a tile of queries and a block of keys before its diagonal. The average of q·k over
+all pairs is (mean q) · (mean k), so only means are needed. The few blocks on a tile's diagonal are averaged pair by
+pair, over the pairs that the mask allows. Keys are read once, by the programs that average them. These programs
+also score the last queries of a key head's query heads. kernels.py makes maps once their heads are known.
 """
 
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class TileShape(NamedTuple):
     GROUP: Any  # query heads of a kv head
     BLOCK_M: Any  # queries of a tile
     CHUNK_KEYS: Any  # keys of a diagonal block that are multiplied at a time
-    PRECISION: Any  # of float32 products, as ``tl.dot`` takes it
+    PRECISION: Any  # ``input_precision`` of ``tl.dot`` for float32
     MAP_STAGES: Any  # pipeline stages of the loop over mean keys, in which maps are made
 
 
@@ -105,7 +105,7 @@ class BlockAverages:
 
     ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 has the blocks before a row's last tile.
     ``scores`` [query heads, all rows' key blocks] has the scores of the last queries. Both cover only heads whose entry
-    in ``clusters`` [heads] int32 is at least 0. Key heads that serve no such head are not read.
+    in ``clusters`` [heads] int32 is at least 0. Key heads without such a query head are not read.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ def _mean_keys_kernel(
         MEMBERS: GROUP rounded up to a power of two.
         SELECTED: n rounded up to a power of two.
     """
-    # Kv heads side by side: in vLLM's usual layout those of a token are adjacent.
+    # Programs of neighbouring kv heads run together: in vLLM's usual layout, the kv heads of a token are adjacent.
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
     is_clustered = _is_clustered(i_kv, heads, clusters, num_selected, SHAPE.GROUP, SELECTED)
     _, _, length, first = load_tile(last_tiles, i_row)
@@ -262,7 +262,7 @@ def _sum_of(b_k):
         return tl.sum(b_k, 0)
     else:
         b_x = widen(b_k)
-        return tl.max(tl.dot(tl.full([16, b_x.shape[0]], 1.0, b_x.dtype), b_x), 0)  # 16 times the same
+        return tl.max(tl.dot(tl.full([16, b_x.shape[0]], 1.0, b_x.dtype), b_x), 0)  # 16 equal rows
 
 
 @triton.jit(do_not_specialize=["num_blocks"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of SharePrefill (method.py): sharing decisions, the maps of new pivots, their kept parts, and the lists.
 
-Few heads are new pivots, so few programs make their maps, and these must finish early. They therefore run in the launch
-of the decisions, together with the first pass of radix.py, which does not depend on the decisions.
+Few heads are new pivots, so few programs make their maps, and these programs must finish early. They therefore run in
+the launch of the decisions, together with the first pass of radix.py, which does not depend on the decisions.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ CHUNK = Constant(CHUNK_BLOCKS)
 """Blocks of a step."""
 
 TILES_AT_ONCE = Constant(32)
-"""Tiles whose weights are under way at a time where those of a row are added up."""
+"""Tiles whose weights are loaded at a time when the weights of a row are added up."""
 
 
 class Thresholds(NamedTuple):
@@ -90,12 +90,12 @@ def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, thresholds, queries, keys, index,
     num_map_programs, num_blocks, stride_map, num_tiles, HEADS: tl.constexpr, SHAPE,
 ):  # fmt: skip
-    """Decide who shares, one (head, row) per program, and make the maps of new pivots.
+    """Decide which heads share, one (head, row) per program, and make the maps of new pivots.
 
     Programs for maps, one (cluster, tile) each, come first. They do not wait for the decisions, because they find the
     pivot themselves.
 
-    Grid: (clusters · tiles + n · rows). Bound by how soon the few maps are done: mean keys are read once for each.
+    Grid: (clusters · tiles + n · rows). Bound by the time of the few maps, each of which reads the mean keys once.
 
     Args:
         args: ShareArgs.
@@ -136,7 +136,7 @@ def decide_kernel(
 
 @triton.jit
 def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds, HEADS: tl.constexpr):
-    """Decide the pattern of a head. If a cluster has no pivot yet, its first head that is not too sparse becomes it."""
+    """Decide a head's pattern. If a cluster has no pivot yet, the pivot is its first head that is not too sparse."""
     place = tl.load(args.places + i)
     pattern = 0
     if place >= 0:

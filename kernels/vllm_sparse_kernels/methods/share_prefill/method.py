@@ -9,26 +9,27 @@ each head in order (Algorithms 1 to 4):
 1. *Estimate.* Average the last queries' scaled QK over each key block, then take the softmax over blocks: â (Algorithm
    3, line 3).
 2. *Exclude.* A head that is highly sparse (sqrt(JSD) between â and the uniform distribution is at least δ), or that
-   belongs to no cluster, takes FlexPrefill's vertical-slash (Algorithm 5).
+   belongs to no cluster, uses FlexPrefill's vertical-slash (Algorithm 5).
 3. *Pivot.* The first other head of a cluster is computed densely. The softmax of its block-averaged QK is its map; its
    pattern is the fewest blocks that hold γ of the map's mass (Algorithm 2).
-4. *Share.* A later head of the cluster takes the pivot's pattern if sqrt(JSD) between their estimates is below τ, and
+4. *Share.* A later head of the cluster uses the pivot's pattern if sqrt(JSD) between their estimates is below τ, and
    vertical-slash otherwise.
 
-The choice of pivots depends on the data and differs between rows. The device makes it without the host.
+The choice of pivots depends on the data and differs between rows. The device chooses them without the host.
 
 **Choices where the paper is open, and deviations from it:**
 
 * *Averages.* The paper averages QK before the softmax. Such averages follow from mean queries and mean keys
   (block_average.py), so the map needs nothing from the attention kernel. On the diagonal, averages run over the pairs
   that the causal mask leaves.
-* *Blocks.* The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate
-  uses the chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
+* *Blocks.* The map's rows are tiles of 128 queries, and its columns are blocks of ``index.block_tokens`` keys. The
+  estimate uses the chunk's last 128 queries, also for pivots, so that equal heads have equal estimates at any chunk
+  length.
 * *Diagonal.* Blocks on the diagonal are always kept, as by every method here. The paper keeps them if the map does.
 * *JSD* uses the natural logarithm, as the released code does. Blocks tied at the threshold are all kept.
-* *γ per head.* A head that shares takes the pivot's map, not its pattern, and keeps the blocks that hold the
-  head's γ of the mass; the paper has one γ. Thus γ never decides which heads share, and a head's γ changes no other
-  head.
+* *γ per head.* A head that shares uses the pivot's map, not its pattern, and keeps the blocks that hold the head's γ of
+  the mass. The paper has one γ. Therefore γ never decides which heads share, and a head's γ does not affect other
+  heads.
 * *No sharing.* With δ = 0 or τ = 0 nothing could be shared, and no pivot is computed. sqrt(JSD) never exceeds 0.83 =
   √ln 2: with δ = 1.01, the paper's most accurate row (table 2: 39.35 against 39.05, at 1.18 times the latency), no head
   is too sparse to share.
@@ -39,29 +40,29 @@ The choice of pivots depends on the data and differs between rows. The device ma
   share.
 
 **Released code.** The authors' repository (opas-lab/SharePrefill at f42a531) differs from the paper as follows; none of
-it is implemented here:
+these differences is implemented here:
 
 * *True mass.* Its map is the exact softmax mass of each block, by a second pass over the pivot's QK, which costs half
   of the pivot's dense attention or more.
 * *γ of each row.* It takes γ of the mass of each row of the map, not of the whole map. With the whole map, all rows
-  have equal weight, and rows with many blocks, those at a chunk's end, keep too little.
+  have equal weight, and rows with many blocks (at a chunk's end) keep too little.
 * *Comparison.* It compares heads by the true mass of the last queries, summed over columns and over diagonals: both
   distances to the pivot must be below 0.5. The paper compares estimates, and has τ = 0.2.
-* *Query-aware heads.* A head whose pooled estimate is close to the true one (a distance below 0.1) takes FlexPrefill's
-  query-aware pattern, in any cluster or none.
+* *Query-aware heads.* A head whose pooled estimate is close to the true one (a distance below 0.1) uses FlexPrefill's
+  query-aware pattern, in any cluster or without a cluster.
 * *Exclusion.* It has no δ. Instead no head shares a pivot whose own vertical-slash would hold 0.9 or more of its mass.
-* *Budget.* Each head, also one that shares, keeps at least 1,024 keys' worth of its own best columns and of its own
-  best diagonals, in blocks of 128.
+* *Budget.* Each head, including heads that share, keeps at least 1,024 keys' worth of its own best columns and of its
+  own best diagonals, in blocks of 128.
 
-On a trained model (the 64 heads of a small one, 8,192 tokens, each head with the pattern of its own map, γ = 0.9),
-recall → density were 0.864 → 0.131 with averages, 0.874 → 0.163 with γ of each row, 0.910 → 0.154 with true mass, and
-0.926 → 0.190 with both. Averages reach a recall of 0.916 with γ = 0.95, at a density of 0.201. On
-SmolLM2, heads that share keep less with each of these maps than by their own vertical-slash at equal density
-(docs/papers.md, which has the other differences too).
+On a small trained model (64 heads, 8,192 tokens, each head with the pattern of its own map, γ = 0.9), recall → density
+were 0.864 → 0.131 with averages, 0.874 → 0.163 with γ of each row, 0.910 → 0.154 with true mass, and 0.926 → 0.190 with
+both. Averages reach a recall of 0.916 with γ = 0.95, at a density of 0.201. On SmolLM2, heads that share keep less with
+each of these maps than by their own vertical-slash at equal density (docs/papers.md, which has the other differences
+too).
 
-**Cost.** Which heads share is known before vertical-slash reads any key. Its work ends there for a head that shares,
-and for a key head all of whose query heads share. Query heads that share keys are stacked, so a single head costs as
-much as all of them.
+**Cost.** The decisions to share are known before vertical-slash reads any key. It then skips heads that share, and key
+heads whose query heads all share. Query heads that share keys are stacked, so a single head costs as much as all of
+them.
 """
 
 from collections import Counter
@@ -104,10 +105,10 @@ class SharePrefill(PerHead):
     differing = ("gamma", "cluster")
 
     max_sparsity: float = 0.3
-    """δ: heads at least this far from uniform share nothing (Algorithm 3). Above 0.84 there are none."""
+    """δ: heads at least this far from uniform share nothing (Algorithm 3). Above 0.84, there are no such heads."""
 
     max_distance: float = 0.2
-    """τ: heads at least this far from their pivot do not take its pattern (Algorithm 3)."""
+    """τ: heads at least this far from their pivot do not use its pattern (Algorithm 3)."""
 
     gamma: float = 0.9
     """γ: share of the mass that patterns, columns and diagonals hold (Algorithms 2 and 5)."""
@@ -119,7 +120,7 @@ class SharePrefill(PerHead):
     """Number of queries from which vertical-slash's lines are estimated."""
 
     estimating: Literal["last", "spread"] = "last"
-    """Which queries these are: the chunk's last queries, or, beyond the paper, ``spread`` evenly over the chunk."""
+    """Position of these queries: the chunk's last queries, or, beyond the paper, ``spread`` evenly over the chunk."""
 
     def __post_init__(self) -> None:
         require(self.max_sparsity >= 0, "max_sparsity", self.max_sparsity, "a number >= 0 (δ)")
@@ -141,7 +142,7 @@ class SharePrefill(PerHead):
             methods: The method of each head.
 
         Returns:
-            A method whose settings are the heads'.
+            A method whose ``settings`` are the methods of the heads.
         """
         merged = replace(super().merged(methods))
         object.__setattr__(merged, "settings", tuple(methods))
@@ -151,7 +152,7 @@ class SharePrefill(PerHead):
     def unshared(self) -> "SharePrefill":
         """The method without a cluster.
 
-        The only head of a cluster would be a dense pivot whose pattern no head takes.
+        The only head of a cluster would be a dense pivot whose pattern no head uses.
         """
         return replace(self, cluster=NOISE)
 
@@ -208,7 +209,7 @@ class SharePrefill(PerHead):
         return self.fallback.stripe_layout(rows)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the memory that ``select`` takes: see ``Method.workspace_bytes``.
+        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
 
         Args:
             rows: The rows of a step.
@@ -223,7 +224,7 @@ class SharePrefill(PerHead):
         return max(lines, averaged_bytes(rows, shape, num_selected))
 
     def shares(self, heads: Sequence["SharePrefill"]) -> bool:
-        """Return whether any of these heads could take a pattern; otherwise no pivot is worth its dense attention.
+        """Return whether any of these heads could reuse a pattern; otherwise no pivot is worth its dense attention.
 
         Args:
             heads: The method of each head.
@@ -307,17 +308,17 @@ class Pivots:
         self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
 
     def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
-        """Return the slots of clusters, and room for more. The host computes them without reading from the device.
+        """Return the slots of clusters, and make room for new clusters. The host does not read from the device.
 
         Args:
-            clusters: The layer's, ascending.
+            clusters: The layer's clusters, ascending.
             index: The layer's index.
 
         Returns:
             A slot for each cluster.
 
         Raises:
-            ValueError: The index has another size than those of earlier layers.
+            ValueError: The index and the indices of earlier layers differ in size.
         """
         actual, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
         require(actual == expected, "index", actual, f"the capacity and block size of the layers before: {expected}")

@@ -6,8 +6,8 @@
 1. Compress each tile and each key block to its mean token: q and k.
 2. Compute S^ = scale · q kᵀ, and P^ = softmax of each row of S^.
 3. Keep the blocks TopCdf(P^, τ): the fewest whose probabilities reach τ (equation 4).
-4. A mean represents its tokens only where these are similar. A key block with a self-similarity below θ gets S^ = −∞
-   and is always kept; a tile below θ keeps every causal block (equation 5).
+4. A mean represents its tokens only if they are similar. A key block with a self-similarity below θ gets S^ = −∞ and is
+   always kept; a tile below θ keeps every causal block (equation 5).
 
 The second stage (section 3.4), which skips products of P and V by λ, and SageAttention's 8-bit scores (section 3.5)
 belong to attention, not to selection: ``skip_margin`` and ``int8_scores`` request them from ``attend``. Both are off by
@@ -16,18 +16,18 @@ default, so that attention over the kept blocks is exact to rounding.
 **Released code.** The authors' repository (thu-ml/SpargeAttn at bfd980b) differs from the paper:
 
 * It recommends the calls whose names contain ``topk``, and states "we do not recommend" for the cumulative calls. In
-  place of step 3 they keep the ⌊share · K⌋ blocks of the largest P^, at least 1, where K counts all key blocks of the
-  call, not only the causal blocks: with a share of 0.5 and one call per prompt, the first half of the tiles keep all
-  blocks that they can see. ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1, which no block is
-  below.
-* Its cumulative cut is that of the paper's listing: it keeps blocks while the sum is at most τ, and so stops one block
-  earlier than the paper's text, though it keeps at least 1.
+  place of step 3 they keep the ⌊share · K⌋ blocks of the largest P^, at least 1. K counts all key blocks of the call,
+  not only the causal blocks. With a share of 0.5 and one call per prompt, the first half of the tiles therefore keep
+  all blocks that they can see. ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1; no block is
+  below this θ.
+* Its cumulative cut follows the paper's listing. It keeps blocks while the sum is at most τ, but at least 1 block. It
+  therefore stops one block earlier than the paper's text.
 * No diagonal block is forced: a tile may drop the keys at its own queries.
 * ``attention_sink`` keeps the first key block. The module with searched parameters sets it, and the
   recommended call does not.
 * On Hopper, SageAttention2's calls use tiles of 64 queries and blocks of 128 keys.
-* These calls apply the causal mask to whole blocks; their attention kernel gets no causal mask.
-* A block whose self-similarity equals θ counts as dissimilar, in the paper as similar.
+* These calls apply the causal mask to whole blocks; their attention kernel receives no causal mask.
+* A block whose self-similarity equals θ counts as dissimilar; in the paper it counts as similar.
 
 **This implementation** differs from both as follows:
 
@@ -38,26 +38,26 @@ default, so that attention over the kept blocks is exact to rounding.
 * *Sink.* ``keep_sink`` keeps the first key block of each tile, by default. The paper has no such rule; trained models
   put mass on their first keys, which the mean of 64 keys hides. Like a diagonal block it is kept in addition.
 * *CosSim.* The paper's prose asks for the mean cosine similarity of a block's tokens; the formula below it divides X Xᵀ
-  by its largest entry, which is not a cosine. The prose holds here, as in the released code: the mean over all pairs of
-  tokens, each with itself too, which equals the squared length of the mean unit token. A token of length zero counts as
-  dissimilar to every other; the released code divides by zero and keeps its block.
+  by its largest entry, which is not a cosine. This implementation and the released code follow the prose: the mean over
+  all pairs of tokens, including each token with itself, which equals the squared length of the mean unit token. A token
+  of length zero counts as dissimilar to every other token; the released code divides by zero and keeps its block.
 * *Smooth keys.* ``smooth_keys`` subtracts the row's mean key before similarities are measured, as the released code
   does (the paper's table 9 implies it: randomly permuted keys have a similarity of 0.02). Softmax is invariant to it.
-* *Chunks.* The mean key is that of the keys that the step can see, and ``top_share`` counts their blocks: both depend
-  on the chunking. Where a prompt runs in one chunk, they equal the released code's.
-* *Ranks.* ``top_share`` ranks blocks by S^, the released code by P^ in the model's dtype, where small probabilities are
-  equal to zero.
+* *Chunks.* The mean key is the mean of the keys that the step can see, and ``top_share`` counts their blocks: both
+  depend on the chunking. If a prompt runs in one chunk, both are as in the released code.
+* *Ranks.* ``top_share`` ranks blocks by S^. The released code ranks them by P^ in the model's dtype, in which small
+  probabilities are equal to zero.
 * *Hilbert-curve permutation* (section 3.7) reorders image and video tokens, which attend in both directions. It does
   not apply under a causal mask over cached keys.
 
 Raising τ or ``top_share`` never drops a block. Raising θ never drops a forced block or tile, but may drop a block that
-τ chose before, because a block that leaves the softmax takes its mass along.
+τ chose before, because a block that leaves the softmax removes its mass.
 
 **Parameters.** The paper searches τ, θ and λ for each head and states no defaults (section 3.6; ``profile calibrate
 --method sparge_attn`` runs this search). The defaults of τ and θ here are those of the released function that builds
 the block map (``get_block_map_meansim``: 0.9 and 0.1). The released cumulative calls have 0.98 and 0.6, meant for
-images and video: 128 consecutive queries of a language model are seldom that similar. After rotary embedding, they
-measure 0.2 to 0.5 on a trained model with 29M parameters, where θ = 0.6 leaves nearly every tile dense.
+images and video: 128 consecutive queries of a language model are seldom that similar. After rotary embedding, their
+similarity is 0.2 to 0.5 on a trained model with 29M parameters, and θ = 0.6 makes nearly every tile dense.
 """
 
 import math
@@ -84,8 +84,8 @@ from vllm_sparse_kernels.selection.pooled import (
 )
 
 HELD_BLOCKS = 2048
-"""Blocks of a row of S^ that stay in registers during the search for its threshold: 131,072 keys. The other blocks
-of longer rows are read again in each step of the search."""
+"""Blocks of a row of S^ that stay in registers during the search for its threshold: the blocks of 131,072 keys. The
+other blocks of longer rows are read again in each step of the search."""
 
 CUMULATIVE = 0.0
 """``HeadLimits.top_share`` of a head with the cumulative cut."""
@@ -112,8 +112,8 @@ class SpargeAttn(PerHead):
     block."""
 
     min_similarity: float = 0.1
-    """θ, in [-1, 1]: tiles and key blocks less similar than this are always computed (equation 5). At 0 or below there
-    are none."""
+    """θ, in [-1, 1]: tiles and key blocks less similar than this are always computed (equation 5). At 0 or below, there
+    are no such tiles and blocks."""
 
     smooth_keys: bool = True
     """Subtract the row's mean key before the similarity of keys is measured."""
@@ -122,9 +122,10 @@ class SpargeAttn(PerHead):
     """Keep the first key block regardless of its score; false is the paper's rule."""
 
     skip_margin: float | None = None
-    """λ < 0 of the second stage (section 3.4), in natural units of the scaled scores; None skips nothing. A tile's 128
-    queries are tested together, the paper's warp by warp: the same λ skips less here. As in Algorithm 1, the softmax's
-    sum includes skipped products; the authors' kernels, whose pvthreshd is −λ · log2 e, exclude them."""
+    """λ < 0 of the second stage (section 3.4), in natural units of the scaled scores; None skips nothing. The 128
+    queries of a tile are tested together, while the paper tests them warp by warp: the same λ skips less here. As in
+    Algorithm 1, the softmax's sum includes skipped products; the authors' kernels, whose pvthreshd is −λ · log2 e,
+    exclude them."""
 
     int8_scores: bool = False
     """Multiply queries and keys in 8 bits (section 3.5)."""
@@ -147,7 +148,7 @@ class SpargeAttn(PerHead):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every causal block is kept, whatever the scores."""
+        """Whether every causal block is kept, regardless of the scores."""
         return self.kept_mass == 1 or self.top_share == 1
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
@@ -233,7 +234,7 @@ def _keep_top_blocks_kernel(
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
     keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and
-    diagonal are always kept. HALVES neighbouring blocks make one block of the index. It is kept if one of them is.
+    diagonal are always kept. HALVES neighbouring blocks form one block of the index, which is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over ranks in registers.
 
@@ -333,7 +334,7 @@ def _rank(b_s, largest, is_counted):
 def _ranks(row, num_blocks, is_counted, CHUNK: tl.constexpr):
     """Compute the ranks of a row of scores, the largest 1, and FORCED for scores of −∞.
 
-    Returns the ranks of the first CHUNK, and the sum of all ranks but FORCED.
+    Returns the ranks of the first CHUNK, and the sum of all ranks except FORCED.
 
     The other ranks overwrite their scores.
     """

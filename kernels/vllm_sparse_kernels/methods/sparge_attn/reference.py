@@ -114,14 +114,16 @@ def softmax_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def num_top_blocks(top_share: float, num_blocks: int) -> int:
-    """Return how many blocks ``top_share`` keeps, as the released code rounds: down, in float32, but to 1 at least.
+    """Return the number of blocks that ``top_share`` keeps.
+
+    It is rounded as in the released code: down, in float32, but to at least 1.
 
     Args:
         top_share: The share, in (0, 1].
         num_blocks: Key blocks of the row.
 
     Returns:
-        A number from 1 on.
+        A number of at least 1.
     """
     return max(1, int(torch.tensor(top_share, dtype=torch.float32) * num_blocks))
 

@@ -22,7 +22,7 @@ from vllm_sparse_kernels.selection.lists import append, load_tile, tile_blocks
 KEY_BLOCK = Constant(32)
 
 HELD_BLOCKS = 4096
-"""Masses that stay in registers during the search for the threshold: those of 131,072 keys."""
+"""Masses that stay in registers during the search for the threshold: the masses of 131,072 keys."""
 
 LISTED_BLOCKS = Constant(1024)
 """Number of blocks whose places in a list are found at a time. More would take registers from other programs."""
@@ -31,7 +31,7 @@ MAX_REGISTERS = 64
 """Register cap per thread that allows four programs of 256 threads per multiprocessor."""
 
 TWO_BITS = Constant(0x40000000)
-"""The bits of 2.0. Masses are at most 1, but for rounding."""
+"""The bits of 2.0. Masses are at most 1, except for rounding."""
 
 CHOSEN = Constant(1)
 """Mark of a block that is kept for the whole tile. Unmarked blocks have 0."""
@@ -94,7 +94,7 @@ def write_block_lists(
         index: The index; its lists and counts are written.
         first_tile: First tile of ``masses``.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        shares: What each head keeps.
+        shares: Shares that each head must keep.
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
     """
@@ -163,7 +163,7 @@ def _choose_kernel(
     count towards the share, and at most ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are
     tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
 
-    Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end where a single
+    Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end once a single
     mass decides.
 
     Args:
@@ -179,7 +179,7 @@ def _choose_kernel(
         local: Minimum number of keys before a query that are always kept.
         lists: BlockLists; written.
         stride_ids: Elements between two heads of ``lists.block_ids``.
-        marks: uint8, laid out as ``masses``: written, and no list; None to write the list.
+        marks: uint8, laid out as ``masses``, written instead of the list; None to write the list.
         PARTS: Blocks of 32 keys in an index block.
         CHUNK: Masses that stay in registers.
     """
@@ -271,7 +271,7 @@ def _load(row, first, begin, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.constexpr):
-    """Return (bits, number): masses of more than these bits are kept, and the first so many of exactly these."""
+    """Return (bits, number): masses above these bits are kept, and the first ``number`` of exactly these bits."""
     inner, _ = _held(b_first, row, begin, end, 1, CHUNK)
     outer = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
@@ -279,8 +279,8 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
         b_outer = tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0)
         outer += tl.sum(tl.abs(b_outer), 0)
     target = tl.minimum(share * (inner + outer) - outer, inner)
-    # Masses of at least ``bits`` hold the target or are the most; those of at least ``too_many`` are too few. Where the
-    # other blocks hold it all, nothing is searched for: no mass has bits above those of 2.
+    # Masses of at least ``bits`` hold the target or are ``most`` or more; masses of at least ``too_many`` are too few.
+    # If the other blocks hold the entire target, there is no search: no mass has bits above the bits of 2.
     bits = tl.where(target <= 0, TWO_BITS, 1)
     too_many = TWO_BITS + 1
     num_kept, num_above = end - begin, 0  # number of masses of at least ``bits`` (at most), and of ``too_many``
@@ -306,7 +306,7 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
 def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
     """Return sum and number of the masses of at least these bits.
 
-    The sum never decreases as more masses count, also in floating point.
+    The sum never decreases as more masses count, even in floating point.
     """
     held, count = _part(b_first, bits)
     for first in range(CHUNK, end, CHUNK):

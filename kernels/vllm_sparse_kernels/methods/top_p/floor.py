@@ -32,7 +32,8 @@ STEP_ROUNDS = 8
 """Rounds of bytes (16 blocks each) that are summed at a time."""
 
 HELD_BLOCKS = 1024
-"""Codes of a query that stay in registers during the search. More would leave too few for other programs."""
+"""Codes of a query that stay in registers during the search. More codes would leave too few registers for other
+programs."""
 
 TILE = Constant(TILE_TOKENS)
 ROUND_BLOCKS = Constant(16)
@@ -50,7 +51,7 @@ LEAST_HALF = Constant(0x400)
 
 
 class FloorShares(NamedTuple):
-    """What each selected head keeps, and each of its queries, as arguments of a kernel."""
+    """Shares that each selected head and each of its queries keep, as arguments of a kernel."""
 
     kept_mass: Any  # [n] float32: p; heads with 1 or more keep everything and are left out
     floors: Any  # [n] float32, in [0, 1); heads with 0 are left out

@@ -4,8 +4,8 @@
 1. ``_diagonal_kernel`` handles each tile with its diagonal keys, the only keys with a mask. For each query it computes
    the reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
 2. ``_scores_kernel``, in Gluon, handles all earlier keys: one maximum per query and block, one exponential, one byte. A
-   producer loads keys; two consumer groups hold the scores of one tile each and do not wait for each other. Two such
-   programs fit a multiprocessor, so that the products of one group run while another processes its scores.
+   producer loads keys. Each of two consumer groups holds the scores of one tile, and they do not wait for each other.
+   Two such programs fit a multiprocessor, so that the products of one group run while another processes its scores.
 3. ``_masses_kernel`` converts bytes to numbers, divides them by each query's sum, averages them over the tile's
    queries, and tests whether one of them reaches the peak.
 
@@ -17,8 +17,9 @@ product and that arrival; a test checks this in the machine code (see ``attentio
 
 A byte has six bits of exponent and two of mantissa. It covers 2^-24 to 2^39 relative to the query's reference, which is
 the largest score near the query and among the first 128 keys. Rounding changes a number by up to a ninth, and the sum
-over 128 queries averages it out. Bytes of [128 queries, 16 blocks] are stored together, query by query. The 16 bytes of
-a query are in four words, by the block's place in its step: each thread of the matrix product has one of them.
+over 128 queries averages these errors out. Bytes of [128 queries, 16 blocks] are stored together, query by query. The
+16 bytes of a query are in four words, by the block's place in its step: each thread of the matrix product has one of
+them.
 """
 
 from typing import Any, NamedTuple
@@ -57,7 +58,8 @@ STAGES = Constant(4)
 """Steps of keys in shared memory."""
 
 MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, Constant(104), Constant(24)
-"""Registers per thread: at the start, when two programs fit on an SM; then of consumers and of the producer's group."""
+"""Registers per thread: at the start, so that two programs fit on an SM; then of consumers and of the producer's
+group."""
 
 TILE = Constant(TILE_TOKENS)
 
@@ -132,7 +134,7 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 
 
 def stored(scratch: Scratch) -> StoredShares:
-    """Describe what ``masses`` leaves in the scratch, for the floor.
+    """Describe the shares that ``masses`` leaves in the scratch, for the floor.
 
     Args:
         scratch: Scratch that ``room`` allocated for a run.
@@ -148,7 +150,7 @@ def masses(
 ) -> None:
     """Compute the masses of a run: see ``portable.masses``.
 
-    The mass of all of the tile's own keys is stored at the first of their blocks; the others have 0.
+    The mass of all of the tile's own keys is stored at the first of their blocks; their other blocks have 0.
 
     Args:
         rounded: Queries of all tiles and keys of the slab.
@@ -183,7 +185,7 @@ def _diagonal_kernel(
     """Score half a tile of one head with the keys of the step that contains its first query, and of later steps.
 
     Grid: (pairs of tiles, 4 halves, selected heads), 4 warps. The arguments are those of ``_scores_kernel``. Writes
-    ``scratch.tops`` and ``scratch.diagonal``. Takes little time compared with that kernel: a few steps, with masks.
+    ``scratch.tops`` and ``scratch.diagonal``. It takes little time compared with that kernel: a few steps, with masks.
     """
     i_selected = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
@@ -200,7 +202,7 @@ def _diagonal_kernel(
         num_diagonal = (position + length - 1) // STEP - diagonal + 1
         b_top = tl.full([HALF_TILE], float("-inf"), tl.float32)
         b_sum = tl.zeros([HALF_TILE], tl.float32)
-        # The first step, the step before the tile's own steps, and then these.
+        # The first step, the step before the tile's own steps, and then the tile's own steps.
         for i in range(tl.where(diagonal == 0, 2, 0), num_diagonal + 2):
             i_step = tl.where(i == 0, 0, diagonal + i - 2)
             first = i_step * STEP
@@ -220,7 +222,7 @@ def _diagonal_kernel(
 def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
     """Compute the largest score of each query and block of the step that begins at key ``first``: [queries, 4].
 
-    ``b_last``: each query's last key, counted from there.
+    ``b_last``: each query's last key, counted from ``first``.
     """
     o_n = tl.arange(0, STEP)
     o_d = tl.arange(0, KEPT_D)
@@ -236,7 +238,7 @@ def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
 
 @gluon.jit
 def _largest(b_a, b_b, b_c):
-    """Return the maximum of three values, one instruction once assembled."""
+    """Return the maximum of three values, which assembles to one instruction."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 m; max.f16x2 m, $1, $2; max.f16x2 $0, m, $3;}", "=r,r,r,r", [b_a, b_b, b_c], gl.float16,
         is_pure=True, pack=2,
@@ -364,7 +366,7 @@ def _scores_kernel(
 
 @gluon.jit
 def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
-    """Load the queries of both tiles, then the span's keys. The second tile reaches at least as many as the first."""
+    """Load the queries of both tiles, then the span's keys. The second tile reaches at least as many keys."""
     q_tiles, keys = shared.q_tiles, shared.keys
     q_full = shared.q_full.index(0)
     mbarrier.expect(q_full, 2 * TILE * q_tiles.shape[2])
@@ -446,7 +448,7 @@ def _masses_kernel(
         peak: Share of a single query from which its block's mass is stored negative.
         tiles: ``Rows.tiles``.
         first_tile: The launch's first tile.
-        scratch: ``Scratch``, all of it written by the launches before.
+        scratch: ``Scratch``, all of it written by the previous launches.
         num_tiles: Tiles of the launch.
         num_spans: Spans of ``scratch.parts``.
         num_rounds: Rounds of ``scratch.bytes``.

@@ -28,16 +28,16 @@ docs/quality.md has densities and losses on trained models, also for other rules
   variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
   takes most of the method's time.
 * ``channels`` "low_rank" multiplies a quarter of head_dim: combinations of channels, q̂ = Xᵀ q and k̂ = Xᵀ C_q (k - mean
-  key), which miss the scores of this step by least in mean square of all combinations of that number (``low_rank.py``).
-  A head_dim of at most 64 keeps all channels.
+  key), which approximate the scores of this step best in mean square among all combinations of that number
+  (``low_rank.py``). A head_dim of at most 64 keeps all channels.
 * Mean key, channel weights and C_q come from samples of keys and queries by position. They depend on the tokens of this
   step, so selection depends on the chunking and on later queries of the same chunk, but never on other rows.
 * An index with wider blocks keeps the union of their 32-key blocks (``block_width.py``).
 * On Hopper (``hopper.py``), products are computed in e4m3, and a share is stored as one byte between its two uses.
   Elsewhere (``portable.py``), a score is stored in half precision. Rounding is unbiased, and its errors average out
   over 128 queries.
-* For a single query they do not: the floor holds for the estimate as it is stored, on Hopper by bytes that are off by
-  up to a ninth.
+* The errors of a single query do not average out: the floor holds for the estimate as it is stored, on Hopper in bytes
+  that are off by up to a ninth.
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,7 @@ class TopP(PerHead):
 
     floor: float = 0.0
     """Share, in [0, 1), of its own estimated attention that every query keeps. A query below it adds its own heaviest
-    blocks. With 0, no query adds any."""
+    blocks. With 0, no query adds blocks."""
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
@@ -161,7 +161,7 @@ class TopP(PerHead):
 
     @property
     def size_key(self) -> "TopP":
-        """The ``group_key``, with the highest floor of its heads: a floor takes kernels of its own."""
+        """The ``group_key``, with the highest floor of its heads: a floor needs additional kernels."""
         return replace(self.group_key, floor=max(head.floor for head in self.settings or (self,)))
 
     def kept_channels(self, head_dim: int) -> int:
@@ -329,7 +329,7 @@ def _select_run(
     kernels: ModuleType, method: TopP, rounded: Rounded, selected: Selected, floors: torch.Tensor | None,
     index: SparseIndex, run: Run,
 ) -> None:  # fmt: skip
-    """Write the lists of a run. ``floors`` [n] float32; None if no head has one."""
+    """Write the lists of a run. ``floors`` [n] float32; None if no head has a floor."""
     num_selected, workspace = selected.heads.shape[0], index.workspace
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))

@@ -41,7 +41,7 @@ MASS_BLOCKS = 64
 """Blocks of one program of ``_masses_kernel``."""
 
 MOST = Constant(60000.0)
-"""Limit of the absolute value of scores: half precision cannot hold much larger numbers."""
+"""Limit of the absolute value of scores: half precision cannot represent much larger numbers."""
 
 
 class Scratch(NamedTuple):
@@ -97,7 +97,7 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 
 
 def stored(scratch: Scratch) -> StoredShares:
-    """Describe what ``masses`` leaves in the scratch, for the floor.
+    """Describe the scores that ``masses`` leaves in the scratch, for the floor.
 
     Args:
         scratch: Scratch that ``room`` allocated for a run.
@@ -139,7 +139,7 @@ def masses(
 
 
 def _must_widen(keys: torch.Tensor) -> bool:
-    """Return whether products must be computed in float32: the interpreter's are wrong in lower precision."""
+    """Return whether products must be computed in float32: the interpreter's products are wrong in lower precision."""
     return not keys.is_cuda
 
 
@@ -147,7 +147,7 @@ def _num_stages(key_bytes: int, limit_bytes: int) -> int:
     """Return the pipeline stages of the loop over keys in ``_scores_kernel``.
 
     Args:
-        key_bytes: A rounded key, as large as a rounded query.
+        key_bytes: Size of a rounded key, which is also the size of a rounded query.
         limit_bytes: Shared memory of a program.
 
     Returns:
@@ -164,7 +164,7 @@ def _scores_kernel(
 ):  # fmt: skip
     """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
 
-    Grid: (pairs · 2, spans, n). Bound by the matrix units, and by the maxima behind them.
+    Grid: (pairs · 2, spans, n). Bound by the matrix units, and by the maxima of the products.
 
     Args:
         rounded: Rounded.

@@ -25,7 +25,7 @@ TINY = 1e-20  # replaces the largest magnitude of zeros
 LEAST_CHANNELS = 64
 SAMPLE, EVERY = 64, 8  # the first of every EVERY groups of keys is the sample
 SAMPLED_KEYS, ITERATIONS, RIDGE, JITTER, TOO_LARGE = 8192, 2, 1e-3, 1e-6, 1e15
-"""Of ``low_rank_maps``: keys of the sample; steps; what is added to diagonals; magnitude from which elements are 0."""
+"""For ``low_rank_maps``: keys of the sample; steps; addends of diagonals; magnitude from which elements count as 0."""
 
 
 def select_top_p(
@@ -90,7 +90,7 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
 
 
 def below_floor(method: "TopP", shares: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Flag the blocks that queries add whose kept share is below ``floor``.
+    """Flag the blocks that are added by queries whose kept share is below ``floor``.
 
     Each of these queries adds the fewest of its heaviest blocks that reach the floor, ties by position. Blocks that
     other queries add do not count for it.
@@ -178,7 +178,7 @@ class Maps(NamedTuple):
     mean: torch.Tensor  # [num_kv_heads, head_dim], of the sampled keys
     of_queries: torch.Tensor  # [num_kv_heads, head_dim, rank]: X
     of_keys: torch.Tensor  # [num_kv_heads, head_dim, rank]: C_q X
-    share: torch.Tensor  # [num_kv_heads], of the sample's score variance that products of mapped vectors hold
+    share: torch.Tensor  # [num_kv_heads], share of the sample's score variance in products of mapped vectors
 
 
 def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:

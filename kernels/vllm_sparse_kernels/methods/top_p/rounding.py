@@ -90,11 +90,11 @@ class Rounded(NamedTuple):
 
 
 def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> Moments:
-    """Compute the mean key of each row and kv head, and which channels the estimate multiplies.
+    """Compute the mean key of each row and kv head, and the channels that the estimate multiplies.
 
     Args:
         inputs: Queries, cache and rows of the step.
-        storage: Number of channels, and whether they are combinations or those that affect scores most.
+        storage: Number of channels, and whether they are combinations or the channels that affect scores most.
         workspace: Memory of temporary tensors.
 
     Returns:
