@@ -35,7 +35,7 @@ MOST_QUERIES = 256
 """Maximum number of queries for diagonals of blocks: as many rows as a program stacks."""
 
 QUERY_BYTES = 64 * 1024
-"""Maximum number of stacked queries of one program, unless a single head has more."""
+"""Maximum bytes of the stacked queries of a program, unless those of a single head are more."""
 
 JOIN_BYTES = 8 * 1024
 """Upper bound of the shared memory in which a program joins sums of threads, as compiled by Triton 3.9."""

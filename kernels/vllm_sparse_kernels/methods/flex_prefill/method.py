@@ -11,8 +11,8 @@ Deviations from Algorithm 5:
   blocks, as much as two diagonals of blocks. If chosen singly, the diagonals of diffuse heads lie everywhere and keep
   nearly all blocks: on a trained model at γ = 0.9 and 8K tokens, bands of 64 reduced density from 0.36 to 0.26 and
   recall from 0.97 to 0.93. Diagonals of blocks and bands of diagonals lie on the same curve of recall against density.
-  (The authors' code also sorts pooled blocks, but keeps as many as the count of single diagonals, which holds less than
-  γ: recall 0.86 at density 0.20.)
+  (The authors' code also sorts diagonals of blocks, but keeps as many of them as the number of single diagonals that
+  reach γ. Their mass is less than γ: recall 0.86 at density 0.20.)
 * A tile keeps at most ``max_stripes`` stripes (fewer if a row has very many tiles). If a head's columns exceed that,
   the blocks with the most columns are kept whole until the other columns fit. This keeps more keys, never fewer.
 * All columns and diagonals that are tied at the threshold are kept. Sums count as tied if their mantissas agree in 10

@@ -10,7 +10,7 @@ from vllm_sparse_kernels.methods.references import heads_of_rows
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ceil_div
 
-if TYPE_CHECKING:  # the package select imports this module
+if TYPE_CHECKING:  # the methods' package imports this module
     from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 
 BAND_TOKENS = 64

@@ -100,7 +100,7 @@ def _top_blocks_kernel(
 
     Args:
         scores: [n, 2 · tiles, width · 64] float32.
-        width: Columns of ``products``, in units of 64.
+        width: Columns of ``scores``, in units of 64.
         counts: [n] float32, k_b.
         heads: [n] int32 on the device, numbers of the selected query heads.
         first_tile: First tile of the run.

@@ -13,7 +13,7 @@ from vllm_sparse_kernels.methods.references import heads_of_rows
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ceil_div
 
-if TYPE_CHECKING:  # the package select imports this module
+if TYPE_CHECKING:  # the methods' package imports this module
     from vllm_sparse_kernels.methods.minference.a_shape import AShape
     from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
     from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash

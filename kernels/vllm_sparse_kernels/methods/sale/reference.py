@@ -116,7 +116,7 @@ def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) ->
         method: The method of the heads, possibly merged.
         passed: bool [query blocks, key blocks].
         starts: Position at which each query block's local region begins.
-        tile: Number of the tile.
+        tile: The tile.
 
     Returns:
         bool, of ``passed``'s shape.
@@ -136,7 +136,7 @@ def last_positions(tile: Tile) -> list[int]:
     """Return the position of the last query of each 64-query block of a tile.
 
     Args:
-        tile: Number of the tile.
+        tile: The tile.
 
     Returns:
         One or two positions.
@@ -172,7 +172,7 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
         method: The method of the heads, possibly merged.
         b_q: [queries, head_dim].
         keys: [seq_len, head_dim].
-        tile: Number of the tile.
+        tile: The tile.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:

@@ -243,7 +243,7 @@ def _mean_keys_kernel(
     o_d, o_g = tl.arange(0, SHAPE.BLOCK_D), tl.arange(0, MEMBERS)
     o_head, i_out = i_kv * SHAPE.GROUP + o_g, tl.load(block_starts + i_row) + tl.program_id(1)
     o_q = (o_head * num_rows + i_row)[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
-    # Loaded first, as it takes shared memory that keys take over: so all of these are under way before one is awaited.
+    # Queries are loaded before keys, which reuse their shared memory. All loads of keys start before the first wait.
     b_q = tl.load(mean_queries + o_q, mask=(o_g < SHAPE.GROUP)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
     if (start >= seq_len) | (not is_clustered):
         return

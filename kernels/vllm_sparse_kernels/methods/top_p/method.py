@@ -120,8 +120,8 @@ class TopP(PerHead):
 
     channels: CHANNELS = "half"
     """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss;
-    ``low_rank`` multiplies a quarter as many combinations of channels, which are computed in each step. The minimum is
-    64 channels, so all three mean the same for a head_dim of 64."""
+    ``low_rank`` combines the channels into a quarter as many in each step, and multiplies these. The minimum is 64
+    channels, so all three are the same for a head_dim of 64."""
 
     peak_share: float = 0.2
     """Blocks with at least this share, in (0, 1], of a single query's attention are kept. 1 turns this off."""
