@@ -316,7 +316,7 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
         b_s = tl.max(tl.reshape(b_s, [BLOCK_M, BLOCK_N // 32, 4, 4, 2]), 2)
         b_top = tl.max(b_s, 3) * b_step[None, :, :]
         b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
-        # Axes 1 and 3 are in one thread. Of every 16 · WARPS queries a warp has 16, and a thread has two, 8 apart.
+        # Axes 1 and 3 are in one thread. A warp has 16 of each 16 · WARPS queries, and a thread two of these, 8 apart.
         b_over = b_top - b_threshold[:, None, None]
         b_over = tl.reshape(b_over, [SHAPE.TILES, SHAPE.TILE // (16 * SHAPE.WARPS), SHAPE.WARPS, 2, 8, BLOCKS, 4])
         b_over = tl.max(tl.max(b_over, 3), 1)
