@@ -99,7 +99,7 @@ class TestSteps:
     def test_an_unknown_step_is_an_error(self, tmp_path, capsys) -> None:
         with pytest.raises(typer.Exit):
             options(tmp_path, steps="one,two").run()
-        assert "given 'two', expected some of one, tensor, others" in capsys.readouterr().err
+        assert "given 'two', expected names from one, tensor, others" in capsys.readouterr().err
 
     def test_a_server_that_does_not_start_is_recorded_with_the_engines_error(self, tmp_path, monkeypatch) -> None:
         def enter(server: Server) -> Server:
@@ -344,7 +344,7 @@ class TestPair:
             ("prefill", 130, None), ("decode", 130, None), ("prefill", 514, None), ("decode", 514, None)
         ]  # fmt: skip
         assert "ExampleConnector" in pair.decode.args[-1]
-        assert "only the server's own level" in problems(tmp_path)["pair"]
+        assert "only the default level" in problems(tmp_path)["pair"]
 
 
 def test_equal_answers() -> None:
