@@ -417,7 +417,7 @@ def _inverse_factor(b_g, RANK: tl.constexpr):
     b_row_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 1), TINY))
     b_column_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 0), TINY))  # the same numbers
     b_g = b_g * b_row_scale[:, None] * b_column_scale[None, :] + JITTER * b_unit
-    # [G | 1], row by row, until the left half is upper triangular.
+    # Eliminate in [G | 1], row by row, until the left half is upper triangular.
     b_a = tl.reshape(tl.permute(tl.join(b_g, b_unit), (0, 2, 1)), [RANK, 2 * RANK])
     b_pivots = tl.zeros([RANK], tl.float32)
     for j in range(RANK):
