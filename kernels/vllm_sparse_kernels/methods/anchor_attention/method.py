@@ -226,7 +226,7 @@ class Groups(NamedTuple):
 
     @property
     def num_candidates(self) -> int:
-        """Keys that all groups vote on."""
+        """Number of keys that groups vote on, summed over all groups."""
         return sum(group.num_candidates for of_row in self.of_rows for group in of_row)
 
     @property

@@ -24,7 +24,7 @@ def select_flex_vertical_slash(
     heads: torch.Tensor,
     scale: float,
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does by kernels.
+    """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does with kernels.
 
     Args:
         method: The method of the heads, possibly merged.

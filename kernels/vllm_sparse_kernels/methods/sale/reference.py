@@ -29,7 +29,7 @@ TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
 def select_sale(
     method: "Sale", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does by kernels.
+    """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does with kernels.
 
     Args:
         method: The method of the heads, possibly merged.

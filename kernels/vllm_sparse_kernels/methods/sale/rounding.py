@@ -303,7 +303,7 @@ def _round_queries_kernel(
 ):  # fmt: skip
     """Run steps 1 and 2 for 64 queries of one head.
 
-    Grid: (query blocks of 64, n). Bound by the matrix units: queries with the keys of sink and local region.
+    Grid: (query blocks of 64, n). Bound by the matrix units, which multiply queries with keys of sink and local region.
 
     Args:
         queries: QueryArgs.

@@ -274,7 +274,7 @@ def _keep_top_blocks_kernel(
         num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
         target = tl.where(is_counted, num_top, total * kept_mass)
 
-    # The largest bits for which all blocks with at least these bits reach the target; 1 to 1.0 takes 30 halvings.
+    # Bisect for the largest bits for which all blocks with at least these bits reach the target, in 30 steps at most.
     bits = tl.where(all_kept, ONE_BITS, 1)
     too_many = ONE_BITS + 1
     for _ in range(tl.where(all_kept, 0, 30)):

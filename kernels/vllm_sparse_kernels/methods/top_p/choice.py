@@ -221,7 +221,10 @@ def _choose_kernel(
 
 @triton.jit
 def _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS: tl.constexpr):
-    """Append the index blocks of the flags ``b_kept`` of blocks of 32 keys from ``first`` on. Returns the new count."""
+    """Append the index blocks in which ``b_kept``, which starts at block ``first``, flags a block of 32 keys.
+
+    Returns the new count.
+    """
     WIDTH: tl.constexpr = b_kept.shape[0] // PARTS
     b_kept = tl.max(tl.reshape(b_kept, [WIDTH, PARTS]), 1) != 0
     o_p = first // PARTS + tl.arange(0, WIDTH)

@@ -280,7 +280,7 @@ def _moments_kernel(
     sums, num_splits, squares, bounds, row_ends, means, channels,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the mean key of one row and kv head, and its KEPT_D channels of the largest weight.
+    """Compute the mean key of one row and kv head, and its KEPT_D channels with the largest weights.
 
     Ties go to lower channels.
 
