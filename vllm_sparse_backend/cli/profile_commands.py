@@ -70,7 +70,7 @@ class JobOptions(ABC):
     min_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Dense first positions, set in the profile. Default: errors leave out 4,096, the profile sets none.",
+            help="Dense first positions, set in the profile. Default: not set; errors leave out the first 4,096.",
             min=0,
         ),
     ] = None

@@ -229,8 +229,9 @@ def _keep_top_blocks_kernel(
     """Write the list of one (tile, head): the blocks of the largest scores, up to τ or up to a number.
 
     Scores become ranks, float32 in (0, 1] that sort as the scores do. Each block has a weight: exp(score), or 1 where
-    the head has a ``top_share``. The kept blocks are the fewest of the highest ranks whose weights reach a target: the
-    share τ of all weights, or the number of blocks. The lowest kept rank is found by bisection over its bits.
+    the head has a ``top_share``. The kept blocks are the fewest, from the highest rank down, whose weights reach a
+    target: the share τ of all weights, or the number of blocks. The lowest kept rank is found by bisection over its
+    bits.
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
     keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and

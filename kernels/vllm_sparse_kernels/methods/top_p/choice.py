@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of the fewest blocks of a tile that hold p of its mass.
 
-A program handles one tile and head, on an array that fits into registers. Its choice becomes either the list itself, or
-marks, to which ``floor.py`` adds before they become a list.
+A program handles one tile and head, on an array that fits into registers. It writes its choice as the list, or as marks
+from which a list is made after ``floor.py`` has added others.
 
 A negative mass marks a block that is kept regardless of its mass. Nothing is sorted: bisection over bit patterns finds
 the smallest kept mass, and ties go to the first blocks. Bits of floats >= 0 sort as the floats do.
@@ -161,7 +161,7 @@ def _choose_kernel(
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
     count towards the share, and at most ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are
-    tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
+    numbers of tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end once a single
     mass decides.

@@ -178,7 +178,7 @@ class Maps(NamedTuple):
     mean: torch.Tensor  # [num_kv_heads, head_dim], of the sampled keys
     of_queries: torch.Tensor  # [num_kv_heads, head_dim, rank]: X
     of_keys: torch.Tensor  # [num_kv_heads, head_dim, rank]: C_q X
-    share: torch.Tensor  # [num_kv_heads], share of the sample's score variance in products of mapped vectors
+    share: torch.Tensor  # [num_kv_heads], share of the sample's score variance that mapped vectors explain
 
 
 def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:

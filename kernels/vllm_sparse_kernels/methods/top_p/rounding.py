@@ -79,7 +79,7 @@ class Storage(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Queries and keys of a slab in e4m3. Their units make scores logarithms to base 2."""
+    """Queries and keys of a slab in e4m3. They are scaled so that scores are logarithms to base 2."""
 
     queries: Any  # [num_selected, num_queries, KEPT_D]
     factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
