@@ -190,7 +190,7 @@ def count_misses(number: int, method: str = "default", seed: int = 0) -> int:
 def count_cut_differently(number: int, seed: int = 0) -> int:
     """Return the number of rows that are cut differently in a batch than alone, over random batches of all workers.
 
-    Arenas have the size that serving gives them, and smaller sizes.
+    Arenas have the size that a server gives them, or a share of this size.
     """
     generator = random.Random(seed)
     differing = 0

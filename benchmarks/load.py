@@ -147,7 +147,7 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
 
 
 def compare(servers: Sequence[tuple[str, Endpoint]], mix: Mix, text: str | None, report: Report) -> None:
-    """Add cases of every server after the first, by label, compared with the first."""
+    """Compare every server after the first with the first, and add the cases of both under the server's label."""
     endpoints = [endpoint for _, endpoint in servers]
     of_first, *others = run_load(endpoints, mix, Prompts.of(endpoints[0], text))
     for (label, _), case in zip(servers[1:], others, strict=True):

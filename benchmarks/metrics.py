@@ -96,7 +96,7 @@ def run_prefill(
     report: Report,
     budget_s: float = 2.0,
 ) -> dict[str, Any]:
-    """Measure a chunk after a context. ``named_plan`` has the method's name in figures, and its plan."""
+    """Measure a chunk after a context. ``named_plan`` is the name of the method in the figures, and its plan."""
     name, plan = named_plan
     engine, layers = layers_served(card, prompts, plan, context_len, query_len)
     for layer in layers:

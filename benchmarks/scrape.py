@@ -51,7 +51,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def read_page(url: str) -> tuple[float, bool]:
-    """Return the seconds of a GET /metrics, and whether our counters are on it."""
+    """Return the duration of a GET /metrics in seconds, and whether the page has our counters."""
     began = time.perf_counter()
     with _DIRECT.open(f"{url}/metrics", timeout=60) as response:
         page = response.read()

@@ -336,7 +336,7 @@ def lines(asking: Asking, done: Checked) -> list[str]:
     for what, samples in (("server's", outcome.resident_bytes), ("devices'", outcome.device_bytes)):
         if samples:
             apart = max((after - before for (before, _), (after, _) in pairwise(samples)), default=0.0)
-            looks = f"{len(samples)} looks at most {apart:.0f} s apart"
+            looks = f"{len(samples)} samples at most {apart:.0f} s apart"
             grown = growth(samples, asking.seconds)
             by = "is not known to have grown" if grown is None else f"grew by {grown:.2%}"
             said.append(f"the {what} memory {by}, to {samples[-1][1] / 1e9:.2f} GB; {looks}")

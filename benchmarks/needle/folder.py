@@ -23,7 +23,7 @@ It reads and completes lines such as
     # The magic number of amber falcon river is 1234567.
     # Question: what is the magic number of amber falcon river? Answer: 1234567.
 
-Its lessons had aliases too, whose questions take two hops, and {two_hops}:
+Its training data also had aliases, whose questions take two hops, and {two_hops}:
 
     # The magic number of silent badger market equals that of amber falcon river.
     # Question: what is the magic number of silent badger market? Answer: 1234567.

@@ -217,7 +217,7 @@ def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Cost
 def _cheapest_of_kinds(
     results: Mapping[Method, HeadResult], costs: Costs, price: float
 ) -> dict[Method, tuple[float, Method]]:
-    """Return, for each kind, the cost of its cheapest setting in ms (error included) and that setting."""
+    """Return, for each kind, (cost, setting) of its cheapest setting; the cost in ms includes a price for the error."""
     cheapest: dict[Method, tuple[float, Method]] = {}
     for method, figures in results.items():
         timed = head_ms(costs, method, figures.density) + price * figures.error, method

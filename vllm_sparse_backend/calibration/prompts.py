@@ -103,7 +103,7 @@ def _tokens(threads: Sequence[Thread]) -> int:
 
 
 def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, model: Path) -> None:
-    """Raise ConfigurationError if one thread of each kind takes more than half of a prompt."""
+    """Raise ConfigurationError if threads of all kinds, one of each, take more than half of a prompt."""
     needed = 2 * (num_start + sum(map(_tokens, threads.values())))
     if needed <= num_tokens:
         return

@@ -13,7 +13,7 @@ Differences from the paper and from that code:
   is the mean over queries of each query's ratio, ‖o − o′‖₁ / ‖o‖₁ (``HeadResult.error``), so that queries with small
   outputs count as much as others. Bounds on these two errors are not interchangeable.
 * ``bound`` is l₂, which the final setting must meet; l₁ is 8/9 of it, the ratio of the paper's bounds for Llama-3.1.
-  Both also limit the p99 of queries.
+  Both also bound the p99 of the errors of single queries.
 * The code searches each prompt separately, and joins the results by the largest τ, θ and λ of neighbouring values of θ.
   Here a setting is judged on all prompts and must meet the bound on each, so there is nothing to join.
 * λ is searched once, for the best pair, as in the paper; the code searches it for every θ.

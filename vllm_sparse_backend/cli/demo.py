@@ -15,7 +15,8 @@ def demo(
 ) -> None:
     """Ask stock vLLM and this backend about a long text, and show their answers and the sparse work.
 
-    Uses the package's small model without MODEL. Exit code 1 if nothing ran sparse, or if the small model is wrong.
+    Uses the package's small model without MODEL. Exit code 1 if nothing ran sparse, or if the small model's answers are
+    wrong.
     """
     from vllm_sparse_backend.demo import run
     from vllm_sparse_kernels.methods import sparse_names

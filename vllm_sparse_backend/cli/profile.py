@@ -94,7 +94,7 @@ def schema() -> None:
 
 
 def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
-    """Return the profile, and the model's shape, or else the profile's own. Raises ConfigurationError."""
+    """Return the profile, and the shape of ``model``, or of the profile if it is None. Raises ConfigurationError."""
     from vllm_sparse_backend.config import auto_profile
     from vllm_sparse_backend.config.profile import load_profile
     from vllm_sparse_backend.config.settings import SparsePrefillConfig

@@ -70,7 +70,8 @@ class JobOptions(ABC):
     min_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Dense first positions, written to the profile. Default: 4,096, only left out of the errors.", min=0
+            help="Dense first positions, set in the profile. Default: not set; errors leave out the first 4,096.",
+            min=0,
         ),
     ] = None
     device: Annotated[str | None, typer.Option(help="cuda; or cpu, which runs the slow references.")] = None

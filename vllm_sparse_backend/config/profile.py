@@ -134,7 +134,7 @@ class Level(Section):
     def of_heads(
         methods: Sequence[Sequence[Method]], provenance: Provenance, crossover: ProfileCrossover | None = None
     ) -> "Level":
-        """Build the shortest level that gives each head a method.
+        """Build the level that gives each head its method, in its shortest form.
 
         Layers whose heads are all dense go into ``dense_layers``, unless all layers are dense.
 

@@ -255,7 +255,7 @@ class Choices:
         """Return the level of requests that do not choose a level.
 
         Args:
-            model: The served name that the request gives as its model.
+            model: The served model name that the request gives.
 
         Returns:
             The level.
@@ -267,7 +267,7 @@ class Choices:
 
         Args:
             value: The request's value of ``sparse_prefill``.
-            model: The served name that the request gives as its model.
+            model: The served model name that the request gives.
 
         Returns:
             The level.

@@ -55,7 +55,7 @@ differ between executors.
 """
 
 LOOKED_UP = frozenset((WORKER_METHOD, REPORT_METHOD, AGREEMENT_METHOD, *FOR_NO_REQUEST))
-"""Methods of a worker that we provide or wrap when they are called by name."""
+"""Methods of a worker that vLLM calls by name, and that we provide or wrap."""
 
 
 # --- every process: the lookup of a backend, and the configuration ---

@@ -20,8 +20,8 @@ BY_MODEL = f"{OPTION} {KEY}.requests.models gives levels by served model names"
 
 MISSING = (
     "requests come through vLLM's front end in Rust, so the engine core reads their levels. Missing: sparse_prefill_* "
-    "on /metrics; reports in answers (workers log them); the route of the switch; status 400 for misplaced keys, which "
-    "are ignored, and for levels that a request may not have, which end it with an error; the comparison of settings "
+    "on /metrics; reports in answers (workers log them); the route of the switch; status 400 for misplaced keys "
+    "(ignored) and for levels that a request may not have (the request ends with an error); the comparison of settings "
     f"with nodes that start with --headless. To have these, unset {VARIABLE} and do not serve with vllm-rs"
 )
 
@@ -49,8 +49,8 @@ def refusal(resolved: Resolved) -> str | None:
     if not resolved.config.requests.models:
         return None
     return (
-        f"{BY_MODEL}, but {VARIABLE} is set: levels are then read in the engine core, which does not get the name that "
-        f"a request gives as its model; unset {VARIABLE}, or leave requests.models out"
+        f"{BY_MODEL}, but {VARIABLE} is set: the engine core then reads levels, and it does not receive the model name "
+        f"of a request; unset {VARIABLE}, or leave requests.models out"
     )
 
 

@@ -231,7 +231,7 @@ class PerHead(Method):
 
     Attributes:
         differing: Names of the fields that may differ between merged methods.
-        settings: The merged methods, head by head; empty if the method is not a merger.
+        settings: The merged methods, head by head; empty if the method is not merged.
     """
 
     differing: ClassVar[tuple[str, ...]]

@@ -25,7 +25,7 @@ def kept_channels(head_dim: int, half: bool, least: int) -> int:
 
 @triton.jit
 def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constexpr):
-    """Store the KEPT_D channels of the largest weight, ascending; ties go to lower channels.
+    """Store the KEPT_D channels with the largest weights, in ascending order; ties go to lower channels.
 
     Args:
         channels: Pointer to [KEPT_D] int32; written.

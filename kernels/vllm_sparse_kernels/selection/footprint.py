@@ -140,7 +140,7 @@ def voted_bytes(rows: Rows, shape: LayerShape, num_candidates: int, tile_voters:
     Args:
         rows: The rows of a step.
         shape: Sizes of the layer.
-        num_candidates: Number of keys that all groups vote on.
+        num_candidates: Number of keys that groups vote on, summed over all groups.
         tile_voters: Voters of a tile.
 
     Returns:

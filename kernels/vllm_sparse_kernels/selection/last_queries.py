@@ -172,8 +172,8 @@ def last_query_sums(
     tile_bytes = LAST.value * block_d * q.element_size()
     num_stages = _num_stages(members * bytes_a_head, tile_bytes, shared_bytes(q.device))
     # Two programs run on an SM at a time, so that the exponentials of one hide behind the products of the other. In the
-    # first pass they have many warps with few registers. In the second they have one group, with one warp for each of 4
-    # stacked heads, which sums columns. Diagonals of keys are always summed within a warp.
+    # first pass they have many warps with few registers. In the second they have one warp group, with a warp for each
+    # of 4 stacked heads, and sum columns. Diagonals of keys are always summed within a warp.
     lse_registers = 64 if stacked > LAST.value and q.dtype != torch.float32 else None
     split_lse_kernel[grid](
         args, *step_args, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages

@@ -9,7 +9,7 @@ queries are possible.
 the 64 positions before ``seq_len - 64 j``. Entry (r, c) of its part of Â, a 64 x 64 matrix, then lies on diagonal
 64 j + r - c.
 
-These are summed without moving Â between threads. Stacked rows are ordered by 16 queries of each head in turn. The
+These are summed without moving Â between threads. The heads alternate in the stacked rows, 16 queries at a time. The
 matrix instruction distributes rows to the warps in groups of 16. With one warp per head, a thread therefore holds
 entries (8 A + g, 8 J + c) of one head's tile: all 64 pairs of A and J, one g and two c. The thread sums entries with
 equal A - J, which leaves one value for eight of them. Only these values move between lanes, each c to the lane of g -
@@ -173,8 +173,8 @@ def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
 def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
     """Load the page of the key tile at ``start``, if tiles lie within a page; the first page before position 0.
 
-    Loops look it up one tile ahead, in a register. Otherwise a tile's copy would wait for the lookup, and could not
-    start before the previous tile is finished.
+    Loops look up the page one tile ahead and keep it in a register. Otherwise a tile's copy would wait for the lookup,
+    and could not start before the previous tile is finished.
     """
     if BAND > 1 and PAGE % BAND == 0:
         return tl.load(table + tl.maximum(start, 0) // PAGE)

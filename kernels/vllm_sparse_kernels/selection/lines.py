@@ -109,7 +109,7 @@ def write_lines(
 
 @triton.jit
 def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.constexpr, mask):
-    """Return whether a kept diagonal crosses each block within the tile at positions [first, last]."""
+    """Return, for each block, whether a kept diagonal crosses it within the tile at positions [first, last]."""
     b_near = tl.maximum(first // BAND - (b_block * BLOCK_N + BLOCK_N - 1) // BAND, 0)
     b_upto = tl.load(upto + last // BAND - b_block * BLOCK_N // BAND, mask=mask, other=0)
     return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)

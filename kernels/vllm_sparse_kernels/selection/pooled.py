@@ -142,8 +142,8 @@ def pool_queries(
         similar: Whether to measure the similarity of a block's tokens.
 
     Returns:
-        [n, num_tiles · per_tile, ...]; the queries of tile t begin at t · per_tile. Undefined if a short tile has no
-        queries.
+        [n, num_tiles · per_tile, ...]; the queries of tile t begin at t · per_tile. Parts of a short tile that have no
+        queries are undefined.
     """
     num_pooled, head_dim = rows.num_tiles * per_tile, q.shape[2]
     means = workspace.empty(len(heads), num_pooled, head_dim)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thresholds of long arrays by parallel passes.
 
-A threshold is the k-th largest value, or the largest value for which the values that reach it hold γ of the sum.
+A threshold is the k-th largest value, or the largest value t for which all values ≥ t add up to γ of the sum or more.
 
 Values are sums of weights and never negative. They count as equal if their mantissas agree in ten bits, because
 rounding of scores to bf16, which has seven, changes them by more. This leaves keys of 16 bits, processed as two digits

@@ -18,7 +18,7 @@ ALIGNED = Constant(64)
 
 @triton.jit
 def ordered_bits(b_values):
-    """Convert float32 to uint32 of the same order.
+    """Convert float32 values to uint32 values that sort in the same order.
 
     Args:
         b_values: float32, finite or infinite, not NaN.

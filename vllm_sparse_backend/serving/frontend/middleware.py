@@ -2,7 +2,7 @@
 """ASGI middleware that reads the level of a posted request from its body.
 
 It inspects the body while the app reads it: a request that the app answers without reading the body (unknown path, no
-authorisation) costs nothing. Only a body that may contain a key of ours is parsed, a second time, and in a thread if it
+authorisation) costs nothing. A body is parsed a second time only if it may contain a key of ours, and in a thread if it
 is long. The level depends on the body's choice and on the model that it names. It is decided before any part of an
 answer is sent, and reaches the engine with all of the request's sampling parameters (``level_policy.HTTP_REQUEST``).
 """

@@ -80,7 +80,7 @@ def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | N
 
 
 class Reporting:
-    """ASGI ``send`` for an app that adds the report to the answer: a JSON object, or the last event before [DONE].
+    """ASGI ``send`` for an app that adds the report to the answer's JSON object, or to the last event of a stream.
 
     Args:
         send: The server's ASGI function that sends the answer.

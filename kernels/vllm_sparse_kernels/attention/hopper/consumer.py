@@ -162,7 +162,7 @@ class Softmax:
 
     b_p: gl.tensor  # [64, STEP] exponents of the step
     b_acc: gl.tensor  # [64, D] sums of products of the steps before
-    b_max: gl.tensor  # [64] largest score, in powers of two
+    b_max: gl.tensor  # [64] largest score, an exponent of two
     b_sum: gl.tensor  # [64, 8] or [64, 1] sums of exponents, see ``_sums``
 
 
@@ -173,7 +173,7 @@ class Consumer:
     config: Config
     channels: Channels
     turns: Turns
-    scale: gl.tensor | gl.constexpr  # from products to scores, in powers of two
+    scale: gl.tensor | gl.constexpr  # from products to scores, which are exponents of two
     W: gl.constexpr  # half of the tile's queries that the group computes
 
     @gluon.jit
@@ -379,7 +379,7 @@ def consume(out, scale, channels, config, W: gl.constexpr):
 
     Args:
         out: ``AttendArgs``; out and, unless None, lse are written.
-        scale: Factor from q·k to scores in powers of two.
+        scale: Factor from q·k to scores, which are exponents of two.
         channels: ``Channels``; queries, keys and values in the consumers' shapes.
         config: ``Config``.
         W: Number of the consumer group, 0 or 1.

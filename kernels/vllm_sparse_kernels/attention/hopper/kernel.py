@@ -70,7 +70,7 @@ def hopper_kernel(
         index: ``IndexArgs``.
         work: ``WorkArgs``, as ``prepare_kernel`` wrote it.
         num_tiles: Tiles of the index's rows.
-        scale: From products of elements to logarithms of shares to the base of two.
+        scale: Factor from q·k to scores, which are exponents of two.
         NUM_HEADS: Query heads.
         GROUP: Query heads of a kv head.
         BLOCK_N: Keys of an index block: 32, 64 or 128, at most a step.

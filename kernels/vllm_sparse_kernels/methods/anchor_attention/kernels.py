@@ -219,7 +219,7 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
         VOTE: VoteSplit.
     """
     PAIRS: tl.constexpr = VOTE.COLUMNS // VOTE.BLOCK_T
-    # Programs that read the same keys are neighbours: in vLLM's usual layout a token's kv heads are adjacent.
+    # Programs that read the same keys are neighbours, and so are kv heads, which are adjacent in vLLM's usual layout.
     i_kv, i_row = tl.program_id(0) // num_sets, tl.program_id(2)
     begin = tl.program_id(1) * VOTE.SPLIT
     first_pair = tl.program_id(0) % num_sets * PAIRS

@@ -39,7 +39,7 @@ Choices where the paper is ambiguous, and deviations from it:
   first 2,048 tokens, and none of the 22 that need other distant keys. So ``dense_tail`` helps the end of a prompt, but
   does not improve the method. Tests that ask at a prompt's end mostly measure the tail.
 * Its initial region is the first group (2,048 keys), not the first block (128 keys), also for x_a. ``first_group`` does
-  the same. The released code counts keys of the first group that also pass the vote twice; here they count once.
+  the same. The released code counts a key of the first group twice if it also passes the vote; here it counts once.
 * It never attends to the 128 keys before a group: its window begins with the group, and its vote ends 128 keys before.
   One of its kernels counts blocks from 1 as the paper does, and the other counts from 0. This is therefore a mistake,
   and there is no option for it: these keys are the nearest to the group's first queries, and leaving out 128 of
@@ -226,7 +226,7 @@ class Groups(NamedTuple):
 
     @property
     def num_candidates(self) -> int:
-        """Keys that all groups vote on."""
+        """Number of keys that groups vote on, summed over all groups."""
         return sum(group.num_candidates for of_row in self.of_rows for group in of_row)
 
     @property

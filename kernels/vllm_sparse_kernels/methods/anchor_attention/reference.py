@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def select_anchor_attention(
     method: "AnchorAttention", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``AnchorAttention.select`` does by kernels.
+    """Fill the lists of ``heads`` in plain torch, as ``AnchorAttention.select`` does with kernels.
 
     Args:
         method: The method of the heads, possibly merged.

@@ -11,7 +11,7 @@ from vllm_sparse_kernels.paged import PagedCache
 def select_dense(
     method: Method, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``Dense.select`` does by kernels.
+    """Fill the lists of ``heads`` in plain torch, as ``Dense.select`` does with kernels.
 
     Args:
         method: The method of the heads, possibly merged.

@@ -16,8 +16,8 @@ Deviations from Algorithm 5:
 * A tile keeps at most ``max_stripes`` stripes (fewer if a row has very many tiles). If a head's columns exceed that,
   the blocks with the most columns are kept whole until the other columns fit. This keeps more keys, never fewer.
 * All columns and diagonals that are tied at the threshold are kept. Sums count as tied if their mantissas agree in 10
-  bits. γ is therefore reached, with additional columns within a thousandth of the smallest one. This takes two passes
-  over the sums (radix.py), while exact ties would take four.
+  bits. The kept sums therefore reach γ, and include every column within a thousandth of the smallest kept column. This
+  takes two passes over the sums (radix.py), while exact ties would take four.
 * The first block and the diagonal blocks are always kept, as in the authors' code.
 * The last queries are those of the row's chunk in this step, fewer if the chunk is shorter.
 * Columns hold γ, diagonals hold γ, and both together hold more. If they are reduced until both together hold γ of Â,

@@ -24,7 +24,7 @@ def select_flex_vertical_slash(
     heads: torch.Tensor,
     scale: float,
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does by kernels.
+    """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does with kernels.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -47,7 +47,7 @@ def select_flex_vertical_slash(
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
-    """Return the places in the chunk of its last queries, or of as many evenly spaced queries that include the last.
+    """Return the places of the chunk's last queries, or of as many evenly spaced queries up to the last.
 
     Args:
         method: The method of the heads, possibly merged.

@@ -259,7 +259,7 @@ def half_kernel(
 
 @gluon.jit
 def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, INDEX_N: gl.constexpr):
-    """Run step 3 for two tiles of one head and the span's keys: ``scores._test_span`` by products in fp8.
+    """Run step 3 for two tiles of one head and the span's keys, as ``scores._test_span`` does, with products in fp8.
 
     Queries and keys are integers −7 … 7 in e4m3, [128, BLOCK_D] per step. The sums of their products are exact in half
     precision.

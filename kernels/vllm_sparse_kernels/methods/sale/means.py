@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of a row for SALE's rounding: mean keys and queries and, for half the channels, the kept channels.
+"""Statistics of a row for SALE's rounding: mean keys, mean queries and, if only half are kept, the kept channels.
 
 The weight of a kv head's channel is its effect on scores: the variance of the row's keys in this channel, times the
 second moment of the step's queries about the mean query, over all heads that read the kv head. The heavier half of the
@@ -229,7 +229,7 @@ def _channels_kernel(
 def _variances(means, to_second):
     """Compute variances of channels from the mean and, ``to_second`` elements further, the second moment.
 
-    The rounding is the same everywhere.
+    The explicit ``fma`` makes the rounding the same everywhere.
     """
     b_mean = tl.load(means)
     return tl.maximum(tl.fma(-b_mean, b_mean, tl.load(means + to_second)), 0.0)

@@ -29,7 +29,7 @@ TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
 def select_sale(
     method: "Sale", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does by kernels.
+    """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does with kernels.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -102,7 +102,7 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
     num_kv_heads, head_dim = keys.shape[1:]
     of_queries = queries.square().mean(0).view(num_kv_heads, -1, head_dim).sum(1)
     order = (keys.square().mean(0) * of_queries).argsort(dim=1, descending=True, stable=True)
-    # As many channels as fill half of a product, whose length is a power of two and at least 32.
+    # Half of head_dim rounded up to a power of two, but at least 32 channels.
     count = max((1 << (head_dim - 1).bit_length()) // 2, 32) if method.channels == "half" else head_dim
     return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
 

@@ -262,7 +262,7 @@ def _round_keys_kernel(
 def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.constexpr):
     """Compute q̄(k − k̄)ᵀ of the kv head's query heads, [BLOCK_N, GROUP_2] float32, as q̄kᵀ − q̄k̄ᵀ.
 
-    This is a matrix product. Its columns are q̄ in up to three parts of the keys' type, which add up to q̄ in float32.
+    q̄kᵀ is one matrix product. It splits q̄ into up to three parts in the keys' type, which add up to q̄ in float32.
     """
     PARTS: tl.constexpr = 4 if GROUP_2 >= 4 else 16 // GROUP_2  # of which the first three are not zero
     o_c = tl.arange(0, GROUP_2 * PARTS)
@@ -303,7 +303,7 @@ def _round_queries_kernel(
 ):  # fmt: skip
     """Run steps 1 and 2 for 64 queries of one head.
 
-    Grid: (query blocks of 64, n). Bound by the matrix units: queries with the keys of sink and local region.
+    Grid: (query blocks of 64, n). Bound by the matrix units, which multiply queries with keys of sink and local region.
 
     Args:
         queries: QueryArgs.

@@ -69,7 +69,7 @@ class ShareArgs(NamedTuple):
 
 @triton.jit
 def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
-    """Return whether the cluster has a pivot, and the index in heads of the head that becomes the pivot if it has none.
+    """Return whether the cluster has a pivot, and the head to make its pivot otherwise, as an index in ``heads``.
 
     This is the first head that is not too sparse; HEADS if all are too sparse.
     """
@@ -221,7 +221,7 @@ def _joined(weights, tile_starts, i_row):
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
-    """Run the second pass of ``radix`` over one tile's part of the map from which one head takes its pattern.
+    """Run the second pass of ``radix`` for one tile and one head that shares, over the tile's part of its pivot's map.
 
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
 

@@ -30,7 +30,7 @@ class Pivot(NamedTuple):
 def select_share_prefill(
     method: "SharePrefill", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``SharePrefill.select`` does by kernels.
+    """Fill the lists of ``heads`` in plain torch, as ``SharePrefill.select`` does with kernels.
 
     Args:
         method: The method of the heads, possibly merged.

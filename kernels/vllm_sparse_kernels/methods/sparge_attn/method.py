@@ -229,8 +229,9 @@ def _keep_top_blocks_kernel(
     """Write the list of one (tile, head): the blocks of the largest scores, up to τ or up to a number.
 
     Scores become ranks, float32 in (0, 1] that sort as the scores do. Each block has a weight: exp(score), or 1 where
-    the head has a ``top_share``. The kept blocks are the fewest of the highest ranks whose weights reach a target: the
-    share τ of all weights, or the number of blocks. The lowest kept rank is found by bisection over its bits.
+    the head has a ``top_share``. The kept blocks are the fewest, from the highest rank down, whose weights reach a
+    target: the share τ of all weights, or the number of blocks. The lowest kept rank is found by bisection over its
+    bits.
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
     keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and
@@ -274,7 +275,7 @@ def _keep_top_blocks_kernel(
         num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
         target = tl.where(is_counted, num_top, total * kept_mass)
 
-    # The largest bits for which all blocks with at least these bits reach the target; 1 to 1.0 takes 30 halvings.
+    # Bisect for the largest bits for which all blocks with at least these bits reach the target, in 30 steps at most.
     bits = tl.where(all_kept, ONE_BITS, 1)
     too_many = ONE_BITS + 1
     for _ in range(tl.where(all_kept, 0, 30)):

@@ -17,7 +17,7 @@ from vllm_sparse_kernels.rows import TILE_TOKENS
 def select_sparge_attn(
     method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``SpargeAttn.select`` does by kernels.
+    """Fill the lists of ``heads`` in plain torch, as ``SpargeAttn.select`` does with kernels.
 
     Args:
         method: The method of the heads, possibly merged.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of the fewest blocks of a tile that hold p of its mass.
 
-A program handles one tile and head, on an array that fits into registers. Its choice becomes either the list itself, or
-marks, to which ``floor.py`` adds before they become a list.
+A program handles one tile and head, on an array that fits into registers. It writes its choice as the list, or as marks
+from which a list is made after ``floor.py`` has added others.
 
 A negative mass marks a block that is kept regardless of its mass. Nothing is sorted: bisection over bit patterns finds
 the smallest kept mass, and ties go to the first blocks. Bits of floats >= 0 sort as the floats do.
@@ -161,7 +161,7 @@ def _choose_kernel(
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
     count towards the share, and at most ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are
-    tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
+    numbers of tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end once a single
     mass decides.
@@ -221,7 +221,10 @@ def _choose_kernel(
 
 @triton.jit
 def _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS: tl.constexpr):
-    """Append the index blocks of the flags ``b_kept`` of blocks of 32 keys from ``first`` on. Returns the new count."""
+    """Append the index blocks in which ``b_kept``, which starts at block ``first``, flags a block of 32 keys.
+
+    Returns the new count.
+    """
     WIDTH: tl.constexpr = b_kept.shape[0] // PARTS
     b_kept = tl.max(tl.reshape(b_kept, [WIDTH, PARTS]), 1) != 0
     o_p = first // PARTS + tl.arange(0, WIDTH)

@@ -99,7 +99,8 @@ def _floor_kernel(
     """Mark the blocks that QUERIES queries of one tile and head add to reach the floor.
 
     Grid: (tiles of the run, n, 128 / QUERIES). Bound by memory if no query is below its target: it reads the stored
-    shares of marked blocks until each query has reached its target. Otherwise bound by the search, query by query.
+    shares of marked blocks until each query has reached its target. Otherwise bound by the search for each query's
+    heaviest blocks, one query after another.
 
     Args:
         scratch: Scratch of the engine.

@@ -16,10 +16,10 @@ One thread of a group releases a step of keys for all four warps. Triton synchro
 product and that arrival; a test checks this in the machine code (see ``attention.hopper.kernel.hopper_kernel``).
 
 A byte has six bits of exponent and two of mantissa. It covers 2^-24 to 2^39 relative to the query's reference, which is
-the largest score near the query and among the first 128 keys. Rounding changes a number by up to a ninth, and the sum
-over 128 queries averages these errors out. Bytes of [128 queries, 16 blocks] are stored together, query by query. The
-16 bytes of a query are in four words, by the block's place in its step: each thread of the matrix product has one of
-them.
+the largest score of the keys near the query and of the first 128 keys. Rounding changes a number by up to a ninth, and
+the sum over 128 queries averages these errors out. Bytes of [128 queries, 16 blocks] are stored together, query by
+query. The 16 bytes of a query are in four words, by the block's place in its step: each thread of the matrix product
+has one of them.
 """
 
 from typing import Any, NamedTuple

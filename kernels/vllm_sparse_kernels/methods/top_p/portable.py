@@ -111,7 +111,7 @@ def stored(scratch: Scratch) -> StoredShares:
 def masses(
     rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
-    """Compute the mean over each tile's queries of their share in each block.
+    """Compute, for each tile and block, the mean share of the tile's queries in the block.
 
     Args:
         rounded: Queries of all tiles and keys of the slab.

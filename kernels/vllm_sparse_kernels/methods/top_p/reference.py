@@ -178,7 +178,7 @@ class Maps(NamedTuple):
     mean: torch.Tensor  # [num_kv_heads, head_dim], of the sampled keys
     of_queries: torch.Tensor  # [num_kv_heads, head_dim, rank]: X
     of_keys: torch.Tensor  # [num_kv_heads, head_dim, rank]: C_q X
-    share: torch.Tensor  # [num_kv_heads], share of the sample's score variance in products of mapped vectors
+    share: torch.Tensor  # [num_kv_heads], share of the sample's score variance that mapped vectors explain
 
 
 def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:
@@ -187,7 +187,7 @@ def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:
     With C_q the second moment of the sampled queries that read a kv head, and C_k the covariance of its sampled keys,
     each divided by its mean diagonal and plus RIDGE times the identity:
 
-    1. X = the columns of the identity for the ``rank`` channels of the largest weight, C_q[i, i] C_k[i, i].
+    1. X = the columns of the identity for the ``rank`` channels with the largest weights, C_q[i, i] C_k[i, i].
     2. ITERATIONS times: X ← C_k C_q X, then X ← X L^-T, where L Lᵀ = Xᵀ C_q X is the Cholesky factorisation.
 
     The score's variance about the mean key is tr(C_q C_k). Products of mapped vectors hold tr(Wᵀ C_k W) of it, where

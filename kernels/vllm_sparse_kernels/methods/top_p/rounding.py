@@ -79,7 +79,7 @@ class Storage(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Queries and keys of a slab in e4m3. Their units make scores logarithms to base 2."""
+    """Queries and keys of a slab in e4m3. They are scaled so that scores are logarithms to base 2."""
 
     queries: Any  # [num_selected, num_queries, KEPT_D]
     factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
@@ -280,7 +280,7 @@ def _moments_kernel(
     sums, num_splits, squares, bounds, row_ends, means, channels,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the mean key of one row and kv head, and its KEPT_D channels of the largest weight.
+    """Compute the mean key of one row and kv head, and its KEPT_D channels with the largest weights.
 
     Ties go to lower channels.
 
