@@ -310,7 +310,7 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
 
 
 def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> Iterator[list[int]]:
-    """Yield a prompt below ``min_tokens``, a prompt past it, and two prompts of several chunks with the same beginning.
+    """Yield a prompt below ``min_tokens``, a longer prompt, and two prompts of several chunks that begin alike.
 
     If requests and plans name a level differently, its prompts have the lengths of the server's own level.
     """

@@ -180,7 +180,7 @@ class Calibrate(JobOptions):
         str | None,
         typer.Option(
             help="MOST:LEAST of sale's τ, which is halved from MOST down to LEAST; heads that need less are dense. The "
-            "authors' code has 0.008:0.0001. Default: 0.256:0.001, with steps between."
+            "authors' code uses 0.008:0.0001. Default: 0.256:0.001, with steps between."
         ),
     ] = None
 

@@ -120,7 +120,7 @@ def last_query_sums(
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
         cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
         index: The index, whose rows and workspace are used.
-        rows: First row, and the row after the last row.
+        rows: The rows, as the number of the first row and that of the last row plus 1.
         heads: [n] int32 on the device, numbers of the selected query heads.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         estimate: The queries from which Â is computed.

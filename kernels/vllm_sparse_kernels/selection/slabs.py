@@ -92,7 +92,7 @@ def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
         rows: The rows of a step.
 
     Returns:
-        First row, and the row after the last row.
+        For each slab, the number of its first row, and the number of its last row plus 1.
     """
     return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
 
@@ -105,7 +105,7 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         most: Maximum size of a slab.
 
     Returns:
-        First row, and the row after the last row.
+        For each slab, the number of its first row, and the number of its last row plus 1.
     """
     first = taken = 0
     for row, size in enumerate(sizes):

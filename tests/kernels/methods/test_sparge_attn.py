@@ -351,7 +351,7 @@ def test_selection_equals_both_rules_but_for_what_is_documented(name, by_referen
 
 
 def test_the_rules_differ_where_they_should():
-    """The test above would prove nothing if all rules kept the same blocks. These are counts of a single long row."""
+    """The test above would prove nothing if all rules kept the same blocks. The counts are from a single long row."""
     batch = make_batch([(0, 2049)], 1, 1)
     q, k = (tensor.cpu() for tensor in row_parts(batch, 0, 0))
     paper, released, share = (

@@ -219,10 +219,10 @@ class Bytes:
     ids=str,
 )
 def test_blocks_are_added_by_bytes(lengths: Any, floors: Sequence[float], steps: int, held: int, monkeypatch) -> None:
-    """The kernel applies the rule exactly to the stored bytes: existing marks stay, and garbage is not read.
+    """The kernel applies the rule exactly to the stored bytes.
 
-    A query's sum is the sum before rounding or the sum of the bytes, whichever is smaller, so a floor near 1 adds some
-    blocks but not all.
+    It keeps existing marks, and does not read bytes that were never written. A query's sum is the sum before rounding
+    or the sum of the bytes, whichever is smaller, so a floor near 1 adds some blocks but not all.
     """
     monkeypatch.setattr(module, "STEP_ROUNDS", steps)
     monkeypatch.setattr(module, "HELD_BLOCKS", held)

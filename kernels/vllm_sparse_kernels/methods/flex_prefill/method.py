@@ -17,7 +17,7 @@ Deviations from Algorithm 5:
   the blocks with the most columns are kept whole until the other columns fit. This keeps more keys, never fewer.
 * All columns and diagonals that are tied at the threshold are kept. Sums count as tied if their mantissas agree in 10
   bits. The kept sums therefore reach γ, and include every column within a thousandth of the smallest kept column. This
-  takes two passes over the sums (radix.py), while exact ties would take four.
+  takes two passes over the sums (radix.py), and exact ties would need four passes.
 * The first block and the diagonal blocks are always kept, as in the authors' code.
 * The last queries are those of the row's chunk in this step, fewer if the chunk is shorter.
 * Columns hold γ, diagonals hold γ, and both together hold more. If they are reduced until both together hold γ of Â,
