@@ -77,14 +77,12 @@ def config_of(shape: str, tokens: int, small: bool) -> dict[str, Any]:
             "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
             "num_key_value_heads": 2, "q_lora_rank": 64, "vocab_size": 512,
         }  # fmt: skip
-    yarn = {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-    }  # fmt: skip
+    # Scaled rotary positions (yarn) take many small kernels without FlashInfer. These take a single kernel.
+    rotary = {"rope_type": "default", "rope_theta": 10000.0}
     return sizes | {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_parameters": yarn,
-        "max_position_embeddings": max(163840, tokens + 1024), "n_routed_experts": 0,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_parameters": rotary,
+        "max_position_embeddings": tokens + 1024, "n_routed_experts": 0,
         "first_k_dense_replace": sizes["num_hidden_layers"], "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6,
         "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
         "dtype": "bfloat16",
