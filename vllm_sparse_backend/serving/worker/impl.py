@@ -16,7 +16,6 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.counters import is_counting
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.request_tallies import Spans, add_pairs
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
@@ -231,7 +230,7 @@ class SparsePrefillImpl(compat.DenseImpl):
                 dense.run_part(run, output[run.tokens])
         for slab in step.slabs:
             if slab.level not in held:
-                self.run(slab, query, cache, output, step.spans)
+                self.run(slab, query, cache, output, step.spans, step.is_counted)
         for probe in checks:
             self._check(probe, held_outputs.get(probe.level, output[probe.run.tokens]), dense)
         return output
@@ -257,7 +256,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             cache: The layer's cache.
             output: Same shape as ``query``. The output of these rows is written into it.
             spans: Sparse tokens of requests that ask for a report.
-            is_counted: Whether to count the pairs; False if the output is for a check of the guard only.
+            is_counted: Whether to count the pairs; False in a dummy run, or if only the guard reads the output.
         """
         assert self.worker is not None
         assert self.worker.memory is not None
@@ -268,7 +267,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             index = run(plan, inputs, output, arena, self.sinks, self.worker.resolved.config.check_index)
             if is_counted:
                 self.worker.recorder.count_pairs(self.number, index, slab.level)
-                if spans and is_counting():
+                if spans:
                     add_pairs(spans, index)
 
     def _plan_of(self, slab: Slab) -> Layer:
