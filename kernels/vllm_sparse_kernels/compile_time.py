@@ -42,6 +42,13 @@ class Constant(tl.constexpr):
         return EQUAL if other is self else super().__ne__(other)
 
 
+LOG2_E = Constant(1.4426950408889634)
+"""log2(e). Kernels compute exp(x) as exp2(x · LOG2_E). Host code reads ``LOG2_E.value``."""
+
+LN_2 = Constant(0.6931471805599453)
+"""ln(2), which converts logarithms of base 2 to natural logarithms."""
+
+
 @lru_cache(maxsize=4096, typed=True)
 def compile_time(group: Group) -> Group:
     """Return the same NamedTuple with every field as a ``tl.constexpr``.

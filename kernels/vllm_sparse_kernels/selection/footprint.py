@@ -12,11 +12,8 @@ from triton import next_power_of_2
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.selection.lines import slabs_of_rows
-from vllm_sparse_kernels.selection.slabs import padded, rows_of_slabs
+from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, padded, rows_of_slabs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
-
-SLAB_BYTES = 128 << 20
-"""Memory of one slab, unless a single row or tile needs more."""
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int, num_columns: int = 0) -> int:

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
@@ -28,8 +28,6 @@ from vllm_sparse_kernels.selection.last_query_kernels import (
     split_lse_kernel,
     sums_kernel,
 )
-
-LOG2_E = 1.4426950408889634
 
 MOST_QUERIES = 256
 """Maximum number of queries for diagonals of blocks: as many rows as a program stacks."""
@@ -149,7 +147,7 @@ def last_query_sums(
     by_block = room(num_selected, capacity // band, num_queries) if band > 1 else None
     args = LastArgs(
         q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
-        num_selected, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E,
+        num_selected, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E.value,
     )  # fmt: skip
     step_args = (step.block_table.stride(0), step.num_rows, first_row)
     shape = compile_time(

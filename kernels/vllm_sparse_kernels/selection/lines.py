@@ -16,13 +16,10 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums, last_query_sums
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.selection.slabs import rows_within
-
-SLAB_BYTES = 128 << 20
-"""Workspace for sums and kept lines. A step with more rows than fit is selected one slab of rows at a time."""
+from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, rows_within
 
 KEY_BYTES = 24
-"""Maximum workspace per key and head, with rows counted in multiples of 4,096 keys."""
+"""Maximum workspace for sums and kept lines per key and head, with rows counted in multiples of 4,096 keys."""
 
 
 class Lines(NamedTuple):

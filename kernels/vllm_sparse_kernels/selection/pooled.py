@@ -20,14 +20,11 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, query_args
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
-from vllm_sparse_kernels.selection.slabs import rows_within
+from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, rows_within
 from vllm_sparse_kernels.workspace import Workspace
 
 KEY_BLOCK_TOKENS = 64
 """Number of keys in a pooled key."""
-
-SLAB_BYTES = 128 << 20
-"""Maximum bytes of a slab's products, and of its pooled keys, unless a single tile or row needs more."""
 
 SPLIT_BLOCKS = 8
 """Blocks that one program pools one after the other."""

@@ -20,6 +20,10 @@ SLAB_TOKENS = 1 << 17
 """Number of keys that are rounded at a time, unless a single row has more. With 8 kv heads they take 67 MB for top_p
 (64 channels), and 160 MB for SALE (128 channels, 32 heads)."""
 
+SLAB_BYTES = 128 << 20
+"""Maximum bytes of a slab's sums and kept lines (``lines``), of its pooled keys, and of the products of a run
+(``pooled``), unless a single row or tile needs more."""
+
 RUN_BYTES = 272 << 20
 """Bytes of one launch's tiles, unless a single tile needs more. For top_p with 32 heads on Hopper, these are 64 tiles
 at 32,768 tokens, or 16 at 131,072. Smaller launches leave a card idle at their end."""

@@ -223,8 +223,10 @@ class TestCounting:
 
         layers, builder = built(0)
         step = make_step(layers[0], [(50, 1), (0, 200)])
+        decodes = make_common([(50, 1)])
 
         def run(*args: int, **more: int) -> tuple[Any, ...]:
+            builder.build(0, decodes)
             step.forward(layers[0], builder.build(0, step.common))
             return args, more
 
@@ -234,7 +236,7 @@ class TestCounting:
         assert run_method(wrapper, call, (1,), {"two": 2}) == ((1,), {"two": 2})
         assert recorder_of(builder).samples() == ([], False)
         run()
-        assert self.rows(builder) == {"decode": 1, "sparse": 1}
+        assert self.rows(builder) == {"decode": 2, "sparse": 1}
 
     def test_every_pipeline_stage_counts_rows_and_its_own_layers(
         self, config: Any, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,8 @@ PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
 COUNTER_RANGE = 1 << 64
 """Number of distinct values of a counter on the device, which wraps around."""
 
-_dummies = 0
+_dummy_runs = 0
+"""Dummy runs that this process is in. vLLM does not tell a metadata builder whether a step is one."""
 
 
 @contextmanager
@@ -44,21 +45,21 @@ def not_counting() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    global _dummies
-    _dummies += 1
+    global _dummy_runs
+    _dummy_runs += 1
     try:
         yield
     finally:
-        _dummies -= 1
+        _dummy_runs -= 1
 
 
 def is_counting() -> bool:
-    """Return whether this process is outside of any ``not_counting``.
+    """Return whether this process is outside of any ``not_counting``. Metadata builders read it, once per step.
 
     Returns:
-        Whether to count rows and pairs.
+        Whether to count the rows and pairs of a step.
     """
-    return _dummies == 0
+    return _dummy_runs == 0
 
 
 class HostCopy:
@@ -137,7 +138,7 @@ class Recorder:
             rows: Number of rows.
         """
         path, reason, level = labels
-        if self.is_first_rank and is_counting() and path != PADDING:
+        if self.is_first_rank and path != PADDING:
             self._add("rows", (path, reason.value if reason else "", level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = DEFAULT) -> None:
@@ -148,8 +149,6 @@ class Recorder:
             index: The keys that it selected for rows of one level.
             level: Name of the level.
         """
-        if not is_counting():
-            return
         if self.device.type == "cpu":
             self._listed[self._places[layer, level]] += index.listed_pairs().sum()
         else:

@@ -6,8 +6,8 @@ The cache has been written when ``forward`` is called. Nothing in ``forward`` wa
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
@@ -16,14 +16,54 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.counters import is_counting, not_counting
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.request_tallies import Spans, add_pairs
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
-from vllm_sparse_backend.serving.worker.step import DenseRun, Slab, SparseStep
+from vllm_sparse_backend.serving.worker.step import DenseRun, Probe, Slab, SparseStep
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, run, with_kept_mass
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import PagedCache
+
+
+class DenseAttention(NamedTuple):
+    """vLLM's own attention of a layer in a step, with the arguments of ``SparsePrefillImpl.forward``."""
+
+    forward: Callable[..., torch.Tensor]
+    """``forward`` of vLLM's dense implementation."""
+    layer: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    kv_cache: torch.Tensor
+    metadata: compat.DenseMetadata
+    output: torch.Tensor
+    scales: tuple[torch.Tensor | None, ...]
+    kwargs: Mapping[str, torch.Tensor | None]
+
+    def run_batch(self) -> None:
+        """Write the output of the whole batch, sparse rows included."""
+        self.forward(
+            self.layer,
+            self.query,
+            self.key,
+            self.value,
+            self.kv_cache,
+            self.metadata,
+            self.output,
+            *self.scales,
+            **self.kwargs,
+        )
+
+    def run_part(self, run: DenseRun, out: torch.Tensor) -> None:
+        """Compute the output of a part of the batch.
+
+        Args:
+            run: The tokens, and their metadata.
+            out: [tokens of the part, num_heads, head_dim]; written.
+        """
+        compat.take_prefix_ranges(run.metadata, self.metadata, run.rows, run.tokens)
+        part = (x if x is None else x[run.tokens] for x in (self.query, self.key, self.value))
+        self.forward(self.layer, *part, self.kv_cache, run.metadata, out, *self.scales, **self.kwargs)
 
 
 class SparsePrefillImpl(compat.DenseImpl):
@@ -151,6 +191,10 @@ class SparsePrefillImpl(compat.DenseImpl):
     ) -> torch.Tensor:
         """Compute the attention of one step. vLLM has already written the cache.
 
+        The metadata says which rows are sparse. vLLM's own attention runs the others. For sparse rows of each level,
+        ``run`` takes the layer's plan, selects keys and attends to them. Levels that the guard holds dense run on
+        vLLM's attention as well. The guard compares the two attentions for a few queries in some steps.
+
         Args:
             layer: vLLM's attention layer, which has the scales of an fp8 cache.
             query: [num_tokens, num_heads, head_dim]; fp8, rounded by vLLM's layer, if the cache is fp8.
@@ -167,47 +211,43 @@ class SparsePrefillImpl(compat.DenseImpl):
         """
         if attn_metadata is None:
             self._reserve_in_profile_run(query.device)
-        forward = super().forward
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
-        if step is None or not self.is_adopted or all(self.levels[slab.level].stays_dense for slab in step.slabs):
-            return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)
+        if step is None or not self._runs_sparse_in(step):  # decodes, dense prefills and dense layers
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)
 
-        def run_dense(run: DenseRun, out: torch.Tensor) -> None:
-            compat.take_prefix_ranges(run.metadata, attn_metadata, run.rows, run.tokens)
-            part = (x if x is None else x[run.tokens] for x in (query, key, value))
-            forward(layer, *part, kv_cache, run.metadata, out, *scales, **kwargs)
-
+        dense = DenseAttention(
+            super().forward, layer, query, key, value, kv_cache, attn_metadata, output, scales, kwargs
+        )
         cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
-
-        def run_sparse(levels: set[str]) -> None:
-            for slab in step.slabs:
-                if slab.level in levels:
-                    self.run(slab, query, cache, output, step.spans)
-
-        levels = {slab.level for slab in step.slabs}
-        held = {level for level in levels if (self.number, level) in step.held}
-        probes = [probe for probe in step.probes if self.number in probe.layers]
+        checks = [probe for probe in step.probes if self.number in probe.layers]
+        held = {slab.level for slab in step.slabs if (self.number, slab.level) in step.held}
         held_outputs: dict[str, torch.Tensor] = {}
         if held:
-            # These levels still run sparse for the checks of the guard. Dense attention overwrites their output.
-            with not_counting():
-                run_sparse(held & {probe.level for probe in probes})
-            held_outputs = {probe.level: output[probe.run.tokens].clone() for probe in probes if probe.level in held}
-            forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)
+            held_outputs = self._held_outputs(held, checks, step, query, cache, output)
+            dense.run_batch()
         else:
             for run in step.dense_runs:
-                run_dense(run, output[run.tokens])
-        run_sparse(levels - held)
-        for probe in probes:
-            sparse = held_outputs.get(probe.level, output[probe.run.tokens])
-            exact = torch.empty_like(sparse)
-            run_dense(probe.run, exact)
-            assert self.worker is not None
-            assert self.worker.guard is not None
-            self.worker.guard.compare((self.number, probe.level), sparse, exact)
+                dense.run_part(run, output[run.tokens])
+        for slab in step.slabs:
+            if slab.level not in held:
+                self.run(slab, query, cache, output, step.spans, step.is_counted)
+        for probe in checks:
+            self._check(probe, held_outputs.get(probe.level, output[probe.run.tokens]), dense)
         return output
 
-    def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, spans: Spans = ()) -> None:
+    def _runs_sparse_in(self, step: SparseStep) -> bool:
+        """Return whether the layer runs sparse at the level of any row of a step."""
+        return self.is_adopted and not all(self.levels[slab.level].stays_dense for slab in step.slabs)
+
+    def run(
+        self,
+        slab: Slab,
+        query: torch.Tensor,
+        cache: PagedCache,
+        output: torch.Tensor,
+        spans: Spans = (),
+        is_counted: bool = True,
+    ) -> None:
         """Select and attend for some of the step's rows.
 
         Args:
@@ -216,17 +256,48 @@ class SparsePrefillImpl(compat.DenseImpl):
             cache: The layer's cache.
             output: Same shape as ``query``. The output of these rows is written into it.
             spans: Sparse tokens of requests that ask for a report.
+            is_counted: Whether to count the pairs; False in a dummy run, or if only the guard reads the output.
         """
         assert self.worker is not None
         assert self.worker.memory is not None
-        arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
+        arena = self.worker.memory.arena
+        inputs = LayerInputs(query, cache, slab.rows, self.scale * cache.score_scale)
         with arena.frame():
-            kept_mass = slab.request.kept_mass
-            layer = self.levels[slab.level].layer
-            if kept_mass is not None:
-                layer = with_kept_mass(layer, kept_mass)
-            check = self.worker.resolved.config.check_index
-            index = run(layer, LayerInputs(query, cache, slab.rows, scale), output, arena, self.sinks, check)
-            recorder.count_pairs(self.number, index, slab.level)
-            if spans and is_counting():
-                add_pairs(spans, index)
+            plan = self._plan_of(slab)
+            index = run(plan, inputs, output, arena, self.sinks, self.worker.resolved.config.check_index)
+            if is_counted:
+                self.worker.recorder.count_pairs(self.number, index, slab.level)
+                if spans:
+                    add_pairs(spans, index)
+
+    def _plan_of(self, slab: Slab) -> Layer:
+        """Return the methods and engines for the level of a slab, with the p that its requests set."""
+        layer, kept_mass = self.levels[slab.level].layer, slab.request.kept_mass
+        return layer if kept_mass is None else with_kept_mass(layer, kept_mass)
+
+    def _held_outputs(
+        self,
+        held: Collection[str],
+        checks: Sequence[Probe],
+        step: SparseStep,
+        query: torch.Tensor,
+        cache: PagedCache,
+        output: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Return sparse outputs of levels that the guard holds dense, by level, for its checks.
+
+        Sparse attention writes into ``output``, which dense attention has to overwrite.
+        """
+        checked = {probe.level for probe in checks}.intersection(held)
+        for slab in step.slabs:
+            if slab.level in checked:
+                self.run(slab, query, cache, output, is_counted=False)
+        return {probe.level: output[probe.run.tokens].clone() for probe in checks if probe.level in checked}
+
+    def _check(self, probe: Probe, sparse: torch.Tensor, dense: DenseAttention) -> None:
+        """Let the guard compare the layer's sparse output for a probe's queries with dense attention."""
+        assert self.worker is not None
+        assert self.worker.guard is not None
+        exact = torch.empty_like(sparse)
+        dense.run_part(probe.run, exact)
+        self.worker.guard.compare((self.number, probe.level), sparse, exact)

@@ -20,6 +20,7 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.arena import Room, Row
 from vllm_sparse_backend.serving.worker.batch_rows import BatchRow, dense_runs
+from vllm_sparse_backend.serving.worker.counters import is_counting
 from vllm_sparse_backend.serving.worker.guard_schedule import GuardSchedule
 from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
 from vllm_sparse_backend.serving.worker.model_layers import (
@@ -125,10 +126,13 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         if self.guard_schedule is not None:
             self.guard_schedule.guard.judge_arrived()
         if common.max_query_len <= 1:  # the path of every output token: rows are not inspected
-            self.row_counter.count_decodes(common)
+            if is_counting():
+                self.row_counter.count_decodes(common)
             return super().build(common_prefix_len, common, fast_build)
         rows = self.row_classifier.classify(common, common_prefix_len, self.reorder_batch_threshold or 1)
-        self.row_counter.count(rows)
+        is_counted = is_counting()
+        if is_counted:
+            self.row_counter.count(rows)
         spans = self.row_counter.report_spans(rows, common)
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
@@ -139,7 +143,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         # Built last: the dense backend keeps its schedule in a persistent buffer, and the entire batch's must remain.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
-        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, held, probes, spans))
+        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, held, probes, spans, is_counted))
 
     def _slabs(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> tuple[Slab, ...]:
         """Return the sparse parts of the rows by level, divided into slabs that fit into the arena."""

@@ -10,7 +10,7 @@ from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, BatchRow, RowKind
-from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, Recorder, is_counting
+from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, Recorder
 from vllm_sparse_backend.serving.worker.guard import Guard
 from vllm_sparse_backend.serving.worker.request_tallies import Spans
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
@@ -64,7 +64,7 @@ class RowCounter:
         Args:
             rows: All rows of the step.
         """
-        if not (self._counts_rows and is_counting()):
+        if not self._counts_rows:
             return
         prefilled = [(row.context_len, row.seq_len) for row in rows if row.kind.path in (DENSE, SPARSE)]
         pairs = sum(

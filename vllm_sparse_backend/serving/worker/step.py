@@ -72,6 +72,7 @@ class SparseStep:
         held: Layers and levels that the guard holds dense. Their rows run on the entire batch's metadata.
         probes: Queries for which the guard compares layers with the dense backend.
         spans: Sparse tokens of requests that ask for a report.
+        is_counted: Whether to count the pairs; False in a dummy run.
     """
 
     slabs: tuple[Slab, ...]
@@ -79,6 +80,7 @@ class SparseStep:
     held: frozenset[tuple[int, str]] = frozenset()
     probes: tuple[Probe, ...] = ()
     spans: Spans = ()
+    is_counted: bool = True
 
 
 @dataclass

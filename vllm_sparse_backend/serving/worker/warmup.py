@@ -8,7 +8,7 @@ variants compile here rather than during a request. Layers also get their engine
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from vllm_sparse_backend.serving.worker.arena import Row, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
 from vllm_sparse_kernels import PagedCache, Rows, Workspace
 from vllm_sparse_kernels.engine_trial import Batch
@@ -68,37 +69,72 @@ def warm_up(
         ConfigurationError: No engine is left for a plan.
     """
     start = time.monotonic()
-    longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
-    num_pages = ceil_div(longest, spec.block_size)
-    cache = compat.random_cache(spec, num_pages, device, order)
-    table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
+    cache, table = _cache_for_batches(spec, device, order)
     picker = EnginePicker(engine)
-    kinds: dict[tuple[Layer, bool], WarmUp] = {}
     with warming_up():
-        for impl in impls:
-            for level in impl.levels.values():
-                kind = level.layer, impl.sinks is not None
-                if kind not in kinds:
-                    kinds[kind] = WarmUp(impl, level.layer, cache, table)
-        agreed = False
-        while not agreed:
-            for distinct in kinds.values():
-                distinct.choose(picker)
-            agreed = picker.settle(gather(picker.passed_over))
-        for distinct in kinds.values():
+        warm_ups = _warm_ups_by_kind(impls, cache, table)
+        _choose_engines(warm_ups.values(), picker, gather)
+        for distinct in warm_ups.values():
             distinct.run()
-        for impl in impls:
-            impl.levels = {
-                name: replace(level, layer=kinds[level.layer, impl.sinks is not None].layer)
-                for name, level in impl.levels.items()
-            }
+        _set_engines(impls, warm_ups)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to allocate the free memory for the KV cache
     layers = {impl.number: _first_sparse_layer(impl) for impl in impls}
     picker.report({number: layer.engine for number, layer in layers.items()})
     picker.report_selection(layers)
-    logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(kinds), time.monotonic() - start)
+    logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(warm_ups), time.monotonic() - start)
+
+
+def _cache_for_batches(
+    spec: AttentionSpec, device: torch.device, order: Sequence[int]
+) -> tuple[PagedCache, torch.Tensor]:
+    """Return a cache of random keys and values for the longest row of ``BATCHES``, and a block table for most rows."""
+    longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
+    num_pages = ceil_div(longest, spec.block_size)
+    cache = compat.random_cache(spec, num_pages, device, order)
+    table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
+    return cache, table
+
+
+Kind = tuple[Layer, bool]
+"""The plan of a layer at a level, and whether the layer has learnt sinks. Equal kinds get the same engines."""
+
+
+def _kind_of(impl: SparsePrefillImpl, level: LayerLevel) -> Kind:
+    return level.layer, impl.sinks is not None
+
+
+def _warm_ups_by_kind(
+    impls: Sequence[SparsePrefillImpl], cache: PagedCache, table: torch.Tensor
+) -> dict[Kind, "WarmUp"]:
+    """Return a warm-up for each kind among all levels of the layers, on the first layer of that kind."""
+    warm_ups: dict[Kind, WarmUp] = {}
+    for impl in impls:
+        for level in impl.levels.values():
+            kind = _kind_of(impl, level)
+            if kind not in warm_ups:
+                warm_ups[kind] = WarmUp(impl, level.layer, cache, table)
+    return warm_ups
+
+
+def _choose_engines(
+    warm_ups: Collection["WarmUp"], picker: EnginePicker, gather: Callable[[Report], Sequence[Report]]
+) -> None:
+    """Choose engines, and choose again until all ranks pass over the same engines."""
+    agreed = False
+    while not agreed:
+        for distinct in warm_ups:
+            distinct.choose(picker)
+        agreed = picker.settle(gather(picker.passed_over))
+
+
+def _set_engines(impls: Sequence[SparsePrefillImpl], warm_ups: Mapping[Kind, "WarmUp"]) -> None:
+    """Give all levels of the layers the engines that were chosen for their kinds."""
+    for impl in impls:
+        impl.levels = {
+            name: replace(level, layer=warm_ups[_kind_of(impl, level)].layer) for name, level in impl.levels.items()
+        }
 
 
 def _first_sparse_layer(impl: SparsePrefillImpl) -> Layer:

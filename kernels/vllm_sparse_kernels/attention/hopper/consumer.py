@@ -2,7 +2,7 @@
 """A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 queries of its tile."""
 
 from vllm_sparse_kernels.attention.hopper.item import HALF, Channels, Config, Turns
-from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.gluon_compat import (
     aggregate,
     fence_async_shared,
@@ -14,8 +14,6 @@ from vllm_sparse_kernels.gluon_compat import (
 )
 
 MINUS_INFINITY = Constant(float("-inf"))
-LN_2 = Constant(0.6931471805599453)
-LOG2_E = Constant(1.4426950408889634)
 
 
 @aggregate

@@ -13,7 +13,8 @@ import torch
 
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.attention.portable.engine import LOG2_E, MatrixArgs, matrix_args
+from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, matrix_args
+from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.engine_choice import gluon_refusal
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import PagedCache, key_args
@@ -168,7 +169,7 @@ def run(
         cache_args, index_args, work = _prepare(cache, matrix, index)
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
             queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, place_args, index_args, work,
-            num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes, num_warps=4,
+            num_tiles, scale * LOG2_E.value, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
 
 

@@ -34,14 +34,12 @@ from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
-from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import IndexArgs, LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
 from vllm_sparse_kernels.workspace import padded_bytes
-
-LOG2_E = 1.4426950408889634
 
 STRIPE_STEP = 64
 """Stripes that are gathered per step."""
@@ -129,7 +127,7 @@ def attend(
         )
     )
     attend_kernel[(rows.num_tiles * num_heads * num_parts,)](
-        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E,
+        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E.value,
         cache.value_scale, *_option_args(options, cache, index, bulk),
         shape,
         num_warps=_num_warps(num_queries, block_d),

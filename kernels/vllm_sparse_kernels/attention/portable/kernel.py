@@ -10,12 +10,9 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.attention.smooth_keys import STEP_TOKENS, quantize
-from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.paged import key_offsets, widen
 from vllm_sparse_kernels.selection.lists import load_tile
-
-LOG2_E = Constant(1.4426950408889634)
-LN_2 = Constant(0.6931471805599453)
 
 KEYS = Constant(0)
 VALUES = Constant(1)

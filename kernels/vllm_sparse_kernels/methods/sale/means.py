@@ -34,14 +34,25 @@ class Means(NamedTuple):
     """Means of each row's keys and new queries, and the channels of the estimate.
 
     Means are float32, padded with zeros to BLOCK_D.
-
-    If the estimate uses all channels, ``channels`` and ``left_out`` are not read.
     """
 
     keys: Any  # [num_rows, num_kv_heads, BLOCK_D]
     queries: Any  # [num_rows, num_heads, BLOCK_D]
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending
     left_out: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, variance of keys in channels left out, 0 in the others
+
+    @staticmethod
+    def of_all_channels(keys: torch.Tensor, queries: torch.Tensor) -> "Means":
+        """Return the means for an estimate that uses all channels.
+
+        Args:
+            keys: [num_rows, num_kv_heads, BLOCK_D] float32.
+            queries: [num_rows, num_heads, BLOCK_D] float32.
+
+        Returns:
+            Means whose other fields are placeholders: kernels compute addresses from them, but do not read there.
+        """
+        return Means(keys, queries, channels=keys, left_out=keys)
 
 
 def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Means:
@@ -81,18 +92,15 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
         _means_kernel[(rows.num_rows, num_kv_heads, moments)](
             sums, sum(num_splits), starts, rows.row_table, keys, BLOCK_D=block_d, FIELDS=ROW_FIELDS, COUNT=2
         )
-    means = Means(keys[0], queries[0], keys, keys)
     if kept_d == block_d:
-        return means
-    means = means._replace(
-        channels=workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32),
-        left_out=workspace.empty(rows.num_rows, num_kv_heads, block_d),
-    )
+        return Means.of_all_channels(keys[0], queries[0])
+    channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
+    left_out = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     _channels_kernel[(rows.num_rows, num_kv_heads)](
-        keys, queries, means.channels, means.left_out,
+        keys, queries, channels, left_out,
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, KEPT_D=kept_d, num_warps=block_d // 8,
     )  # fmt: skip
-    return means
+    return Means(keys[0], queries[0], channels, left_out)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.compile_time import Constant, compile_time
+from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant, compile_time
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
@@ -27,8 +27,6 @@ SEGMENT = Constant(128)  # keys between sink and local region: a multiple of fou
 LEVELS = Constant(7.0)
 TINY = Constant(1e-20)  # stands in for the largest magnitude of a vector of zeros
 LEAST = Constant(-1e30)
-LOG2_E = Constant(1.4426950408889634)
-LN_2 = Constant(0.6931471805599453)
 
 ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
 """Keys of one program."""

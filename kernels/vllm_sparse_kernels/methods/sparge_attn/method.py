@@ -69,7 +69,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
@@ -96,7 +96,6 @@ FORCED = Constant(-1.0)
 LEAST = Constant(-3.0e38)
 """Replaces the largest score of a row without scores."""
 
-LOG2_E = 1.4426950408889634
 ONE_BITS = Constant(0x3F800000)
 """The bits of 1.0, the largest rank. The bits of floats >= 0 sort as the floats do."""
 
@@ -171,7 +170,9 @@ class SpargeAttn(PerHead):
             top_share=top_shares(settings, q.device),
             min_similarity=on_device(tuple(head.min_similarity for head in settings), q.device),
         )
-        products = pooled_products(q, cache, index, heads, scale * LOG2_E, 1, limits.min_similarity, self.smooth_keys)
+        products = pooled_products(
+            q, cache, index, heads, scale * LOG2_E.value, 1, limits.min_similarity, self.smooth_keys
+        )
         for first_tile, scores, similarity in products:
             keep_top_blocks(scores, similarity, index, first_tile, heads, limits, self.keep_sink)
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps
@@ -35,7 +35,6 @@ from vllm_sparse_kernels.workspace import Workspace
 LARGEST = Constant(15.0)
 MAGIC = Constant(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
 TINY = Constant(1e-20)  # replaces the largest magnitude of zeros
-LOG2_E = 1.4426950408889634
 
 SAMPLE = Constant(64)
 """Keys of a group of the sample. The sample has half as many queries of each tile."""
@@ -154,7 +153,7 @@ def round_queries(
     block_d = padded_dim(q.shape[2])
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device))
     _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), num_selected)](
-        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E, values, factors, num_queries,
+        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E.value, values, factors, num_queries,
         HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
         KV_HEADS=moments.means.shape[1], TILE=TILE_TOKENS, ROUNDED=num_rounded, num_warps=8,
     )  # fmt: skip
