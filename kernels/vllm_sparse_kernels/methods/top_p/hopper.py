@@ -86,7 +86,10 @@ PERMUTED = True
 WIDEST = 256
 """Maximum number of channels for which a program's queries and keys fit into shared memory."""
 
-MASS_ROUNDS = 64
+LEAST_EXPONENT, EXPONENTS = Constant(-24.0), Constant(63.75)
+"""Least exponent of a byte, and the range of exponents above it. The largest rounds to 1.75 · 2^39, the last byte."""
+
+MASS_ROUNDS = 32
 """Rounds of one program of ``_masses_kernel``."""
 
 
@@ -395,6 +398,7 @@ def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
     tile = work.place + W
     b_factor = gl.load(rounded.factors + work.query + W * TILE + o_m, valid, 0.0)
     b_top = gl.load(scratch.tops + tile * TILE + o_m, valid, 0.0)
+    b_factor, b_shift = b_factor / EXPONENTS, (-LEAST_EXPONENT - b_top) / EXPONENTS
     b_sum = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     b_word = gl.zeros([TILE, STEP_BLOCKS], gl.int32, layout)
     words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (TILE * 4)
@@ -410,8 +414,9 @@ def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
         b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * STEP_BLOCKS)
         b_s = warpgroup_mma_wait(0, deps=(token,))
         keys.release(step)
-        b_x = gl.exp2(_block_maxima(b_s) * (b_factor[:, None] * b_step[None, :]) - b_top[:, None])
-        b_x = gl.minimum(gl.maximum(b_x, 2.0**-24), 1.75 * 2.0**39)  # finite for any product
+        # Saturating between 0 and 1 clamps the exponent, also for a product that is not finite.
+        b_share = _saturated(_block_maxima(b_s), b_factor[:, None] * b_step[None, :], b_shift[:, None])
+        b_x = gl.exp2(b_share * EXPONENTS + LEAST_EXPONENT)
         b_sum += b_x
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
@@ -419,6 +424,16 @@ def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
         b_step = b_next
     part = scratch.parts + (tile * tensors.num_spans + work.i_span) * TILE + o_m
     gl.store(part, gl.sum(b_sum, 1), mask=valid & (o_m < num_steps * STEP))
+
+
+@gluon.jit
+def _saturated(b_a, b_b, b_c):
+    """Return a · b + c, clamped to [0, 1], by a single instruction; 0 for NaN."""
+    b_a, b_b = gl.broadcast(b_a, b_b)
+    b_a, b_c = gl.broadcast(b_a, b_c)
+    return gl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3;", "=r,r,r,r", [b_a, b_b, b_c], gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
