@@ -63,6 +63,9 @@ class Composer:
         rows = styles * 3 + torch.where(kinds == RESTATED, FACT, kinds)
         lengths = self.lines.lengths[rows]
         room = tokens - 1 - lengths.sum(1, keepdim=True)
+        if (least_room := int(room.min())) < 0:
+            expected = f"at least {tokens - least_room:,}, because its lines take {tokens - 1 - least_room:,}"
+            raise ValueError(f"a text: given {tokens:,} tokens, expected {expected}")
         cuts = (places * (room + 1)).long().minimum(room)
         # Stable, so that a fact precedes its question at the same place.
         cuts, order = cuts.sort(dim=1, stable=True)

@@ -94,6 +94,8 @@ class Judge:
         question = Line.of(self.encode, templates.question, alias if through_alias else names[0], values[0])
         tail = question.token_ids[: question.end]
         room = tokens - 1 - len(tail) - sum(len(line) for _, line in placed)
+        if room < 0:
+            raise ValueError(f"a prompt: given {tokens:,} tokens, expected at least {tokens - room:,} for its lines")
         start = rng.randrange(len(self.text) - tokens)
         ids, at = [0], 0
         for place, line in sorted(placed):

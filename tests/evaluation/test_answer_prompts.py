@@ -3,12 +3,14 @@
 
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.stub_server import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.evaluation import answers
+from vllm_sparse_backend.evaluation.answer_run import AnswerWorkload
 from vllm_sparse_backend.evaluation.answers import Answer, Line, Prompt, Share, build_prompt, score, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
@@ -70,6 +72,40 @@ def test_lines_that_do_not_fit_and_short_texts_are_refused() -> None:
         build_prompt(encode, [0], [1] * 100, 3000, 9, answers.Templates(), random.Random(0))
     with pytest.raises(BenchError, match="the same tokens"):
         Line.of(lambda text: [1, 2, 3], "{name} {value}", "a", "1234567")
+
+
+class BytesWords(Words):
+    """A tokenizer that makes several tokens of every byte, as if its merges were lost."""
+
+    def __init__(self, tokens_a_byte: int) -> None:
+        super().__init__()
+        self.tokens_a_byte = tokens_a_byte
+
+    def __call__(self, text: str) -> list[int]:
+        return [byte for byte in text.encode() for _ in range(self.tokens_a_byte)]
+
+
+def test_facts_that_a_tokenizer_makes_too_long_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
+    encode, num_tokens = BytesWords(2), 8192
+    with pytest.raises(BenchError) as caught:
+        build(encode, num_tokens, num_facts=24)
+    said = re.fullmatch(
+        r"24 facts and their questions take ([\d,]+) of a prompt's 8,192 tokens, expected at most half: the tokenizer "
+        r"makes up to (\d+) tokens of a fact, and up to (\d+) of a question; ask for at most (\d+) --facts or longer "
+        r"--lengths",
+        str(caught.value),
+    )
+    assert said is not None, caught.value
+    fact, question, most = map(int, said.groups()[1:])
+    assert 24 * (fact + question) >= int(said[1].replace(",", "")) - 1 > num_tokens // 2
+    assert len(build(encode, num_tokens, num_facts=most).answers) == most > 0
+    with pytest.raises(BenchError, match=r"of a question; ask for longer --lengths$"):
+        build(encode, 300, num_facts=1)
+    endpoint = Tokenizer([])
+    endpoint.__dict__["encode"] = encode
+    workload = AnswerWorkload.from_text(None, [4096], 1, 24)
+    with pytest.raises(BenchError, match=r"^prompts for the tokenizer of m: 24 facts and their questions take"):
+        workload.build_prompts(endpoint)
 
 
 PROMPT = Prompt([5, 6, 7, 8, 9, 10], (Answer("a", "12", 1, 3, 5),))

@@ -6,6 +6,7 @@ No paper describes this search.
 For each kind of method, bisection finds the sparsest setting that meets the bound. Each kind in a layer also costs a
 fixed time for its selection (``head_costs.py``), so the choice is made for the whole layer: the set of up to
 ``MOST_KINDS`` kinds, plus dense attention, in which the heads' cheapest settings take the least time in total.
+``candidates.py`` lists the settings.
 
 A bound of the mean over all heads (``Bound.mean``) becomes a price of error: heads minimise time plus price · error. If
 all heads of the model have the same price, no other choice with the same mean error costs less (Lagrange: all slopes
@@ -20,7 +21,8 @@ from operator import itemgetter
 from statistics import fmean
 
 from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.head_costs import Costs, head_ms, kind_of
+from vllm_sparse_backend.calibration.candidates import can_be_cheapest, kinds_in_order
+from vllm_sparse_backend.calibration.head_costs import Costs, head_ms, includes, kind_of
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.calibration.layer_walk import walk_layers
 from vllm_sparse_backend.calibration.search import IsAllowed, Search, sparsest
@@ -74,7 +76,8 @@ class CheapestSearch(Search):
             One method for each head, ``Dense()`` if no cheaper method meets the bound.
         """
         if not self.bound.has_mean:
-            return cheapest_methods(sparsest_of_kinds(judge, self.bound, self.among, is_allowed), self.costs)
+            held = sparsest_of_kinds(judge, self.bound, self.among, is_allowed, self.costs)
+            return cheapest_methods(held, self.costs)
         held = methods_within_bound(judge_uniformly(judge, self.among), self.bound)
         allowed = [
             {method: seen for method, seen in head_results.items() if is_allowed(i, method)}
@@ -102,22 +105,35 @@ class CheapestSearch(Search):
         return True
 
 
-def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed) -> Held:
+def sparsest_of_kinds(
+    judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed, costs: Costs
+) -> Held:
     """Find, for each head and kind, the sparsest setting that meets the bound. It is the cheapest at price 0.
+
+    Settings that cannot be the cheapest are not judged (``can_be_cheapest``).
 
     Args:
         judge: Judges the layer's heads.
         bound: The bound that a setting must meet.
         among: Candidates, within each kind the sparsest first.
         is_allowed: Whether a head may use a method.
+        costs: Times of selection and attention.
 
     Returns:
         For each head, at most one method of each kind, with its figures.
     """
-    held: Held = [{} for _ in range(judge.num_heads)]
-    for kind in dict.fromkeys(map(kind_of, among)):
+    num_heads = judge.num_heads
+    held: Held = [{} for _ in range(num_heads)]
+    for kind in kinds_in_order(among, costs, num_heads):
         ladder = [method for method in among if kind_of(method) == kind]
-        ladders = {head: [method for method in ladder if is_allowed(head, method)] for head in range(judge.num_heads)}
+        ladders = {
+            head: [
+                method
+                for method in ladder
+                if is_allowed(head, method) and can_be_cheapest(method, held[head], costs, num_heads)
+            ]
+            for head in range(num_heads)
+        }
         for head, result in sparsest(judge, bound, ladders).items():
             if result.holds:
                 held[head][result.method] = result.figures
@@ -196,8 +212,9 @@ def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Cost
     """
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
-    cheapest = [_cheapest_of_kinds(results, costs, price) for results in holding]
-    group_ms = {kind: costs.of(kind).group_ms for offers_by_kind in cheapest for kind in offers_by_kind}
+    kinds = list(dict.fromkeys(kind_of(method) for results in holding for method in results))
+    cheapest = [_cheapest_of_kinds(results, kinds, costs, price) for results in holding]
+    group_ms = {kind: costs.of(kind).group_ms for kind in kinds}
     base_ms = costs.layer.base_ms
     best_ms, best = costs.layer.dense_ms, [dense] * len(holding)
     for size in range(1, MOST_KINDS + 1):
@@ -215,13 +232,16 @@ def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Cost
 
 
 def _cheapest_of_kinds(
-    results: Mapping[Method, HeadResult], costs: Costs, price: float
+    results: Mapping[Method, HeadResult], kinds: Sequence[Method], costs: Costs, price: float
 ) -> dict[Method, tuple[float, Method]]:
-    """Return, for each kind, (cost, setting) of its cheapest setting; the cost in ms includes a price for the error."""
+    """Return, for each kind, (cost, setting) of the cheapest setting that its selection can include.
+
+    The cost in ms includes a price for the error.
+    """
     cheapest: dict[Method, tuple[float, Method]] = {}
     for method, figures in results.items():
         timed = head_ms(costs, method, figures.density) + price * figures.error, method
-        kind = kind_of(method)
-        if kind not in cheapest or timed[0] < cheapest[kind][0]:
-            cheapest[kind] = timed
+        for kind in kinds:
+            if includes(kind, method) and (kind not in cheapest or timed[0] < cheapest[kind][0]):
+                cheapest[kind] = timed
     return cheapest

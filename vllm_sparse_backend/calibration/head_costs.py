@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of one head's selection and attention on this device, by method. Searches weigh it against the error.
 
-Heads of a layer that are selected together (``Method.group_key``: a *kind* of method) share a fixed time of their
+Heads of a layer that the same kernels select together (a *kind* of method, ``kind_of``) share a fixed time of their
 selection. A kind therefore has three costs: a fixed cost of its selection, its selection for each head, and attention
 to all pairs. Of the last cost, a head pays the share of pairs that it keeps. The costs are measured once, on the first
 layer that can run sparse, and saved: searches that read the same file of costs make the same decisions.
+
+Heads of ``top_p`` with and without a floor are selected together (``Method.group_key``), but a floor runs additional
+kernels. They are two kinds, and the kind with the floor can include heads without it (``includes``).
 
 Without a CUDA device, the references select and attend. Their times do not represent a server, so costs are then
 estimated from kept pairs and the relative cost in each method's description (``MethodSpec.cost``).
@@ -30,10 +33,15 @@ from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 
 PAIR_MS = 7.6e-10 / 128
 """Time in ms of attention to one pair, per channel of a head, with FlashAttention-3 on an H200."""
+
+LOW_RANK_SHARE = 0.82
+"""Estimated time of ``top_p``'s selection with ``channels`` "low_rank", relative to "half": the sums of the kernels'
+times in docs/performance.md, for a head_dim of 128."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Costs(Protocol):
         """Return the times of a method's kind.
 
         Args:
-            method: A method; its kind is its ``group_key``.
+            method: A method of the kind (``kind_of``).
 
         Returns:
             Times in ms over the first prompt.
@@ -78,15 +86,31 @@ class Costs(Protocol):
 
 @lru_cache(maxsize=4096)
 def kind_of(method: Method) -> Method:
-    """Return the key of a method's kind: methods with equal keys are selected together.
+    """Return the key of a method's kind: methods with equal keys are selected together, by the same kernels.
 
     Args:
-        method: A method.
+        method: The method of a head, or a merger of several.
 
     Returns:
-        The method's ``group_key``, cached.
+        The method's ``group_key``; for ``top_p``, with the highest floor of its heads.
     """
-    return method.group_key
+    return method.size_key if isinstance(method, TopP) else method.group_key
+
+
+@lru_cache(maxsize=4096)
+def includes(kind: Method, method: Method) -> bool:
+    """Return whether heads of a method can be selected together with a kind, by that kind's kernels.
+
+    Args:
+        kind: A kind, from ``kind_of``.
+        method: The method of a head.
+
+    Returns:
+        True for methods of the kind, and for ``top_p`` with a lower floor or none.
+    """
+    if kind.group_key != method.group_key:
+        return False
+    return kind_of(kind.merged([kind, method])) == kind
 
 
 @lru_cache(maxsize=4096)
@@ -109,6 +133,21 @@ def head_ms(costs: Costs, method: Method, density: float) -> float:
     return cost.head_ms + density * cost.full_ms
 
 
+def selection_ms(costs: Costs, method: Method, num_heads: int) -> float:
+    """Return the time of selection for a layer whose heads all have methods of one kind.
+
+    Args:
+        costs: Times of selection and attention.
+        method: A method of the kind.
+        num_heads: Heads of the layer.
+
+    Returns:
+        Time in ms over the first prompt.
+    """
+    cost = costs.of(method)
+    return cost.group_ms + num_heads * cost.head_ms
+
+
 @dataclass(frozen=True)
 class EstimatedCosts:
     """Costs estimated from the number of pairs and each method's relative cost."""
@@ -126,10 +165,12 @@ class EstimatedCosts:
             method: A method.
 
         Returns:
-            Times in ms, in proportion to ``full_ms``.
+            Times in ms, in proportion to ``full_ms``. The time of a floor, which depends on the prompt, is left out.
         """
-        # A third of a selection's time does not depend on the number of heads.
         selection = METHODS[name_of(method)].cost * self.full_ms * self.selects
+        if isinstance(method, TopP) and method.channels == "low_rank":
+            selection *= LOW_RANK_SHARE
+        # A third of a selection's time does not depend on the number of heads.
         return Cost(self.num_heads * selection / 3, selection * 2 / 3, self.full_ms)
 
     @property

@@ -2,12 +2,14 @@
 """`sparse-prefill profile best|calibrate`: make a profile for a model from prompts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.common import (
@@ -19,6 +21,7 @@ from vllm_sparse_backend.cli.common import (
     new_output,
     output_folder,
     say,
+    wide_console,
 )
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
@@ -26,6 +29,7 @@ from vllm_sparse_backend.evaluation.output_files import require_output_folder, w
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
+    from vllm_sparse_backend.calibration.class_times import ClassTimes
     from vllm_sparse_backend.calibration.head_errors import Bound
     from vllm_sparse_backend.calibration.prompts import PromptSet
     from vllm_sparse_backend.config.crossover_table import ProfileCrossover
@@ -101,8 +105,15 @@ class JobOptions(ABC):
 
             profile = self.search(make_job)
             write_profile(profile, self.out)
+            tables = self.tables(jobs[0], profile)
             jobs[0].clear()
         _report(profile, self.out)
+        for table in tables:
+            wide_console().print(table, highlight=False)
+
+    def tables(self, job: "Job", profile: "Profile") -> list[Table]:
+        """Return tables to print after the profile's figures. They may read the job's captures."""
+        return []
 
     @property
     def work_folder(self) -> Path:
@@ -158,6 +169,16 @@ class Best(JobOptions):
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
         return calibration_loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
+
+    def tables(self, job: "Job", profile: "Profile") -> list[Table]:
+        """Return a table for each level: what each class of heads gains."""
+        from vllm_sparse_backend.calibration.class_times import times_of_classes
+
+        how = "measured" if job.card is not None else "estimated"
+        return [
+            class_table(f"{name}: % of dense attention's time, {how}", times_of_classes(job, profile.at_level(name)))
+            for name in profile.level_names[1:]
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +257,34 @@ def pays(crossover: "ProfileCrossover | None") -> str:
             f"faster from {crossover.min_tokens:,} tokens, at least {crossover.min_query_tokens:,} of them new, {where}"
         )
     return f"never faster {where}: auto leaves every row dense; use longer prompts, or a larger error bound"
+
+
+def class_table(title: str, classes: "Sequence[ClassTimes]") -> Table:
+    """Return a table with a row for each class of heads, and a row for all of them.
+
+    Args:
+        title: Title of the table.
+        classes: The classes in order.
+
+    Returns:
+        The table; shares of time are in per cent.
+    """
+    from vllm_sparse_backend.evaluation.crossover_bench import method_label
+
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in ("heads", "method", "settings", "density", "before, %", "after, %"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in classes:
+        shares = f"{100 * row.share_before:.1f}", f"{100 * row.share_after:.1f}"
+        label = escape(method_label(row.kind))
+        table.add_row(str(row.num_heads), label, str(row.num_settings), f"{row.density:.3f}", *shares)
+    num_heads = sum(row.num_heads for row in classes)
+    density = sum(row.num_heads * row.density for row in classes) / num_heads
+    before, after = sum(row.share_before for row in classes), sum(row.share_after for row in classes)
+    num_settings = sum(row.num_settings for row in classes)
+    total = (str(num_heads), "all", str(num_settings), f"{density:.3f}", f"{100 * before:.1f}", f"{100 * after:.1f}")
+    table.add_row(*total, style="bold")
+    return table
 
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:

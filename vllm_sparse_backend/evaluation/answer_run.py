@@ -139,7 +139,10 @@ class AnswerWorkload:
                 start = spare * i // self.count + rng.randrange(spare // self.count)
                 stretch = text_ids[start : start + length]
                 prompt = (endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng)
-                built[length, i] = build_prompt(*prompt)
+                try:
+                    built[length, i] = build_prompt(*prompt)
+                except BenchError as error:
+                    raise BenchError(f"prompts for the tokenizer of {endpoint.model}: {error}") from None
         return built
 
 

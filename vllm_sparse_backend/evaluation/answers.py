@@ -117,10 +117,7 @@ def build_prompt(
     )
     room = num_tokens - len(begin_ids) - sum(len(line.token_ids) for line in (*facts, *questions))
     if 2 * room < num_tokens:
-        raise BenchError(
-            f"{num_facts} facts and their questions take {num_tokens - room:,} of a prompt's {num_tokens:,} tokens, "
-            "expected at most half; ask for fewer --facts or longer --lengths"
-        )
+        raise BenchError(_too_many_lines(num_tokens, len(begin_ids), facts, questions))
     if len(text_ids) < room:
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
     cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in names]
@@ -131,6 +128,21 @@ def build_prompt(
         for name, value, fact, question, (stated_at, asked_at) in zip(names, values, facts, questions, places)
     )
     return Prompt(ids, answers)
+
+
+def _too_many_lines(num_tokens: int, num_begin: int, facts: Sequence[Line], questions: Sequence[Line]) -> str:
+    """Return why the lines of a prompt do not fit, and how many do with this tokenizer."""
+    longest_fact, longest_question = (max(len(line.token_ids) for line in lines) for lines in (facts, questions))
+    taken = num_begin + sum(len(line.token_ids) for line in (*facts, *questions))
+    most_facts = (num_tokens // 2 - num_begin) // (longest_fact + longest_question)
+    fewer = (
+        f"ask for at most {most_facts} --facts or longer --lengths" if most_facts > 0 else "ask for longer --lengths"
+    )
+    return (
+        f"{len(facts)} facts and their questions take {taken:,} of a prompt's {num_tokens:,} tokens, expected at most "
+        f"half: the tokenizer makes up to {longest_fact} tokens of a fact, and up to {longest_question} of a question; "
+        f"{fewer}"
+    )
 
 
 def weave(
