@@ -48,6 +48,10 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     methods = {method for layer in layers for method in profile.methods_of(layer, profile.model.num_heads)} - {Dense()}
     assert {name_of(method) for method in methods} <= names
     assert not list((tmp_path / "out.work").glob("*/"))  # captures are deleted
+    assert ("high: % of dense attention's time, estimated heads method settings density" in said) == (
+        words[0] == "best"
+    )
+    assert ("fast: % of dense attention's time, estimated heads" in said) == (words[0] == "best")
     assert json.loads((tmp_path / "out.work" / "job.json").read_text())["min_tokens"] == 64
     assert command("check", out, NEEDLE)[0] == 0
     assert "already exists" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
