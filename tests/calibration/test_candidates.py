@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variants of ``top_p`` that ``profile best`` chooses from: chosen where they are cheaper and within the bound."""
 
+import json
 from dataclasses import dataclass, replace
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.helpers.calibration_cases import CONFIG, HEADS, LookupCapturer, make_job
 from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes
@@ -16,6 +18,8 @@ from vllm_sparse_backend.calibration.head_costs import Cost, LayerCost, includes
 from vllm_sparse_backend.calibration.head_errors import Bound
 from vllm_sparse_backend.calibration.layer_judge import Served
 from vllm_sparse_backend.calibration.search import ladder_of
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.config import strict_yaml
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import Profile, load_profile
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -97,6 +101,15 @@ def test_a_profile_with_both_is_written_read_and_served(tmp_path):
     plan = Plan.build(SparsePrefillConfig(profile=str(path)), profile.model)
     (group,) = plan.layers[0]
     assert group.method.of_heads(HEADS) == profile.methods_of(0, HEADS)
+    model = model_folder(tmp_path / "served", CONFIG | {"head_dim": 128})
+    for command in (("check", path, model), ("show", path, model)):
+        result = CliRunner().invoke(app, ["profile", *map(str, command)])
+        assert result.exit_code == 0, result.output
+        assert "low_rank" in result.output
+    assert 'channels="low_rank" floor=0.5' in result.output
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks by schemas")
+    schema = json.loads(CliRunner().invoke(app, ["profile", "schema"]).output)
+    jsonschema.validate(json.loads(json.dumps(strict_yaml.parse(path.read_text(), ""))), schema)
 
 
 def test_low_rank_is_no_candidate_where_it_equals_half():
