@@ -141,12 +141,15 @@ def engine_arguments(run: str, folder: Path, tokens: int) -> dict[str, Any]:
         # A CPU's memory holds fewer tokens, so sizes are smaller there.
         **({"gpu_memory_utilization": 0.75} if has_cuda() else {"gpu_memory_utilization": 0.3, "enforce_eager": True}),
     }  # fmt: skip
+    # FlashInfer's kernel of the gated recurrence, vLLM's first choice on Hopper, is an optional package.
+    additional: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if run == STOCK:
-        return arguments | {"block_size": 128}
+        return arguments | {"block_size": 128, "additional_config": additional}
     # A small model's prompts are shorter than the default min_tokens of a GPU.
     settings: dict[str, Any] = {"profile": str(folder / "levels.yaml")}
     settings |= {} if has_cuda() else {"min_tokens": 128, "min_query_tokens": 1}
-    return arguments | {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": settings}}
+    additional["sparse_prefill"] = settings
+    return arguments | {"attention_backend": "sparse-prefill", "additional_config": additional}
 
 
 def prompts_of(folder: Path, lengths: Sequence[int], seed: int) -> list[list[int]]:
