@@ -74,6 +74,13 @@ class StoredShares(NamedTuple):
     span_tokens: int  # keys of a span of ``scratch.parts``
 
 
+class Histogram(NamedTuple):
+    """Where kept shares are counted, as arguments of a kernel."""
+
+    edges: Any  # [NUM_EDGES] float32, upper ends of the buckets but the last
+    counts: Any  # [num_rows, FIELDS] int64
+
+
 def add_for_floor(
     stored: StoredShares, marks: torch.Tensor, kept_mass: torch.Tensor, floors: torch.Tensor, tiles: torch.Tensor,
     first_tile: int, sink_tokens: int, local_tokens: int,
@@ -124,7 +131,7 @@ def count_kept_shares(
     every = share_counts.COUNT_EVERY
     _count_kernel[(num_tiles, ceil_div(num_selected, every), TILE_TOKENS // QUERIES)](
         scratch, marks, width, shares, tiles, first_tile, num_selected, scratch.parts.shape[2], codes.shape[2],
-        on_device(share_counts.EDGES, marks.device), counts,
+        Histogram(on_device(share_counts.EDGES, marks.device), counts),
         AS_BYTES=as_bytes, QUERIES=QUERIES, STEP=STEP_ROUNDS if as_bytes else STEP_BLOCKS, SPAN=span_tokens,
         EVERY=every, num_warps=4,
     )  # fmt: skip
@@ -383,7 +390,7 @@ def _value(code, top, AS_BYTES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "first_tile", "num_selected", "num_spans", "num_places"])
 def _count_kernel(
-    scratch, marks, width, shares, tiles, first_tile, num_selected, num_spans, num_places, edges, counts,
+    scratch, marks, width, shares, tiles, first_tile, num_selected, num_spans, num_places, histogram,
     AS_BYTES: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Count the kept shares of QUERIES queries of one tile, of the head whose turn it is in this tile.
@@ -400,8 +407,7 @@ def _count_kernel(
         num_selected: n, the selected heads.
         num_spans: Spans of ``scratch.parts``.
         num_places: Rounds of ``scratch.bytes``, or blocks of ``scratch.scores``.
-        edges: [NUM_EDGES] float32, upper ends of the buckets but the last.
-        counts: [num_rows, FIELDS] int64; added to.
+        histogram: Histogram; its counts are added to.
         AS_BYTES: Whether the scratch has bytes, not scores.
         QUERIES: Queries of a program.
         STEP: Rounds or blocks that are summed at a time.
@@ -431,12 +437,12 @@ def _count_kernel(
         b_lifted = (b_counted & (b_chosen < b_whole * floor)).to(tl.int32)
         b_units = (tl.where(b_counted, b_share, 0.0) * SHARE_UNIT + 0.5).to(tl.int32)
         o_f = tl.arange(0, FIELDS)
-        b_edges = tl.load(edges + o_f, mask=o_f < NUM_EDGES, other=2.0)
+        b_edges = tl.load(histogram.edges + o_f, mask=o_f < NUM_EDGES, other=2.0)
         b_bucket = tl.sum((b_share[:, None] > b_edges[None, :]).to(tl.int32), 1)
         b_counts = tl.sum((b_counted[:, None] & (b_bucket[:, None] == o_f[None, :])).to(tl.int32), 0)
         b_counts = tl.where(o_f == SUM, tl.sum(b_units, 0), b_counts)
         b_counts = tl.where(o_f == LIFTED, tl.sum(b_lifted, 0), b_counts)
-        target = counts + i_row * FIELDS + o_f
+        target = histogram.counts + i_row * FIELDS + o_f
         tl.atomic_add(target, b_counts.to(tl.int64), mask=b_counts != 0, sem="relaxed")
         lost = tl.max(tl.where(b_counted, SHARE_UNIT - b_units, 0), 0)
         b_lost = tl.where(o_f == LOST, lost, 0)
