@@ -10,15 +10,15 @@ import torch
 
 from tests.helpers.lined import DEVICE
 from tests.helpers.method_cases import int32, kept_blocks, row_alone, select
-from tests.helpers.top_p_cases import make_batch
-from tests.kernels.methods.test_top_p_floor import METHOD, WITHOUT, Bytes
+from tests.helpers.top_p_cases import METHOD, WITHOUT, Bytes, make_batch
 from vllm_sparse_kernels import SparseIndex, Workspace, share_counts
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.methods.top_p import floor as module
+from vllm_sparse_kernels.methods.top_p import floor as module, method as method_module
 from vllm_sparse_kernels.methods.top_p.choice import ADDED, CHOSEN, mass_width
-from vllm_sparse_kernels.methods.top_p.floor import FloorShares, count_kept_shares
+from vllm_sparse_kernels.methods.top_p.floor import FloorShares, add_for_floor, count_kept_shares
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import tile_shares
+from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.share_counts import EDGES, FIELDS, LIFTED, LOST, SUM, UNIT, add_share_counts, merge_counts
 
 BUCKETS = len(EDGES) + 1
@@ -183,6 +183,38 @@ def test_counts_of_bytes(lengths: Any, steps: int, monkeypatch: pytest.MonkeyPat
     assert_counted(line, kept_shares, 1e-6)
     assert line[LIFTED.value] == lifted
     assert len(set(kept_shares)) > 1
+
+
+@pytest.mark.usefixtures("all_counted")
+@pytest.mark.parametrize("floor", [0.5, 0.9])
+def test_no_query_is_counted_below_the_floor_over_bytes(floor: float) -> None:
+    """The floor and the counts refer to the same sum of a query, although bytes are rounded."""
+    stored, floors = Bytes(2100, 130, num_heads=2), torch.full((2,), floor, device=DEVICE)
+    rows, kept_mass = stored.rows, torch.full((2,), 0.5, device=DEVICE)
+    marks = torch.zeros(2, rows.num_tiles, mass_width(stored.reach), dtype=torch.uint8, device=DEVICE)
+    for i_tile, tile in enumerate(rows.tile_list):
+        marks[:, i_tile, :1] = CHOSEN.value
+        marks[:, i_tile, (tile.position - 128) // 32 :] = CHOSEN.value
+    add_for_floor(stored.stored, marks, kept_mass, floors, rows.tiles, 0, 32, 128)
+    counts = torch.zeros(1, FIELDS.value, dtype=torch.int64, device=DEVICE)
+    count_kept_shares(stored.stored, marks, FloorShares(kept_mass, floors), rows.tiles, 0, counts)
+    (line,) = counts.tolist()
+    assert line[LIFTED.value] == sum(line[:BUCKETS]) == 2 * 130
+    assert 1 - line[LOST.value] / UNIT.value >= floor - 1 / UNIT.value
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("all_counted")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hopper_counts_as_the_lists_say(head_dim: int) -> None:
+    """A byte is off by up to a ninth, and so is a share."""
+    if (reason := method_module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), head_dim))) is not None:
+        pytest.skip(f"no Hopper kernels here: {reason}")
+    batch = make_batch([(20_000, 300), (0, 2049), (5000, 1)], (8, 2, head_dim), 16, torch.bfloat16)
+    index = select(METHOD, batch, 32)
+    for counts, shares in zip(counts_of(index), kept_of_queries(METHOD, batch, index), strict=True):
+        assert_counted(counts, shares, 0.12)
+        assert 1 - counts[LOST.value] / UNIT.value >= METHOD.floor - 2 / UNIT.value
 
 
 def test_without_a_floor_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
