@@ -109,6 +109,8 @@ _TABLE = (
     Metric("guard_checks", "counter", "Attention calls that the guard compared with dense attention.", LAYER_LEVEL),
     Metric("guard_trips", "counter", "Times the guard forced a layer dense.", LAYER_LEVEL),
     Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER_LEVEL, per_rank=True),
+    Metric("guard_peak_error", "gauge", "Largest error of a query in any head in the guard's last checks.", LAYER_LEVEL,
+           per_rank=True),
     Metric("guard_dense", "gauge", "Whether the guard currently keeps the layer dense: 1 or 0.", LAYER_LEVEL,
            per_rank=True),
     Metric("switched_exact", "gauge", "Whether the switch makes all new requests exact: 1 or 0."),
