@@ -175,7 +175,8 @@ def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top
 COMPILE_FLOOR = """
 import json
 import torch
-from vllm_sparse_kernels.methods.top_p import floor, hopper
+from vllm_sparse_kernels import share_counts
+from vllm_sparse_kernels.methods.top_p import floor, hopper, portable
 from vllm_sparse_kernels.methods.top_p.choice import mass_width
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.share_counts import FIELDS
@@ -184,6 +185,7 @@ from vllm_sparse_kernels.workspace import Workspace
 
 adds = floor._floor_kernel = Recorder(floor._floor_kernel)
 counts = floor._count_kernel = Recorder(floor._count_kernel)
+sums = share_counts._add_share_counts_kernel = Recorder(share_counts._add_share_counts_kernel)
 with compiling_for():
     for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
         rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
@@ -195,8 +197,15 @@ with compiling_for():
         floor.add_for_floor(stored, marks, numbers, numbers, rows.tiles, 0, 128, 160)
         shares, by_row = floor.FloorShares(numbers, numbers), torch.zeros(1, FIELDS.value, dtype=torch.int64)
         floor.count_kept_shares(stored, marks, shares, rows.tiles, 0, by_row)
+        share_counts.add_share_counts(by_row, by_row.clone(), 0)
+    num_by_bytes = len(counts.compiled)
+    scratch = portable.room(8, rows.num_tiles, reach, Workspace(torch.device("cpu")))
+    floor.count_kept_shares(portable.stored(scratch), marks, shares, rows.tiles, 0, by_row)
+    share_counts.add_share_counts(by_row.expand(5, -1), by_row, 3)
+assert len(counts.compiled) == num_by_bytes + 1
+counts.compiled.pop()  # the variant for half-precision scores
 figures = {}
-for name, recorder in (("adds", adds), ("counts", counts)):
+for name, recorder in (("adds", adds), ("counts", counts), ("sums", sums)):
     code = Code.of(recorder.compiled[0])
     figures[name] = {
         "registers": code.registers, "spills": code.count("STL|LDL"), "shared_bytes": code.shared_bytes,
@@ -212,7 +221,7 @@ def test_the_floor_over_bytes_compiles_once_and_six_programs_fit() -> None:
     Five programs of the kernel that counts fit, because it keeps three sums.
     """
     by_kernel = json.loads(printed_by("-c", COMPILE_FLOOR))
-    for kernel, programs in (("adds", 6), ("counts", 5)):
+    for kernel, programs in (("adds", 6), ("counts", 5), ("sums", 6)):
         figures = by_kernel[kernel]
         assert figures["variants"] == 1, kernel
         assert figures["spills"] == 0, kernel
