@@ -4,6 +4,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,19 @@ import pytest
 import torch
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.batches import random_batch, random_index
 from tests.helpers.vllm_objects import make_step, recorder_of
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.request_levels import Ticket
 from vllm_sparse_backend.serving.frontend import prefill_reports
 from vllm_sparse_backend.serving.worker.counters import HostCopy
-from vllm_sparse_backend.serving.worker.request_tallies import MOST_KEPT, RequestTallies, add_pairs, ticket_in
+from vllm_sparse_backend.serving.worker.request_tallies import (
+    MOST_KEPT,
+    RequestTallies,
+    Tally,
+    add_pairs,
+    ticket_in,
+)
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
 from vllm_sparse_kernels import share_counts
@@ -78,6 +86,19 @@ class TestTally:
         tallies.end("0")
         tallies.log_ended()
         assert f"pairs kept, least kept share of a query {least[0]:.3f}" in caplog.text
+
+    def test_the_next_layer_reuses_the_memory_of_kept_shares(self) -> None:
+        index = random_index(random_batch([(0, 200)], 4, 2, 16, 16), 64, 1.0)
+        counts = torch.zeros(1, share_counts.FIELDS.value, dtype=torch.int64)
+        index, tally = replace(index, kept_shares=counts), Tally(DEFAULT)
+        for share in (0.75, 0.5, 0.875):
+            counts.zero_()
+            share_counts.count_shares(counts[0], torch.tensor([share]), lifted=0)
+            tally.add_pairs(index, 0)
+        counts.fill_(-1)
+        assert tally.least_kept_share == 0.5
+        assert tally.share_counts is not None
+        assert int(tally.share_counts[: len(share_counts.EDGES) + 1].sum()) == 3
 
     def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
         """Clients choose the ids, which may be equal to, or begin with, the id of another request."""
