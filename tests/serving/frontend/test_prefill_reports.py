@@ -91,7 +91,7 @@ class TestTally:
         index = random_index(random_batch([(0, 200)], 4, 2, 16, 16), 64, 1.0)
         counts = torch.zeros(1, share_counts.FIELDS.value, dtype=torch.int64)
         index, tally = replace(index, kept_shares=counts), Tally(DEFAULT)
-        for share in (0.75, 0.5, 0.875):
+        for share in (0.5, 0.75, 0.875):
             counts.zero_()
             share_counts.count_shares(counts[0], torch.tensor([share]), lifted=0)
             tally.add_pairs(index, 0)
