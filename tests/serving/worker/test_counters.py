@@ -101,9 +101,6 @@ def test_kept_shares_by_level() -> None:
     expected |= {f"kept_share fast {end}": 1 for end in at_most}
     expected |= {"kept_share fast sum": 0.25, "kept_share_least fast": 0.25, "lifted_queries fast": 1}
     assert counts == expected
-    with not_counting():
-        recorder.count_pairs(1, with_shares([0.1]))
-    assert found(recorder)["kept_share_least"] == 0.5
 
 
 class TestPendingCounts:
