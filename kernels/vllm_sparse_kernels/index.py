@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, to_device
+from vllm_sparse_kernels.share_counts import FIELDS
 from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
 
@@ -107,6 +108,7 @@ class IndexLayout:
         stripe_offsets: [num_heads, num_tiles] int64, offset of a list of stripes.
         zero_counts: [num_heads, num_tiles] int32 zeros, the counts of stripes if no head has room for any; otherwise
             None.
+        counts_shares: Whether the index has room for counts of kept shares.
     """
 
     rows: Rows
@@ -118,10 +120,15 @@ class IndexLayout:
     block_offsets: torch.Tensor
     stripe_offsets: torch.Tensor
     zero_counts: torch.Tensor | None
+    counts_shares: bool = False
 
     @staticmethod
     def build(
-        rows: Rows, num_heads: int, block_tokens: int, stripes: Mapping[int, StripeLayout] | None = None
+        rows: Rows,
+        num_heads: int,
+        block_tokens: int,
+        stripes: Mapping[int, StripeLayout] | None = None,
+        counts_shares: bool = False,
     ) -> "IndexLayout":
         """Compute the layout.
 
@@ -130,6 +137,7 @@ class IndexLayout:
             num_heads: Query heads of this rank.
             block_tokens: Keys of an index block.
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
+            counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
 
         Returns:
             The layout, with its tensors on the rows' device.
@@ -155,6 +163,7 @@ class IndexLayout:
             block_offsets=to_device(block_offsets, torch.int64, rows.device),
             stripe_offsets=host_to_device(stripe_offsets, rows.device),
             zero_counts=zero_counts,
+            counts_shares=counts_shares,
         )
 
     def allocate(self, workspace: Workspace) -> "SparseIndex":
@@ -164,7 +173,8 @@ class IndexLayout:
             workspace: Memory of the index.
 
         Returns:
-            An index whose counts of stripes are 0. Everything else is undefined until all heads have been selected.
+            An index whose counts of stripes and of kept shares are 0. Everything else is undefined until all heads have
+            been selected.
         """
         empty = partial(workspace.empty, dtype=torch.int32)
         block_counts = empty(self.num_heads, self.rows.num_tiles)
@@ -172,6 +182,9 @@ class IndexLayout:
         stripe_counts = self.zero_counts
         if stripe_counts is None:
             stripe_counts = empty(self.num_heads, self.rows.num_tiles).zero_()
+        kept_shares = None
+        if self.counts_shares:
+            kept_shares = workspace.empty(self.rows.num_rows, FIELDS.value, dtype=torch.int64).zero_()
         return SparseIndex(
             rows=self.rows,
             num_heads=self.num_heads,
@@ -184,6 +197,7 @@ class IndexLayout:
             stripe_offsets=self.stripe_offsets,
             longest_stripes=self.longest_stripes,
             workspace=workspace,
+            kept_shares=kept_shares,
         )
 
 
@@ -246,6 +260,8 @@ class SparseIndex:
         stripe_offsets: [num_heads, num_tiles] int64, offset of a list in ``stripe_positions``.
         longest_stripes: Capacity of the longest list of stripes, in positions, known on the host.
         workspace: Memory for selection and attention with this index.
+        kept_shares: [num_rows, FIELDS] int64, counts of the shares that queries keep (``share_counts.py``), to which
+            selection adds; None if no method of a head counts them.
     """
 
     rows: Rows
@@ -259,6 +275,7 @@ class SparseIndex:
     stripe_offsets: torch.Tensor
     longest_stripes: int
     workspace: Workspace
+    kept_shares: torch.Tensor | None = None
 
     @staticmethod
     def allocate(
@@ -267,6 +284,7 @@ class SparseIndex:
         block_tokens: int,
         stripes: Mapping[int, StripeLayout] | None = None,
         workspace: Workspace | None = None,
+        counts_shares: bool = False,
     ) -> "SparseIndex":
         """Allocate an index with room for every causal block of every tile.
 
@@ -276,14 +294,19 @@ class SparseIndex:
             block_tokens: Keys of a block.
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
             workspace: Memory of the index; None for a separate workspace without a buffer.
+            counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
 
         Returns:
-            An index whose counts of stripes are 0. Everything else is undefined until all heads have been selected.
+            An index whose counts of stripes and of kept shares are 0. Everything else is undefined until all heads have
+            been selected.
         """
-        return IndexLayout.build(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
+        layout = IndexLayout.build(rows, num_heads, block_tokens, stripes, counts_shares)
+        return layout.allocate(workspace or Workspace(rows.device))
 
     @staticmethod
-    def bytes_for(rows: Rows, num_heads: int, block_tokens: int, stripe_capacity: int) -> int:
+    def bytes_for(
+        rows: Rows, num_heads: int, block_tokens: int, stripe_capacity: int, counts_shares: bool = False
+    ) -> int:
         """Return the workspace memory that ``allocate`` needs.
 
         Args:
@@ -291,6 +314,7 @@ class SparseIndex:
             num_heads: Query heads of this rank.
             block_tokens: Keys of a block.
             stripe_capacity: Positions of all lists of all heads.
+            counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
 
         Returns:
             Bytes.
@@ -298,7 +322,8 @@ class SparseIndex:
         int32_bytes = partial(padded_bytes, dtype=torch.int32)
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
         counts = (2 if stripe_capacity else 1) * int32_bytes(num_heads, rows.num_tiles)
-        return counts + int32_bytes(num_heads, block_capacity) + int32_bytes(stripe_capacity)
+        shares = padded_bytes(rows.num_rows, FIELDS.value, dtype=torch.int64) if counts_shares else 0
+        return counts + int32_bytes(num_heads, block_capacity) + int32_bytes(stripe_capacity) + shares
 
     @property
     def args(self) -> IndexArgs:

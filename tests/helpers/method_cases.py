@@ -50,7 +50,8 @@ def select(
     rows = rows or batch.rows
     heads = list(range(batch.num_heads)) if heads is None else heads
     layout = method.stripe_layout(rows)
-    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout))
+    layouts, counts_shares = dict.fromkeys(heads, layout), method.counts_kept_shares
+    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, layouts, counts_shares=counts_shares)
     poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
     for tensor in [*poisoned, index.stripe_counts] if layout.capacity else poisoned:
         tensor.fill_(POISON)

@@ -21,6 +21,7 @@ from vllm_sparse_kernels.layer import HeadGroup, Layer, run, stripes_of
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.share_counts import FIELDS
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 CPU = torch.device("cpu")
@@ -31,6 +32,7 @@ LINES = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 10
 MORE_LINES = make_method("vertical_slash", {"vertical_tokens": 41, "slash_tokens": 104})
 WIDER = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 180})
 MASS = make_method("flex_vertical_slash", {"gamma": 0.4})
+FLOOR, NO_FLOOR = (make_method("top_p", {"floor": floor}) for floor in (0.5, 0.0))
 ANCHORS = make_method("anchor_attention", {"theta": 3.0, "step_tiles": 2})
 
 
@@ -76,6 +78,20 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     assert arena.peak_bytes == max(needed)
     wider = dataclasses.replace(layers[0], block_tokens=128).index(rows)
     assert wider.block_ids.shape[1] < index.block_ids.shape[1]
+
+
+@pytest.mark.parametrize(("methods", "counts"), [((SHAPE, FLOOR), True), ((SHAPE, NO_FLOOR), False)])
+def test_an_index_has_room_for_kept_shares_if_a_head_has_a_floor(methods: tuple[Method, ...], counts: bool) -> None:
+    """Counts begin at 0, whatever the memory contains."""
+    layer, rows = layer_of(*methods), batch().rows
+    needed = SparseIndex.bytes_for(rows, NUM_HEADS, 64, 0, counts)
+    arena = Workspace(CPU, torch.full((needed,), 255, dtype=torch.uint8))
+    index = layer.index(rows, arena)
+    assert arena.peak_bytes == needed
+    assert (index.kept_shares is not None) is counts
+    if index.kept_shares is not None:
+        assert index.kept_shares.shape == (2, FIELDS.value)
+        assert not index.kept_shares.any()
 
 
 @pytest.mark.parametrize("lengths", [pytest.param(((130, 70), (0, 131)), marks=pytest.mark.full), ((70, 40),)], ids=str)

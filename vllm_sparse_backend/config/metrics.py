@@ -26,6 +26,10 @@ FRESH_QUERY = "sparse_prefill=fresh"
 FRESH_METRICS_PATH = f"/metrics?{FRESH_QUERY}"
 
 MODEL, ENGINE, RANK = "model_name", "engine", "rank"
+BUCKET_END = "le"
+"""Label: the upper end of a histogram's bucket, which counts all smaller and equal values."""
+HISTOGRAM_SUM = "sum"
+"""Value of ``BUCKET_END`` in a worker's sample with the sum of a histogram's values."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Metric:
 
     Attributes:
         name: Name without the prefix and, for a counter, without ``_total``.
-        type: Prometheus type, ``counter`` or ``gauge``.
+        type: Prometheus type, ``counter``, ``gauge`` or ``histogram``.
         help: Description for the page.
         labels: Labels in addition to the model, the engine and the rank.
         per_rank: Whether each worker has its own sample. Otherwise the samples of an engine's workers are added up.
@@ -42,7 +46,7 @@ class Metric:
     """
 
     name: str
-    type: Literal["counter", "gauge"]
+    type: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
     per_rank: bool = False
@@ -50,13 +54,29 @@ class Metric:
 
     @property
     def sample(self) -> str:
-        """Name of the samples, as queries use it."""
+        """Name of the samples, as queries use it; of a histogram, the part that its samples' names share."""
         return PREFIX + self.name + ("_total" if self.type == "counter" else "")
 
     @property
+    def samples(self) -> tuple[str, ...]:
+        """Names of all samples, as queries use them: a histogram has three."""
+        if self.type == "histogram":
+            return tuple(f"{self.sample}_{part}" for part in ("bucket", "sum", "count"))
+        return (self.sample,)
+
+    @property
     def all_labels(self) -> tuple[str, ...]:
-        """Labels of every sample, in order."""
+        """Labels of every sample, in order, without the ``le`` of a histogram's buckets."""
         return (MODEL, ENGINE, *((RANK,) if self.per_rank else ()), *self.labels)
+
+    @property
+    def worker_labels(self) -> tuple[str, ...]:
+        """Labels of the samples that a worker sends.
+
+        A worker sends a sample for each bucket of a histogram, and one whose ``le`` is ``HISTOGRAM_SUM``. The last
+        bucket, whose ``le`` is ``+Inf``, is also the count.
+        """
+        return (*self.labels, BUCKET_END) if self.type == "histogram" else self.labels
 
 
 LAYER = ("layer",)
@@ -71,6 +91,12 @@ _TABLE = (
     Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, all heads.", LAYER_LEVEL),
     Metric("causal_pairs", "counter", "(query, key) pairs of dense attention in sparse tiles, all heads.",
            LAYER_LEVEL),
+    Metric("kept_share", "histogram",
+           "Shares of their own estimated attention that queries keep, for methods with a floor; a sample of queries.",
+           (LEVEL,)),
+    Metric("kept_share_least", "gauge", "Least of these shares since the worker started.", (LEVEL,), per_rank=True),
+    Metric("lifted_queries", "counter",
+           "Queries in that histogram that were below the floor and added blocks.", (LEVEL,)),
     Metric("prefill_pairs", "counter",
            "(query, key) pairs of dense attention in all prefills, all heads of all attention layers."),
     Metric("compilations", "counter", "Kernels compiled or loaded from the disk cache, by phase: warmup or serving.",
@@ -83,6 +109,8 @@ _TABLE = (
     Metric("guard_checks", "counter", "Attention calls that the guard compared with dense attention.", LAYER_LEVEL),
     Metric("guard_trips", "counter", "Times the guard forced a layer dense.", LAYER_LEVEL),
     Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER_LEVEL, per_rank=True),
+    Metric("guard_peak_error", "gauge", "Largest error of a query in any head in the guard's last checks.", LAYER_LEVEL,
+           per_rank=True),
     Metric("guard_dense", "gauge", "Whether the guard currently keeps the layer dense: 1 or 0.", LAYER_LEVEL,
            per_rank=True),
     Metric("switched_exact", "gauge", "Whether the switch makes all new requests exact: 1 or 0."),

@@ -41,12 +41,16 @@ class GuardConfig(Section):
     bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 0.3
     """Largest relative error of a layer's output that is acceptable."""
 
+    peak_bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Largest peak error that is acceptable: the largest error of a single query in any head. Without it, only `bound`
+    counts. See docs/guard.md#peak-errors."""
+
     patience: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 3
-    """Consecutive checks above `bound` before the layer falls back to dense."""
+    """Consecutive checks above `bound` or `peak_bound` before the layer falls back to dense."""
 
     recover: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 10
-    """Consecutive checks below 0.8 × `bound` before the layer runs sparse again. The number doubles with each further
-    fallback of the layer, up to 64 times the setting."""
+    """Consecutive checks below 0.8 × the bounds before the layer runs sparse again. The number doubles with each
+    further fallback of the layer, up to 64 times the setting."""
 
     @property
     def period_steps(self) -> int:

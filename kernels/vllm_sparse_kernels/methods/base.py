@@ -113,6 +113,11 @@ class Method(ABC):
         return 0
 
     @property
+    def counts_kept_shares(self) -> bool:
+        """Whether the selection counts the shares that queries keep in ``SparseIndex.kept_shares``, if it is there."""
+        return False
+
+    @property
     def share_kept(self) -> float | None:
         """p, the share of attention mass that is kept, in (0, 1]; None if the method does not let requests set it."""
         return None

@@ -175,13 +175,17 @@ def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top
 COMPILE_FLOOR = """
 import json
 import torch
-from vllm_sparse_kernels.methods.top_p import floor, hopper
+from vllm_sparse_kernels import share_counts
+from vllm_sparse_kernels.methods.top_p import floor, hopper, portable
 from vllm_sparse_kernels.methods.top_p.choice import mass_width
 from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.share_counts import FIELDS
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
 from vllm_sparse_kernels.workspace import Workspace
 
-recorder = floor._floor_kernel = Recorder(floor._floor_kernel)
+adds = floor._floor_kernel = Recorder(floor._floor_kernel)
+counts = floor._count_kernel = Recorder(floor._count_kernel)
+sums = share_counts._add_share_counts_kernel = Recorder(share_counts._add_share_counts_kernel)
 with compiling_for():
     for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
         rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
@@ -189,22 +193,40 @@ with compiling_for():
         scratch = hopper.room(8, rows.num_tiles, reach, Workspace(torch.device("cpu")))
         marks = torch.zeros(8, rows.num_tiles, mass_width(reach), dtype=torch.uint8)
         numbers = torch.zeros(8)
-        floor.add_for_floor(hopper.stored(scratch), marks, numbers, numbers, rows.tiles, 0, 128, 160)
-code = Code.of(recorder.compiled[0])
-print(json.dumps({
-    "registers": code.registers, "spills": code.count("STL|LDL"), "shared_bytes": code.shared_bytes,
-    "variants": len({id(one) for one in recorder.compiled}),
-}))
+        stored = hopper.stored(scratch)
+        floor.add_for_floor(stored, marks, numbers, numbers, rows.tiles, 0, 128, 160)
+        shares, by_row = floor.FloorShares(numbers, numbers), torch.zeros(1, FIELDS.value, dtype=torch.int64)
+        floor.count_kept_shares(stored, marks, shares, rows.tiles, 0, by_row)
+        share_counts.add_share_counts(by_row, by_row.clone(), 0)
+    num_by_bytes = len(counts.compiled)
+    scratch = portable.room(8, rows.num_tiles, reach, Workspace(torch.device("cpu")))
+    floor.count_kept_shares(portable.stored(scratch), marks, shares, rows.tiles, 0, by_row)
+    share_counts.add_share_counts(by_row.expand(5, -1), by_row, 3)
+assert len(counts.compiled) == num_by_bytes + 1
+counts.compiled.pop()  # the variant for half-precision scores
+figures = {}
+for name, recorder in (("adds", adds), ("counts", counts), ("sums", sums)):
+    code = Code.of(recorder.compiled[0])
+    figures[name] = {
+        "registers": code.registers, "spills": code.count("STL|LDL"), "shared_bytes": code.shared_bytes,
+        "variants": len({id(compiled) for compiled in recorder.compiled}),
+    }
+print(json.dumps(figures))
 """
 
 
 def test_the_floor_over_bytes_compiles_once_and_six_programs_fit() -> None:
-    """The kernel waits for memory, so other programs of the multiprocessor must have loads in flight."""
-    figures = json.loads(printed_by("-c", COMPILE_FLOOR))
-    assert figures["variants"] == 1
-    assert figures["spills"] == 0
-    assert 6 * 128 * figures["registers"] <= REGISTERS
-    assert 6 * (figures["shared_bytes"] + 1024) <= SHARED_BYTES
+    """The kernels wait for memory, so other programs of the multiprocessor must have loads in flight.
+
+    Five programs of the kernel that counts fit, because it keeps three sums.
+    """
+    by_kernel = json.loads(printed_by("-c", COMPILE_FLOOR))
+    for kernel, programs in (("adds", 6), ("counts", 5), ("sums", 6)):
+        figures = by_kernel[kernel]
+        assert figures["variants"] == 1, kernel
+        assert figures["spills"] == 0, kernel
+        assert programs * 128 * figures["registers"] <= REGISTERS, kernel
+        assert programs * (figures["shared_bytes"] + 1024) <= SHARED_BYTES, kernel
 
 
 COMPILE_LOW_RANK = """

@@ -4,6 +4,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,22 @@ import pytest
 import torch
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.batches import random_batch, random_index
 from tests.helpers.vllm_objects import make_step, recorder_of
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.request_levels import Ticket
 from vllm_sparse_backend.serving.frontend import prefill_reports
 from vllm_sparse_backend.serving.worker.counters import HostCopy
-from vllm_sparse_backend.serving.worker.request_tallies import MOST_KEPT, RequestTallies, ticket_in
+from vllm_sparse_backend.serving.worker.request_tallies import (
+    MOST_KEPT,
+    RequestTallies,
+    Tally,
+    add_pairs,
+    ticket_in,
+)
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
+from vllm_sparse_kernels import share_counts
 
 MIN_TOKENS = 120
 
@@ -43,6 +52,53 @@ class TestTally:
         assert (tally["level"], tally["dense_tokens"], tally["sparse_tokens"]) == (DEFAULT, 0, 131)
         assert {name: tally[name] for name in counted} == counted
         assert 0 < tally["kept_pairs"] < tally["causal_pairs"]
+
+    def test_the_least_kept_share_is_the_requests_own(
+        self, built: Callable[..., Any], at_step: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It covers all layers, and no rows of other requests; /metrics has the least of all."""
+        monkeypatch.setattr(share_counts, "COUNT_EVERY", 1)
+        caplog.set_level("INFO")
+        params = {"kept_mass": 0.2, "most_share": 0.05, "peak_share": 1.0, "local_tokens": 128, "floor": 0.5}
+        layers, builder = built(0, 1, method="top_p", params=params, min_tokens=MIN_TOKENS)
+        at_step([DEFAULT] * 2)
+        step, tallies = make_step(layers[0], [(0, 700), (0, 1500)]), layers[0].impl.worker.requests.tallies
+        by_row: list[list[float | None]] = [[], []]
+
+        def keep_shares(spans: Any, index: Any) -> None:
+            for line, shares in zip(index.kept_shares.tolist(), by_row, strict=True):
+                shares.append(share_counts.least_share(line))
+            add_pairs(spans, index)
+
+        monkeypatch.setattr("vllm_sparse_backend.serving.worker.impl.add_pairs", keep_shares)
+        for row in range(2):
+            tallies.begin(str(row), DEFAULT, f"ticket {row}")
+        metadata = builder.build(0, step.common)
+        for layer in layers:
+            step.forward(layer, metadata)
+        reports = [tallies.with_ticket(f"ticket {row}")[0] for row in range(2)]
+        least = [min(shares) for shares in by_row]  # type: ignore[type-var]
+        assert [len(shares) for shares in by_row] == [2, 2]
+        assert [report["least_kept_share"] for report in reports] == least
+        assert 0.49 < min(least) < max(least) < 1
+        samples = {name: value for name, _, value in recorder_of(builder).samples()[0]}
+        assert samples["kept_share_least"] == min(least)
+        tallies.end("0")
+        tallies.log_ended()
+        assert f"pairs kept, least kept share of a query {least[0]:.3f}" in caplog.text
+
+    def test_the_next_layer_reuses_the_memory_of_kept_shares(self) -> None:
+        index = random_index(random_batch([(0, 200)], 4, 2, 16, 16), 64, 1.0)
+        counts = torch.zeros(1, share_counts.FIELDS.value, dtype=torch.int64)
+        index, tally = replace(index, kept_shares=counts), Tally(DEFAULT)
+        for share in (0.5, 0.75, 0.875):
+            counts.zero_()
+            share_counts.count_shares(counts[0], torch.tensor([share]), lifted=0)
+            tally.add_pairs(index, 0)
+        counts.fill_(-1)
+        assert tally.least_kept_share == 0.5
+        assert tally.share_counts is not None
+        assert int(tally.share_counts[: len(share_counts.EDGES) + 1].sum()) == 3
 
     def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
         """Clients choose the ids, which may be equal to, or begin with, the id of another request."""
@@ -152,10 +208,16 @@ def test_a_ticket_is_never_a_clients_own(value: Any) -> None:
 
 
 def test_ranks_and_stages_make_one_report() -> None:
-    tally = {"level": "fast", "dense_tokens": 100, "sparse_tokens": 300, "kept_pairs": 10, "causal_pairs": 80}
-    silent = {**tally, "dense_tokens": 0, "sparse_tokens": 0, "kept_pairs": 30}
+    tally: dict[str, Any] = {"level": "fast", "dense_tokens": 100, "sparse_tokens": 300, "kept_pairs": 10}
+    tally |= {"causal_pairs": 80, "least_kept_share": None}
+    silent = {**tally, "dense_tokens": 0, "sparse_tokens": 0, "kept_pairs": 30, "least_kept_share": 0.75}
     report = prefill_reports.merged([[tally, tally], [silent, silent], []])
-    assert report == {"level": "fast", "dense_tokens": 200, "sparse_tokens": 600, "share_kept": 0.25}
+    expected = {"level": "fast", "dense_tokens": 200, "sparse_tokens": 600, "share_kept": 0.25}
+    assert report == {**expected, "least_kept_share": 0.75}
+    least = prefill_reports.merged([[silent, {**tally, "least_kept_share": 0.5}]])
+    assert least is not None
+    assert least["least_kept_share"] == 0.5
+    assert prefill_reports.merged([[tally]])["least_kept_share"] is None  # type: ignore[index]
     assert prefill_reports.merged([[{**tally, "causal_pairs": 0}]])["share_kept"] is None  # type: ignore[index]
     assert prefill_reports.merged([[], []]) is None
 

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from tests.helpers.folders import profile_file
 from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step, recorder_of
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import SHARE
@@ -101,7 +102,8 @@ class TestJudgement:
         see(guard, 0.4, 0.4, 0.4, 0.4)
         assert len(lines) == 2
         lately = pytest.approx((0.21 + 0.3 + 0.19 + 0.3 + 0.3 + 5 * 0.4) / 10)
-        assert told(guard) == {"guard_checks": 13, "guard_trips": 1, "guard_error": lately, "guard_dense": 1}
+        expected = {"guard_checks": 13, "guard_trips": 1, "guard_error": lately, "guard_dense": 1}
+        assert told(guard) == {**expected, "guard_peak_error": pytest.approx(0.4)}
 
     def test_back_with_hysteresis(self, lines: list[str]) -> None:
         guard = make_guard(bound=0.2, patience=1, recover=3)
@@ -136,6 +138,14 @@ class TestJudgement:
         assert f"head 2 had {worst:.2f} in the last" in lines[1]
 
     @pytest.mark.parametrize("number", ["nan", "inf"])
+    def test_a_peak_that_is_no_number_is_above_any_bound(self, number: str) -> None:
+        guard = make_guard(patience=1, peak_bound=1e9)
+        sparse = torch.ones(3, 2, 8)
+        sparse[2, 0, 3] = float(number)
+        judge(guard, sparse, ONES)
+        assert (guard.held, told(guard)["guard_peak_error"]) == ({PLACE}, 1)
+
+    @pytest.mark.parametrize("number", ["nan", "inf"])
     def test_what_is_no_number_is_too_much_at_once(self, number: str, lines: list[str]) -> None:
         guard = make_guard(patience=3, recover=2)
         sparse, dense = torch.ones(2, 3, 2, 8)
@@ -162,14 +172,92 @@ class TestJudgement:
         guard = make_guard(patience=1)
         judge(guard, sparse, dense)
         assert guard.held == ({PLACE} if error == 1 else frozenset())
-        assert told(guard).get("guard_error") == error
+        assert told(guard).get("guard_error") == told(guard).get("guard_peak_error") == error
         assert told(guard)["guard_checks"] == 1
+
+
+class TestPeakErrors:
+    """The loss of a single lookup: one query of one head gets another value than in dense attention."""
+
+    HEADS, QUERY, HEAD = 32, 77, 5
+
+    @classmethod
+    def outputs(cls, lost: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs of heads that look up single values, except for the last half, which average over many keys.
+
+        Args:
+            lost: Number of queries that lose their lookup.
+        """
+        generator = torch.Generator().manual_seed(2)
+        dense = torch.randn(128, cls.HEADS, 64, generator=generator)
+        dense[:, cls.HEADS // 2 :] *= 0.05
+        # Averages over a part of the keys differ about as much as the averages themselves.
+        noise = 0.05 * torch.randn(128, cls.HEADS, 64, generator=generator)
+        sparse = dense + noise
+        sparse[cls.QUERY : cls.QUERY + lost, cls.HEAD] = torch.randn(lost, 64, generator=generator)
+        return sparse, dense
+
+    def test_a_lost_lookup_is_seen_in_the_peak_alone(self) -> None:
+        whole, lost = make_guard(), make_guard()
+        judge(whole, *self.outputs(lost=0))
+        judge(lost, *self.outputs(lost=1))
+        errors, peaks = ([told(guard)[name] for guard in (whole, lost)] for name in ("guard_error", "guard_peak_error"))
+        assert errors[1] < 1.25 * errors[0]
+        assert peaks[0] < 0.2
+        assert peaks[1] > 1
+
+    def test_the_peak_is_relative_to_the_query_or_to_all_queries(self) -> None:
+        sparse, dense = self.outputs()
+        guard = make_guard()
+        judge(guard, sparse, dense)
+        distances, norms = (sparse - dense).norm(dim=2), dense.norm(dim=2)
+        expected = (distances / norms.clamp(min=float(norms.square().mean().sqrt()))).max()
+        assert told(guard)["guard_peak_error"] == pytest.approx(float(expected), rel=1e-5)
+
+    def test_a_bound_of_its_own(self, lines: list[str]) -> None:
+        guard = make_guard(bound=0.3, peak_bound=0.8, patience=2, recover=2)
+        lost, good = self.outputs(), self.outputs(lost=0)
+        between = (ONES * 1.7, ONES)
+        assert "with an error above 0.3 or a peak error above 0.8 in 2 consecutive" in lines[0]
+        for outputs in (lost, good, lost):
+            judge(guard, *outputs)
+            assert guard.held == frozenset()
+        judge(guard, *lost)
+        assert guard.held == {PLACE}
+        peak = told(guard)["guard_peak_error"]
+        assert f"peak bound 0.8, peak errors {peak:.3f}, {peak:.3f}" in lines[1]
+        assert f"and a query of head {self.HEAD} had {peak:.2f}" in lines[1]
+        guard.settings = guard.settings.model_copy(update={"bound": 100.0})
+        for outputs in (between, good, between, good):  # a peak error of 0.7 is above 0.8 × 0.8
+            judge(guard, *outputs)
+            assert guard.held == {PLACE}
+        judge(guard, *good)
+        assert guard.held == frozenset()
+
+    def test_without_a_bound_peaks_trip_nothing(self) -> None:
+        guard = make_guard(patience=1)
+        for _ in range(20):
+            judge(guard, *self.outputs())
+        assert guard.held == frozenset()
+        assert told(guard)["guard_peak_error"] > 1
+
+    def test_the_largest_peak_of_the_last_checks_is_exported(self) -> None:
+        guard = make_guard(bound=10.0)
+        see(guard, 0.1, 2.0, *[0.2] * 9)
+        assert told(guard)["guard_peak_error"] == pytest.approx(2.0)
+        see(guard, 0.1)
+        assert told(guard)["guard_peak_error"] == pytest.approx(0.2)
+
+    @pytest.mark.parametrize("value", [0, -1.0, "high", float("inf"), float("nan")])
+    def test_bounds_that_are_refused(self, value: object) -> None:
+        with pytest.raises(ConfigurationError, match="peak_bound"):
+            load_config({"sparse_prefill": {"guard": {"peak_bound": value}}})
 
 
 class TestNothingWaits:
     def test_what_has_not_arrived_is_left_alone(self) -> None:
         guard = make_guard()
-        guard._checks += [PendingCheck(PLACE, HostCopy(torch.ones(2, 4))) for _ in range(3)]
+        guard._checks += [PendingCheck(PLACE, HostCopy(torch.ones(3, 4))) for _ in range(3)]
         guard._checks[1].sums.arrived = lambda: False  # type: ignore[method-assign]
         guard.judge_arrived()
         assert told(guard)["guard_checks"] == 1

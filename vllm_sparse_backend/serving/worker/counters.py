@@ -7,17 +7,27 @@ Nothing here waits for the device, and counting sends nothing. The server calls 
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
 
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.metrics import METRICS
+from vllm_sparse_backend.config.metrics import HISTOGRAM_SUM, METRICS
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
+from vllm_sparse_kernels.share_counts import (
+    EDGES,
+    FIELDS,
+    LIFTED,
+    SUM,
+    UNIT,
+    add_share_counts,
+    least_share,
+    merge_counts,
+)
 
 Sample = tuple[str, list[str], float]
 """A metric's name, the values of its labels, and its value: a float, because messages between processes cannot contain
@@ -96,6 +106,37 @@ class PendingCounts(NamedTuple):
     """Counted on the host, as integers of any size."""
     listed: HostCopy
     """Listed pairs, counted on the device."""
+    shares: HostCopy
+    """Kept shares, counted on the device, of all levels in one line."""
+
+    def arrived(self) -> bool:
+        """Return whether all copies are complete. Does not wait.
+
+        Returns:
+            Whether the counts can be read.
+        """
+        return self.listed.arrived() and self.shares.arrived()
+
+
+class DeviceTotals:
+    """Totals of counters on the device, corrected for the wrap-around of their 64 bits."""
+
+    def __init__(self) -> None:
+        self.totals: list[int] = []
+        self._last: list[int] = []
+
+    def update(self, counters: list[int]) -> None:
+        """Add what the counters have counted since the last call, each less than ``COUNTER_RANGE``.
+
+        Args:
+            counters: Values of all counters. New counters follow those of the last call.
+        """
+        new = [0] * (len(counters) - len(self.totals))
+        last, totals = self._last + new, self.totals + new
+        self.totals = [
+            total + (now - before) % COUNTER_RANGE for total, now, before in zip(totals, counters, last, strict=True)
+        ]
+        self._last = counters
 
 
 class Recorder:
@@ -112,9 +153,11 @@ class Recorder:
         self.is_first_rank = is_first_rank
         self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
-        self._last_listed: list[int] = []
-        self._total_listed: list[int] = []
-        """Totals of the device's counts, corrected for wrap-around of its 64 bits."""
+        self._total_listed = DeviceTotals()
+        self._levels: dict[str, int] = {}
+        self._shares = torch.zeros(0, FIELDS.value, dtype=torch.int64, device=device)
+        """[levels, FIELDS], see ``share_counts``."""
+        self._total_shares = DeviceTotals()
         self._counts: dict[Key, float] = {}
         self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
@@ -126,9 +169,14 @@ class Recorder:
             layers: Numbers of the layers.
             levels: Names of the levels.
         """
+        levels = tuple(levels)
         for place in product(layers, levels):
             self._places.setdefault(place, len(self._places))
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
+        for level in levels:
+            self._levels.setdefault(level, len(self._levels))
+        num_new = len(self._levels) - len(self._shares)
+        self._shares = torch.cat([self._shares, self._shares.new_zeros(num_new, FIELDS.value)])
 
     def count_rows(self, labels: RowLabels, rows: int = 1) -> None:
         """Count rows that ran in the same way. Padding rows are not counted.
@@ -142,13 +190,15 @@ class Recorder:
             self._add("rows", (path, reason.value if reason else "", level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = DEFAULT) -> None:
-        """Count the pairs of one layer in a step. Does not wait for the device.
+        """Count the pairs and the kept shares of one layer in a step. Does not wait for the device.
 
         Args:
             layer: Number of the layer.
             index: The keys that it selected for rows of one level.
             level: Name of the level.
         """
+        if index.kept_shares is not None:
+            self._count_shares(index.kept_shares, self._levels[level])
         if self.device.type == "cpu":
             self._listed[self._places[layer, level]] += index.listed_pairs().sum()
         else:
@@ -158,6 +208,13 @@ class Recorder:
         for name, amount in counts.items():
             if name != "tiles" or self.is_first_rank:
                 self._add(name, (layer, level), amount)
+
+    def _count_shares(self, row_counts: torch.Tensor, i_level: int) -> None:
+        if self.device.type != "cpu":
+            add_share_counts(row_counts, self._shares, i_level)
+            return
+        for counts in row_counts:
+            self._shares[i_level] = merge_counts(self._shares[i_level], counts)
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
         """Add to a counter.
@@ -199,30 +256,51 @@ class Recorder:
         return self._arrived, self._pending is not None
 
     def _start_copy(self) -> None:
-        self._pending = PendingCounts(dict(self._counts), HostCopy(self._listed))
+        self._pending = PendingCounts(dict(self._counts), HostCopy(self._listed), HostCopy(self._shares))
 
     def _take_arrived(self) -> None:
         """Turn pending counts into samples, if they have arrived."""
         if self._pending is None:
             return
-        counts, listed = self._pending
-        if listed.arrived():
-            self._add_listed(listed.host.tolist())
+        if self._pending.arrived():
+            counts, listed, shares = self._pending
+            self._total_listed.update(listed.host.tolist())
+            self._total_shares.update(shares.host.flatten().tolist())
             for (layer, level), place in self._places.items():
                 key = "kept_pairs", (str(layer), level)
-                if key in counts and place < len(self._total_listed):
-                    counts[key] += self._total_listed[place]
+                if key in counts and place < len(self._total_listed.totals):
+                    counts[key] += self._total_listed.totals[place]
             self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
+            for level, i_level in self._levels.items():
+                first = i_level * FIELDS.value
+                self._arrived += share_samples(level, self._total_shares.totals[first : first + FIELDS.value])
             self._pending = None
 
-    def _add_listed(self, listed: list[int]) -> None:
-        """Add the device's counts since the last call. Each count has grown by less than ``COUNTER_RANGE``."""
-        new_places = [0] * (len(listed) - len(self._total_listed))
-        last_listed, totals = self._last_listed + new_places, self._total_listed + new_places
-        self._total_listed = [
-            total + (now - last) % COUNTER_RANGE for total, now, last in zip(totals, listed, last_listed, strict=True)
-        ]
-        self._last_listed = listed
+
+def share_samples(level: str, counts: list[int]) -> list[Sample]:
+    """Return the samples of a level's kept shares.
+
+    Args:
+        level: Name of the level.
+        counts: Totals of its ``share_counts``; empty if they are not on the host yet.
+
+    Returns:
+        The histogram, the least share, and the number of queries that added blocks; empty if nothing was counted.
+    """
+    least = least_share(counts) if counts else None
+    if least is None:
+        return []
+    ends = [*map(str, EDGES), "+Inf"]
+    cumulative = accumulate(counts[: len(ends)])
+    buckets: list[Sample] = [
+        ("kept_share", [level, end], float(count)) for end, count in zip(ends, cumulative, strict=True)
+    ]
+    return [
+        *buckets,
+        ("kept_share", [level, HISTOGRAM_SUM], counts[SUM.value] / UNIT.value),
+        ("kept_share_least", [level], least),
+        ("lifted_queries", [level], float(counts[LIFTED.value])),
+    ]
 
 
 def _key(name: str, kind: str, labels: Mapping[str, object]) -> Key:

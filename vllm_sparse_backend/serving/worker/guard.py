@@ -7,6 +7,9 @@ consecutive checks, the layer falls back to dense attention for rows of that lev
 output has NaN or infinity, because that is a fault rather than a loss of accuracy. The layer is still checked while it
 is held dense. Its sparse output is then computed for the check only, to measure its recovery.
 
+A check measures two errors. The error of the whole output hardly changes if a single query of a head loses the key that
+it looks up, so the peak error is the largest error of any query in any head (``squared_peaks``).
+
 * **Queries**: any 128 consecutive sparse queries of the level in the step, not always a row's last queries.
   Methods that estimate from a chunk's last queries are most accurate there.
 * **Steps**: one of every ``period_steps``, chosen by a hash of the period and the layer. Checks therefore do not
@@ -50,7 +53,7 @@ MOST_DOUBLINGS = 6
 """Maximum number of doublings of ``recover``. Without doubling, a layer near the bound would keep switching."""
 
 RECENT_CHECKS = 10
-"""Number of checks whose mean error is exported."""
+"""Number of checks whose mean error and largest peak error are exported."""
 
 Place = tuple[int, str]
 """Number of a layer, and name of a level."""
@@ -61,7 +64,20 @@ class PendingCheck(NamedTuple):
 
     place: Place
     sums: HostCopy
-    """[2, num_heads] float32: sums of squared differences, and of squared dense outputs."""
+    """[3, num_heads] float32: sums of squared differences, and of squared dense outputs; ``squared_peaks``."""
+
+
+class CheckErrors(NamedTuple):
+    """The errors of a check."""
+
+    total: float
+    """Relative error of all heads together."""
+    peak: float
+    """Largest error of a query in any head."""
+    heads: list[float]
+    """Relative error of each head."""
+    peaks: list[float]
+    """Largest error of a query in each head."""
 
 
 @dataclass
@@ -71,14 +87,16 @@ class LayerState:
     Attributes:
         is_dense: Whether the guard holds it dense.
         trips: Number of times it fell back to dense.
-        errors: Errors of the latest consecutive checks that favour a change.
+        checks: The latest consecutive checks that favour a change.
         recent_errors: Errors of the latest ``RECENT_CHECKS`` checks.
+        recent_peaks: Peak errors of these checks.
     """
 
     is_dense: bool = False
     trips: int = 0
-    errors: list[float] = field(default_factory=list)
+    checks: list[CheckErrors] = field(default_factory=list)
     recent_errors: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_CHECKS))
+    recent_peaks: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_CHECKS))
 
 
 class Guard:
@@ -100,10 +118,11 @@ class Guard:
         self._states: dict[Place, LayerState] = {}
         self._checks: deque[PendingCheck] = deque()
         if rank == 0:
+            peak = "" if settings.peak_bound is None else f" or a peak error above {settings.peak_bound:g}"
             logger.info(
                 "sparse-prefill: the guard checks each layer once in %d steps with sparse rows of a level; a layer "
-                "with an error above %g in %d consecutive checks runs dense at that level",
-                settings.period_steps, settings.bound, settings.patience,
+                "with an error above %g%s in %d consecutive checks runs dense at that level",
+                settings.period_steps, settings.bound, peak, settings.patience,
             )  # fmt: skip
 
     def layers_due(self, layers: Iterable[int], step: int) -> frozenset[int]:
@@ -128,7 +147,9 @@ class Guard:
             dense: Output of dense attention for the same queries, of the same shape.
         """
         exact = dense.float()
-        sums = torch.stack([(sparse.float() - exact).square().sum((0, 2)), exact.square().sum((0, 2))])
+        squared_errors, squared_norms = (sparse.float() - exact).square(), exact.square()
+        peaks = squared_peaks(squared_errors.sum(2), squared_norms.sum(2))
+        sums = torch.stack([squared_errors.sum((0, 2)), squared_norms.sum((0, 2)), peaks])
         self._checks.append(PendingCheck(place, HostCopy(sums)))
 
     def judge_arrived(self) -> None:
@@ -139,23 +160,29 @@ class Guard:
             self.recorder.count("guard_checks", place_labels(place))
             # A dense output that is not finite comes from the layer's input. It is not a fault of this layer.
             if bool(sums[1].isfinite().all()):
-                self._judge(place, *relative_errors(sums))
+                self._judge(place, relative_errors(sums))
 
-    def _judge(self, place: Place, error: float, head_errors: list[float]) -> None:
-        """Update the state of a layer with the errors of a check: of all heads together, and of each head."""
+    def _judge(self, place: Place, check: CheckErrors) -> None:
+        """Update the state of a layer with the errors of a check."""
         state = self._states.setdefault(place, LayerState())
-        bound = self.settings.bound * (RECOVERY_SHARE if state.is_dense else 1)
-        is_good = error <= bound  # False for NaN
-        state.errors = [*state.errors, error] if is_good is state.is_dense else []
-        is_fault = not math.isfinite(error) and not state.is_dense
-        if is_fault or len(state.errors) >= self._needed(state):
-            furthest = max(range(len(head_errors)), key=lambda head: (math.isnan(head_errors[head]), head_errors[head]))
-            self._change(place, state, f"head {furthest} had {head_errors[furthest]:.2f} in the last")
+        is_good = self._is_within_bounds(check, RECOVERY_SHARE if state.is_dense else 1.0)
+        state.checks = [*state.checks, check] if is_good is state.is_dense else []
+        is_fault = not math.isfinite(check.total) and not state.is_dense
+        if is_fault or len(state.checks) >= self._needed(state):
+            self._change(place, state)
         # An error that is not finite is exported as 1, which is the error of an all-zero output.
-        state.recent_errors.append(error if math.isfinite(error) else 1.0)
+        state.recent_errors.append(check.total if math.isfinite(check.total) else 1.0)
+        state.recent_peaks.append(check.peak if math.isfinite(check.peak) else 1.0)
         labels = place_labels(place)
         self.recorder.gauge("guard_error", labels, sum(state.recent_errors) / len(state.recent_errors))
+        self.recorder.gauge("guard_peak_error", labels, max(state.recent_peaks))
         self.recorder.gauge("guard_dense", labels, float(state.is_dense))
+
+    def _is_within_bounds(self, check: CheckErrors, share: float) -> bool:
+        """Return whether a check's errors are at most this share of their bounds; False for NaN."""
+        if self.settings.peak_bound is not None and not check.peak <= share * self.settings.peak_bound:
+            return False
+        return check.total <= share * self.settings.bound
 
     def _needed(self, state: LayerState) -> int:
         """Return the number of consecutive checks that change the state."""
@@ -163,12 +190,21 @@ class Guard:
             return self.settings.patience
         return self.settings.recover << min(state.trips - 1, MOST_DOUBLINGS)
 
-    def _change(self, place: Place, state: LayerState, head_note: str) -> None:
+    def _change(self, place: Place, state: LayerState) -> None:
         """Force a layer dense at a level, or let it run sparse again."""
-        latest = ", ".join(f"{error:.3f}" for error in state.errors[-3:])
-        errors = f"{len(state.errors)} checks in a row, bound {self.settings.bound:g}, errors {latest}"
+        last = state.checks[-1]
+        latest = ", ".join(f"{check.total:.3f}" for check in state.checks[-3:])
+        errors = f"{len(state.checks)} checks in a row, bound {self.settings.bound:g}, errors {latest}"
+        if self.settings.peak_bound is not None:
+            latest = ", ".join(f"{check.peak:.3f}" for check in state.checks[-3:])
+            errors += f", peak bound {self.settings.peak_bound:g}, peak errors {latest}"
+        furthest, peak_head = _largest(last.heads), _largest(last.peaks)
+        head_note = (
+            f"head {furthest} had {last.heads[furthest]:.2f} in the last, and a query of head {peak_head} had "
+            f"{last.peaks[peak_head]:.2f}"
+        )
         state.is_dense = not state.is_dense
-        state.errors = []
+        state.checks = []
         if state.is_dense:
             state.trips += 1
             self.recorder.count("guard_trips", place_labels(place))
@@ -194,18 +230,44 @@ def place_labels(place: Place) -> dict[str, object]:
     return dict(zip(LAYER_LEVEL, place, strict=True))
 
 
-def relative_errors(sums: torch.Tensor) -> tuple[float, list[float]]:
-    """Return the relative errors ‖O − Õ‖₂ / ‖O‖₂ of a check.
+def squared_peaks(squared_errors: torch.Tensor, squared_norms: torch.Tensor) -> torch.Tensor:
+    """Return the square of the largest error of a query, head by head. Does not wait for the device.
+
+    The error of query i in head h is ‖o − õ‖₂ / max(‖o‖₂, r). r is the root mean square of ‖o‖₂ over all queries and
+    heads of the check. A query that loses the key that it looks up has an error of about 1 or more. Heads that attend
+    to many keys have small outputs, whose own relative errors are large although no lookup is lost; r keeps their
+    errors small, as in the sum over heads that follows attention.
 
     Args:
-        sums: [2, num_heads] float32 on the host, sums of squared differences and of squared dense outputs.
+        squared_errors: [num_tokens, num_heads] float32, ‖o − õ‖₂².
+        squared_norms: [num_tokens, num_heads] float32, ‖o‖₂².
 
     Returns:
-        The error of all heads together, and the error of every head.
+        [num_heads] float32.
     """
-    squared_errors, squared_norms = sums.double().tolist()
+    sizes = torch.maximum(squared_norms, squared_norms.mean())
+    return (squared_errors / sizes).masked_fill(squared_errors == 0, 0.0).amax(0)  # 0 / 0 is no error
+
+
+def relative_errors(sums: torch.Tensor) -> CheckErrors:
+    """Return the errors of a check: ‖O − Õ‖₂ / ‖O‖₂ of its output, and the largest of a query (``squared_peaks``).
+
+    Args:
+        sums: ``PendingCheck.sums`` on the host.
+
+    Returns:
+        The errors.
+    """
+    squared_errors, squared_norms, peaks = sums.double().tolist()
     total = _root_ratio(sum(squared_errors), sum(squared_norms))
-    return total, [_root_ratio(*head) for head in zip(squared_errors, squared_norms, strict=True)]
+    head_errors = [_root_ratio(*head) for head in zip(squared_errors, squared_norms, strict=True)]
+    head_peaks = [math.sqrt(peak) for peak in peaks]
+    return CheckErrors(total, head_peaks[_largest(head_peaks)], head_errors, head_peaks)
+
+
+def _largest(errors: Sequence[float]) -> int:
+    """Return the place of the largest error, or of a NaN if there is one."""
+    return max(range(len(errors)), key=lambda place: (math.isnan(errors[place]), errors[place]))
 
 
 def _root_ratio(squared_error: float, squared_norm: float) -> float:

@@ -29,6 +29,7 @@ from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
 from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.share_counts import add_share_counts
 
 logger = logging.getLogger(LOGGER)
 
@@ -195,6 +196,8 @@ class WarmUp:
                 if not compat.IS_CPU:
                     pairs = torch.zeros(1, dtype=torch.int64, device=batch.q.device)
                     add_listed_pairs(index, pairs, 0)
+                    if index.kept_shares is not None:
+                        add_share_counts(index.kept_shares, torch.zeros_like(index.kept_shares), 0)
 
 
 def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[Row]:

@@ -9,6 +9,9 @@ blocks are added. Codes have the same order as the shares.
 
 A query's target is ``floor`` times its sum. Bytes are rounded, so their sum differs from the sum before rounding. The
 smaller sum counts, so that a query can always reach its target.
+
+``_count_kernel`` then counts the shares that queries keep (``share_counts.py``), for one of ``COUNT_EVERY`` heads per
+tile. Above its target, ``_floor_kernel`` does not know a query's share, because it stops reading there.
 """
 
 from typing import Any, NamedTuple
@@ -17,10 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels import share_counts
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import ADDED, CHOSEN, KEY_BLOCK
-from vllm_sparse_kernels.rows import TILE_TOKENS
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.parameters import on_device
+from vllm_sparse_kernels.share_counts import FIELDS, LIFTED, LOST, SUM
 
 QUERIES = 32
 """Queries of one program. In a tile with flat attention, every query may be below its target."""
@@ -46,6 +52,9 @@ exponent and the highest bits of the mantissa."""
 BYTE_BITS = Constant(0x1FE00000)
 """The bits of that float32 that hold the byte."""
 
+SHARE_UNIT = share_counts.UNIT
+NUM_EDGES = Constant(len(share_counts.EDGES))
+
 LEAST_HALF = Constant(0x400)
 """Code of the lowest finite half-precision number (see ``_codes``)."""
 
@@ -63,6 +72,13 @@ class StoredShares(NamedTuple):
     scratch: Any  # ``Scratch`` of the engine, filled by its ``masses``
     codes: torch.Tensor  # [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16
     span_tokens: int  # keys of a span of ``scratch.parts``
+
+
+class Histogram(NamedTuple):
+    """Where kept shares are counted, as arguments of a kernel."""
+
+    edges: Any  # [NUM_EDGES] float32, upper ends of the buckets but the last
+    counts: Any  # [num_rows, FIELDS] int64
 
 
 def add_for_floor(
@@ -88,6 +104,36 @@ def add_for_floor(
         scratch.parts.shape[2], codes.shape[2],
         QUERIES=QUERIES, STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,
         SPAN=span_tokens, CHUNK=HELD_BLOCKS, num_warps=4,
+    )  # fmt: skip
+
+
+def count_kept_shares(
+    stored: StoredShares, marks: torch.Tensor, shares: FloorShares, tiles: torch.Tensor, first_tile: int,
+    counts: torch.Tensor,
+) -> None:  # fmt: skip
+    """Count the shares of their own estimated attention that queries keep, after ``add_for_floor``.
+
+    A query keeps all blocks of its tile, also those that other queries have added. The shares of one of
+    ``share_counts.COUNT_EVERY`` heads are counted in a tile. Heads without a floor are left out, and heads that keep
+    everything.
+
+    Args:
+        stored: Shares or scores of the run's tiles.
+        marks: [n, tiles, width] uint8, contiguous, from ``add_for_floor``.
+        shares: The heads' shares.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
+        first_tile: First tile of ``marks``.
+        counts: [num_rows, FIELDS] int64; shares are added to it.
+    """
+    num_selected, num_tiles, width = marks.shape
+    scratch, codes, span_tokens = stored
+    as_bytes = codes.dtype == torch.uint8
+    every = share_counts.COUNT_EVERY
+    _count_kernel[(num_tiles, ceil_div(num_selected, every), TILE_TOKENS // QUERIES)](
+        scratch, marks, width, shares, tiles, first_tile, num_selected, scratch.parts.shape[2], codes.shape[2],
+        Histogram(on_device(share_counts.EDGES, marks.device), counts),
+        AS_BYTES=as_bytes, QUERIES=QUERIES, STEP=STEP_ROUNDS if as_bytes else STEP_BLOCKS, SPAN=span_tokens,
+        EVERY=every, num_warps=4,
     )  # fmt: skip
 
 
@@ -340,3 +386,117 @@ def _value(code, top, AS_BYTES: tl.constexpr):
         bits = tl.where(code < 0x8000, 0xFFFF - code, code - 0x8000).to(tl.int16)
         value = tl.exp2(tl.cast(bits, tl.float16, bitcast=True).to(tl.float32) - top)
         return tl.where(code < LEAST_HALF, 0.0, value)
+
+
+@triton.jit(do_not_specialize=["width", "first_tile", "num_selected", "num_spans", "num_places"])
+def _count_kernel(
+    scratch, marks, width, shares, tiles, first_tile, num_selected, num_spans, num_places, histogram,
+    AS_BYTES: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """Count the kept shares of QUERIES queries of one tile, of the head whose turn it is in this tile.
+
+    Grid: (tiles of the run, ⌈n / EVERY⌉, 128 / QUERIES). Bound by memory: it reads the stored shares of all blocks.
+
+    Args:
+        scratch: Scratch of the engine.
+        marks: [n, tiles, width] uint8.
+        width: Blocks of a tile in ``marks``, a multiple of 16.
+        shares: FloorShares.
+        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
+        first_tile: First tile of the run.
+        num_selected: n, the selected heads.
+        num_spans: Spans of ``scratch.parts``.
+        num_places: Rounds of ``scratch.bytes``, or blocks of ``scratch.scores``.
+        histogram: Histogram; its counts are added to.
+        AS_BYTES: Whether the scratch has bytes, not scores.
+        QUERIES: Queries of a program.
+        STEP: Rounds or blocks that are summed at a time.
+        SPAN: Keys of a span.
+        EVERY: Heads of which one is counted.
+    """
+    i_tile, first_query = tl.program_id(0), tl.program_id(2) * QUERIES
+    i_row, _, length, position = load_tile(tiles, first_tile + i_tile)
+    i_selected = tl.program_id(1) * EVERY + position // TILE % EVERY
+    is_head = i_selected < num_selected
+    floor = tl.load(shares.floors + i_selected, mask=is_head, other=0.0)
+    selects = (floor > 0) & (tl.load(shares.kept_mass + i_selected, mask=is_head, other=1.0) < 1)
+    if selects & (first_query < length):
+        place = i_selected.to(tl.int64) * tl.num_programs(0) + i_tile
+        row = marks + place * tl.multiple_of(width, 16)
+        o_q = first_query + tl.arange(0, QUERIES)
+        if AS_BYTES:
+            b_total = _total_of_bytes(scratch, place, position, num_spans, o_q, SPAN)
+            b_all, b_chosen, b_kept = _sums_of_bytes(scratch, row, place, position, num_places, o_q, QUERIES, STEP)
+        else:
+            reach = position + length
+            b_top, b_total = _total_of_halves(scratch, place, reach, num_spans, o_q, QUERIES, SPAN)
+            b_all, b_chosen, b_kept = _sums_of_halves(scratch, row, place, reach, num_places, o_q, b_top, QUERIES, STEP)
+        b_whole = tl.minimum(b_total, b_all)  # the sum that the target refers to
+        b_share = tl.minimum(b_kept / b_whole, 1.0)
+        b_counted = (o_q < length) & (b_kept / b_whole >= 0)  # false for NaN
+        b_lifted = (b_counted & (b_chosen < b_whole * floor)).to(tl.int32)
+        b_units = (tl.where(b_counted, b_share, 0.0) * SHARE_UNIT + 0.5).to(tl.int32)
+        o_f = tl.arange(0, FIELDS)
+        b_edges = tl.load(histogram.edges + o_f, mask=o_f < NUM_EDGES, other=2.0)
+        b_bucket = tl.sum((b_share[:, None] > b_edges[None, :]).to(tl.int32), 1)
+        b_counts = tl.sum((b_counted[:, None] & (b_bucket[:, None] == o_f[None, :])).to(tl.int32), 0)
+        b_counts = tl.where(o_f == SUM, tl.sum(b_units, 0), b_counts)
+        b_counts = tl.where(o_f == LIFTED, tl.sum(b_lifted, 0), b_counts)
+        target = histogram.counts + i_row * FIELDS + o_f
+        tl.atomic_add(target, b_counts.to(tl.int64), mask=b_counts != 0, sem="relaxed")
+        lost = tl.max(tl.where(b_counted, SHARE_UNIT - b_units, 0), 0)
+        b_lost = tl.where(o_f == LOST, lost, 0)
+        tl.atomic_max(target, b_lost.to(tl.int64), mask=b_lost > 0, sem="relaxed")
+
+
+@triton.jit
+def _sums_of_bytes(
+    scratch, row, place, position, num_rounds, o_q, QUERIES: tl.constexpr, ROUNDS: tl.constexpr
+):  # fmt: skip
+    """Sum the exponentials of each query in all blocks, in chosen blocks, and in chosen or added blocks."""
+    b_own = tl.load(scratch.diagonal + place * TILE + o_q)  # sum over the tile's own keys, which are kept
+    b_all = tl.zeros([ROUNDS, QUERIES, 4], tl.float32)
+    b_chosen, b_kept = b_all, b_all
+    num_blocks = position // TILE * 4  # before the tile's own keys
+    num_rounds_here = (num_blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
+    o_t = tl.arange(0, 4)
+    words = scratch.bytes + place * num_rounds * (TILE * 4) + o_q[None, :, None] * 4 + o_t[None, None, :]
+    for first in range(0, num_rounds_here, ROUNDS):
+        o_r = first + tl.arange(0, ROUNDS)
+        b_words = tl.load(words + o_r[:, None, None] * (TILE * 4), mask=(o_r < num_rounds_here)[:, None, None], other=0)
+        for slot in tl.static_range(4):
+            o_block = o_r[:, None] * ROUND_BLOCKS + slot * 4 + o_t[None, :]
+            b_inside = o_block < num_blocks
+            b_mark = tl.load(row + o_block, mask=b_inside, other=0)[:, None, :]
+            b_bits = (b_words << (21 - 8 * slot)) if slot < 3 else (b_words >> 3)
+            b_x = (b_bits & BYTE_BITS).to(tl.float32, bitcast=True)
+            b_all += tl.where(b_inside[:, None, :], b_x, 0.0)
+            b_chosen += tl.where(b_mark == CHOSEN, b_x, 0.0)
+            b_kept += tl.where(b_mark != 0, b_x, 0.0)
+    return b_own + _per_query(b_all), b_own + _per_query(b_chosen), b_own + _per_query(b_kept)
+
+
+@triton.jit
+def _per_query(b_x):
+    """Sum bytes as floats, [rounds, queries, 4], over all but the queries."""
+    return tl.sum(tl.sum(b_x, 2), 0) * UNIT
+
+
+@triton.jit
+def _sums_of_halves(
+    scratch, row, place, reach, num_blocks_stored, o_q, b_top, QUERIES: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Sum the exponentials of each query as ``_sums_of_bytes`` does."""
+    num_blocks = (reach + KEY_BLOCK - 1) // KEY_BLOCK
+    scores = scratch.scores + place * num_blocks_stored * TILE + o_q[None, :]
+    b_all = tl.zeros([QUERIES], tl.float32)
+    b_chosen, b_kept = b_all, b_all
+    for first in range(0, num_blocks, BLOCKS):
+        o_b = first + tl.arange(0, BLOCKS)
+        b_mark = tl.load(row + o_b, mask=o_b < num_blocks, other=0)[:, None]
+        b_u = tl.load(scores + o_b[:, None] * TILE, mask=(o_b < num_blocks)[:, None], other=float("-inf"))
+        b_x = tl.exp2(b_u.to(tl.float32) - b_top[None, :])
+        b_all += tl.sum(b_x, 0)
+        b_chosen += tl.sum(tl.where(b_mark == CHOSEN, b_x, 0.0), 0)
+        b_kept += tl.sum(tl.where(b_mark != 0, b_x, 0.0), 0)
+    return b_all, b_chosen, b_kept

@@ -60,7 +60,7 @@ from vllm_sparse_kernels.methods.top_p.choice import (
     write_block_lists,
     write_marked_lists,
 )
-from vllm_sparse_kernels.methods.top_p.floor import add_for_floor
+from vllm_sparse_kernels.methods.top_p.floor import FloorShares, add_for_floor, count_kept_shares
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
 from vllm_sparse_kernels.methods.top_p.low_rank import rank_of
 from vllm_sparse_kernels.methods.top_p.rounding import (
@@ -163,6 +163,11 @@ class TopP(PerHead):
     def size_key(self) -> "TopP":
         """The ``group_key``, with the highest floor of its heads: a floor needs additional kernels."""
         return replace(self.group_key, floor=max(head.floor for head in self.settings or (self,)))
+
+    @property
+    def counts_kept_shares(self) -> bool:
+        """Whether any head has a floor."""
+        return any(head.floor > 0 for head in self.settings or (self,))
 
     def kept_channels(self, head_dim: int) -> int:
         """Return the number of channels that the estimate multiplies.
@@ -341,10 +346,14 @@ def _select_run(
         return
     marks = workspace.empty(*masses.shape, dtype=torch.uint8)
     mark_blocks(*choice, marks)
+    stored = kernels.stored(scratch)
     add_for_floor(
-        kernels.stored(scratch), marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile,
-        method.sink_tokens, method.local_tokens,
+        stored, marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile, method.sink_tokens,
+        method.local_tokens,
     )  # fmt: skip
+    if index.kept_shares is not None:
+        floor_shares = FloorShares(selected.kept_mass, floors)
+        count_kept_shares(stored, marks, floor_shares, index.rows.tiles, run.first_tile, index.kept_shares)
     write_marked_lists(marks, index, run.first_tile, selected.heads)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from vllm_sparse_kernels import share_counts
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.paged import PagedCache, wide_dtype
@@ -44,10 +45,13 @@ def select_top_p(
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
     parts = index.block_tokens // KEY_BLOCK
+    turns = {head: i_selected % share_counts.COUNT_EVERY for i_selected, head in enumerate(heads.tolist())}
     for head, i_tile, shares in tile_shares(method, q, cache, index.rows, heads, scale):
         tile = index.rows.tile_list[i_tile]
-        kept = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
-        kept |= below_floor(settings[head], shares, kept)
+        chosen = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
+        kept = chosen | below_floor(settings[head], shares, chosen)
+        if index.kept_shares is not None and turns[head] == share_counts.counted_head(tile.position):
+            count_kept_shares(settings[head], shares, chosen, kept, index.kept_shares[tile.row])
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
 
@@ -109,6 +113,24 @@ def below_floor(method: "TopP", shares: torch.Tensor, kept: torch.Tensor) -> tor
     before = pad(sizes.cumsum(1), (1, 0))[:, :-1]
     added = (before < lack[:, None]) & (sizes > 0)
     return torch.zeros_like(added).scatter_(1, order, added).any(0)
+
+
+def count_kept_shares(
+    method: "TopP", shares: torch.Tensor, chosen: torch.Tensor, kept: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """Count the shares of their own attention that a tile's queries keep, unless the head has no floor or keeps all.
+
+    Args:
+        method: The method of the head.
+        shares: [queries, blocks].
+        chosen: [blocks] bool, blocks that are kept for the whole tile.
+        kept: [blocks] bool, blocks that are kept for the whole tile or for a query.
+        counts: [FIELDS] int64; added to.
+    """
+    if method.floor > 0 and method.kept_mass < 1:
+        whole = shares.sum(1)
+        is_lifted = shares[:, chosen].sum(1) < method.floor * whole
+        share_counts.count_shares(counts, shares[:, kept].sum(1) / whole, int(is_lifted.sum()))
 
 
 def tile_shares(

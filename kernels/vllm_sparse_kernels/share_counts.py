@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts, on the device, the shares of their attention that queries keep: a histogram, a sum and the least share.
+
+Only methods with a floor for each query count them (``Method.counts_kept_shares``). Selection adds to
+``SparseIndex.kept_shares``, which has a line of int64 for each row. All fields are integers, so the counts depend
+neither on the order of programs nor on other rows. A line has ``FIELDS`` numbers:
+
+* from 0 on, the number of queries in each bucket; ``EDGES`` are the buckets' upper ends, and the last bucket ends at 1;
+* at ``SUM``, the sum of their shares, in units of 1 / ``UNIT``;
+* at ``LIFTED``, the number of queries that were below the floor and added blocks;
+* at ``LOST``, the largest share that a query does not keep, in the same units. 0 if nothing was counted.
+
+A query is one query of one head in one layer.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.rows import TILE_TOKENS
+
+EDGES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+"""Upper ends of the buckets but the last, which a share equal to the end belongs to."""
+
+UNIT = Constant(1 << 16)
+"""Units of a share of 1 in sums."""
+
+FIELDS = Constant(16)
+"""Numbers of a row; those past ``LOST`` are 0."""
+
+SUM, LIFTED, LOST = Constant(len(EDGES) + 1), Constant(len(EDGES) + 2), Constant(len(EDGES) + 3)
+"""Fields of a row after its buckets."""
+
+COUNT_EVERY = 8
+"""Selected heads of which one is counted in a tile; the next tile of a row counts the next of them. Each counted head
+reads the stored shares of all blocks of the tile again."""
+
+
+def counted_head(position: int) -> int:
+    """Return which of ``COUNT_EVERY`` consecutive selected heads is counted in a tile.
+
+    Args:
+        position: Position of the tile's first query in its sequence.
+
+    Returns:
+        A number below ``COUNT_EVERY``.
+    """
+    return position // TILE_TOKENS % COUNT_EVERY
+
+
+def count_shares(counts: torch.Tensor, shares: torch.Tensor, lifted: int) -> None:
+    """Add shares to a line of counts, in plain torch.
+
+    Args:
+        counts: [FIELDS] int64; written.
+        shares: [queries] float32. Shares that are not numbers are left out; a share above 1 counts as 1.
+        lifted: How many of the queries added blocks.
+    """
+    shares = shares[shares.isfinite()].clamp(max=1.0)
+    if not len(shares):
+        return
+    buckets = torch.bucketize(shares, torch.tensor(EDGES, device=shares.device))
+    units = (shares * UNIT.value + 0.5).to(torch.int64)
+    counts[: len(EDGES) + 1] += buckets.bincount(minlength=len(EDGES) + 1)
+    counts[SUM.value] += units.sum()
+    counts[LIFTED.value] += lifted
+    counts[LOST.value] = torch.maximum(counts[LOST.value], UNIT.value - units.min())
+
+
+def merge_counts(counts: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Combine two lines of counts. Does not wait for the device.
+
+    Args:
+        counts: [FIELDS] int64.
+        others: [FIELDS] int64.
+
+    Returns:
+        [FIELDS] int64.
+    """
+    merged = counts + others
+    merged[LOST.value] = torch.maximum(counts[LOST.value], others[LOST.value])
+    return merged
+
+
+def least_share(counts: list[int]) -> float | None:
+    """Return the least share of any counted query.
+
+    Args:
+        counts: A line of counts, on the host.
+
+    Returns:
+        The share; None if no query was counted.
+    """
+    return 1 - counts[LOST.value] / UNIT.value if sum(counts[: len(EDGES) + 1]) else None
+
+
+def add_share_counts(row_counts: torch.Tensor, totals: torch.Tensor, i_total: int) -> None:
+    """Add the counts of all rows to a line of totals, in one launch and without synchronisation.
+
+    Args:
+        row_counts: [num_rows, FIELDS] int64 on the device, ``SparseIndex.kept_shares``.
+        totals: [n, FIELDS] int64 on the same device; line ``i_total`` is written.
+        i_total: Number of the line.
+    """
+    _add_share_counts_kernel[(1,)](row_counts, totals, i_total, row_counts.shape[0], num_warps=1)
+
+
+@triton.jit(do_not_specialize=["i_total", "num_rows"])
+def _add_share_counts_kernel(row_counts, totals, i_total, num_rows):
+    """Add the counts of all rows to ``totals[i_total]``. Grid: (1,). Bound by launch latency.
+
+    Args:
+        row_counts: [num_rows, FIELDS] int64.
+        totals: [n, FIELDS] int64; written.
+        i_total: Line of ``totals``.
+        num_rows: Number of rows.
+    """
+    o_f = tl.arange(0, FIELDS)
+    b_sum = tl.zeros([FIELDS], tl.int64)
+    b_most = tl.zeros([FIELDS], tl.int64)
+    for row in range(num_rows):
+        b_row = tl.load(row_counts + row * FIELDS + o_f)
+        b_sum += b_row
+        b_most = tl.maximum(b_most, b_row)
+    target = totals + i_total * FIELDS + o_f
+    tl.atomic_add(target, b_sum, mask=o_f != LOST, sem="relaxed")
+    tl.atomic_max(target, b_most, mask=o_f == LOST, sem="relaxed")
