@@ -15,6 +15,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_kernels.methods.top_p import TopP
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
 
@@ -47,6 +48,10 @@ def test_a_measurement_of_the_very_same() -> None:
         ([entry(1, method="dense"), entry(2)], 2),
         ([entry(1), entry(2, params={"sink_tokens": 64})], 1),
         ([entry(1, num_heads=64), entry(2)], 2),
+        # Of other heads, those with the nearest total width; the most cautious of equally near ones.
+        ([entry(1, num_heads=64), entry(2, num_heads=8)], 1),
+        ([entry(1, num_heads=8), entry(2, num_heads=64, head_dim=64)], 2),
+        ([entry(1, num_heads=16), entry(2, num_heads=64)], 2),
         # Equal parameters with other heads take precedence over other parameters with equal heads.
         ([entry(1, num_heads=64), entry(2, params={"sink_tokens": 64})], 1),
         # Only other parameters: the most cautious of the closest measurements.
@@ -56,6 +61,16 @@ def test_a_measurement_of_the_very_same() -> None:
 )
 def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected: int) -> None:
     assert resolved(table(*entries)).min_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "min_tokens"),
+    [((32, 8, 128), 12288), ((64, 8, 128), 12288), ((8, 2, 128), 32768), ((14, 2, 64), 32768), ((9, 3, 64), 65536)],
+)
+def test_small_models_run_sparse_later(shape: tuple[int, int, int], min_tokens: int) -> None:
+    """The bundled table has an 8B model's heads, and those of two small models, for the default method on an H100."""
+    (found,) = load_crossover().find("NVIDIA H100 80GB HBM3", "hopper", TopP(), shape)
+    assert found.min_tokens == min_tokens
 
 
 @pytest.mark.parametrize(

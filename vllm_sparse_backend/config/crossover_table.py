@@ -177,7 +177,9 @@ class Crossover(Section):
     def find(self, device: str, engine: str, method: Method, shape: tuple[int, int, int]) -> tuple[Entry, ...]:
         """Find the closest measurements of a method.
 
-        Entries with equal parameters are closer than entries with an equal shape.
+        Entries with equal parameters are closer than entries with an equal shape. Among other shapes, the entry whose
+        query heads have the most similar total width is closest: with fewer or narrower heads, the device needs less
+        time for a layer, but the host needs as long to launch it, so sparse prefill pays later.
 
         Args:
             device: Name of the device, as torch reports it; case does not matter.
@@ -188,14 +190,20 @@ class Crossover(Section):
         Returns:
             All entries of this device, engine and class of method that are equally close; empty if there is none.
         """
-        candidates: dict[tuple[bool, bool], list[Entry]] = {}
+        candidates: dict[tuple[bool, bool, float], list[Entry]] = {}
         for entry in self.entries:
             if (entry.device.casefold(), entry.engine) != (device.casefold(), engine):
                 continue
             if name_of(entry.parameters) == name_of(method):
-                closeness = (entry.parameters == method, entry.shape == shape)
+                closeness = (entry.parameters == method, entry.shape == shape, -_apart(entry.shape, shape))
                 candidates.setdefault(closeness, []).append(entry)
         return tuple(candidates[max(candidates)]) if candidates else ()
+
+
+def _apart(shape: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    """Return how far apart the total widths of two shapes' query heads are, as a logarithm."""
+    (num_heads, _, head_dim), (other_num_heads, _, other_head_dim) = shape, other
+    return abs(math.log2(num_heads * head_dim / (other_num_heads * other_head_dim)))
 
 
 @dataclass(frozen=True)
