@@ -45,7 +45,7 @@ COUNTER_RANGE = 1 << 64
 """Number of distinct values of a counter on the device, which wraps around."""
 
 _dummy_runs = 0
-"""Dummy runs that this process is in. vLLM does not tell a metadata builder whether a step is one."""
+"""Dummy runs that this process is in. vLLM does not show a metadata builder whether a step is one."""
 
 
 @contextmanager
