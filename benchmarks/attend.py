@@ -40,7 +40,7 @@ from vllm_sparse_backend.evaluation.attention_prompts import Heads, without_nan
 from vllm_sparse_backend.evaluation.cuda_device import Card, Span
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.attention import AttendSpec, Engine
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 
@@ -128,7 +128,7 @@ def _measure(
     case: Case,
     batches: Sequence[Batch],
     indices: Sequence[SparseIndex],
-    engine: Engine,
+    engine: AttendEngine,
     report: Report,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {

@@ -30,7 +30,7 @@ from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, new_step
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.serving.worker.guard import PROBE_TOKENS, Guard, squared_peaks
 from vllm_sparse_kernels import Rows
-from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch
 
 COLUMNS = {
@@ -118,7 +118,7 @@ def run_guard(
 
 
 def _times(
-    card: Card, engine: Engine, dense: Sequence[Run], checks: Sequence[Checked], budget_s: float
+    card: Card, engine: AttendEngine, dense: Sequence[Run], checks: Sequence[Checked], budget_s: float
 ) -> dict[str, Any]:
     """Return the times per layer."""
     layers, clear = [check.layer for check in checks], new_step([check.layer for check in checks])

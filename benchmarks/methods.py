@@ -54,7 +54,7 @@ from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, He
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError
-from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE
@@ -138,7 +138,7 @@ def _dense_out(card: Card, batch: Batch) -> torch.Tensor:
 
 
 def _add_fp8_error(
-    layers: Sequence[TimedLayer], exact: Sequence[TimedLayer], engine: Engine, row: dict[str, Any]
+    layers: Sequence[TimedLayer], exact: Sequence[TimedLayer], engine: AttendEngine, row: dict[str, Any]
 ) -> None:
     """Add the effect of the cache's rounding on the method. ``layers`` have run; ``exact`` are the same in bf16."""
     new_step(exact)()
@@ -151,7 +151,7 @@ def _add_fp8_error(
 def _measure(
     card: Card,
     layers: Sequence[TimedLayer],
-    engine: Engine,
+    engine: AttendEngine,
     dense: Sequence[Run],
     truths: Sequence[torch.Tensor],
     row: dict[str, Any],

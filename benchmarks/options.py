@@ -18,7 +18,7 @@ from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
-from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 
 CHUNK_TOKENS = 8192
 Json = Annotated[Path | None, typer.Option("--json", help="JSON file for all results.")]
@@ -58,7 +58,7 @@ def plan_asked(method: str, shape: ModelShape) -> tuple[str, Plan]:
 
 def layers_served(
     card: Card, prompts: Sequence[AttentionPrompt], plan: Plan, context_len: int, query_len: int
-) -> tuple[Engine, list[TimedLayer]]:
+) -> tuple[AttendEngine, list[TimedLayer]]:
     """Return the chunk in each layer, for the engine that a server would use."""
     for engine in card.engines.values():
         layers = layers_of(prompts, plan.layers, context_len, query_len, engine.name)
@@ -68,7 +68,11 @@ def layers_served(
 
 
 def is_default(
-    table: Mapping[str, Engine], name: str, cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None
+    table: Mapping[str, AttendEngine],
+    name: str,
+    cache: PagedCache,
+    index: SparseIndex,
+    options: AttendOptions | None = None,
 ) -> bool:
     """Return whether a server uses this engine for such an index by default."""
     return choose_engine(table, AttendSpec.of(cache, index, options)).engine.name == name

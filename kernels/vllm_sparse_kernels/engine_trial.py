@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_sparse_kernels.attention.engine import Engine
+from vllm_sparse_kernels.attention.engine import AttendEngine
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import ReferenceAttend, fp8_weights
 from vllm_sparse_kernels.index import SparseIndex
@@ -137,7 +137,7 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
 
 
 def failure(
-    engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None, exact: Expected | None
+    engine: AttendEngine, batch: Batch, index: SparseIndex, options: AttendOptions | None, exact: Expected | None
 ) -> str | None:
     """Run an attention engine once and check its result.
 

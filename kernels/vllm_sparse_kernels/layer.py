@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from vllm_sparse_kernels.attention import PORTABLE, widest_block
-from vllm_sparse_kernels.attention.engine import Engine
+from vllm_sparse_kernels.attention.engine import AttendEngine
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference_attend
 from vllm_sparse_kernels.block_width import index_block_tokens
@@ -163,7 +163,7 @@ class Layer:
     block_tokens: int
     by_kernels: bool
     select_engines: tuple[SelectEngine, ...]
-    engine: Engine = PORTABLE
+    engine: AttendEngine = PORTABLE
 
     @staticmethod
     def of(groups: LayerPlan, head_dim: int, device: torch.device, engine: str = "auto") -> "Layer":

@@ -8,7 +8,7 @@ import torch
 
 from vllm_sparse_backend.evaluation.attention_prompts import Heads
 from vllm_sparse_backend.evaluation.cuda_device import Run
-from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.engine_trial import Batch
 
@@ -23,7 +23,7 @@ class CpuCard:
     def __init__(self, ms: Callable[[str], float] = lambda name: {"dense": 8.0}.get(name, 2.0)) -> None:
         self.ms = ms
         # Kernels are slow in the interpreter and not under test here, so the reference stands in for them.
-        self.engines = {"portable": Engine("portable", lambda spec: None, reference)}
+        self.engines = {"portable": AttendEngine("portable", lambda spec: None, reference)}
         self.ran: list[str] = []
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:

@@ -17,7 +17,7 @@ from tests.helpers.structured import structured_clusters, structured_prompts
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.evaluation import crossover_bench
 from vllm_sparse_backend.evaluation.attention_prompts import planted_prompt
-from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.methods import METHODS
 
@@ -32,7 +32,7 @@ def broken(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> N
 
 
 def test_no_speed_of_what_is_wrong(card, tmp_path):
-    card.engines["portable"] = Engine("portable", lambda spec: None, broken)
+    card.engines["portable"] = AttendEngine("portable", lambda spec: None, broken)
     path, results, table = (tmp_path / f"{name}.json" for name in ("all", "results", "table"))
     commands = {
         "attend": ("--contexts", 0, "--chunk", 130, "--blocks", 64, "--densities", 1, "--stripes", ""),

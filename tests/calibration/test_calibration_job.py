@@ -14,7 +14,7 @@ from vllm_sparse_backend.calibration.head_errors import Bound
 from vllm_sparse_backend.calibration.layer_judge import Served
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import parse_profile
-from vllm_sparse_kernels.attention import PORTABLE, Engine
+from vllm_sparse_kernels.attention import PORTABLE, AttendEngine
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
@@ -141,8 +141,8 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
     messages: list[str] = []
     job = replace(make_job(tmp_path / "work"), progress=JobProgress(say=messages.append))
     table = {
-        "hopper": Engine("hopper", PORTABLE.refusal, wrong),
-        "flash": Engine("flash", lambda spec: "not here", wrong),
+        "hopper": AttendEngine("hopper", PORTABLE.refusal, wrong),
+        "flash": AttendEngine("flash", lambda spec: "not here", wrong),
         "portable": PORTABLE,
     }
     assert job.correct_engines(table) == {"flash": table["flash"], "portable": PORTABLE}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.calibration_cases import HEADS, make_job
 from vllm_sparse_backend.calibration.profile_crossover import measure_crossover
-from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -24,7 +24,7 @@ class TimedCard:
     """
 
     name = "a card"
-    engines: ClassVar = {"quick": Engine("quick", lambda spec: None, lambda *_, **__: None)}
+    engines: ClassVar = {"quick": AttendEngine("quick", lambda spec: None, lambda *_, **__: None)}
 
     def __init__(self, fixed_ms: float) -> None:
         self.fixed_ms, self.dense_ms = fixed_ms, 0.0

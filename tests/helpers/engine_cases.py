@@ -10,7 +10,7 @@ import torch
 from tests.helpers.batches import assert_close
 from tests.helpers.method_cases import row_alone
 from tests.helpers.paged_varlen import STAND_IN
-from vllm_sparse_kernels.attention import AttendSpec, Engine, FlashAttention, engines
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, FlashAttention, engines
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
 from vllm_sparse_kernels.index import SparseIndex
@@ -41,7 +41,9 @@ def flash_attention() -> FlashAttention | None:
 ENGINES = engines(flash_attention())
 
 
-def skip_if_refused(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
+def skip_if_refused(
+    engine: AttendEngine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
+) -> None:
     """Skip the test, with the reason, if the engine refuses the batch."""
     why = engine.refusal(AttendSpec.of(batch.cache, index, options, batch.sinks))
     if why is not None:
@@ -49,7 +51,7 @@ def skip_if_refused(engine: Engine, batch: Batch, index: SparseIndex, options: A
 
 
 def run(
-    engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
+    engine: AttendEngine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of an engine; both are poisoned first. Skip the test if the engine refuses."""
     skip_if_refused(engine, batch, index, options)
@@ -65,7 +67,7 @@ def run(
     return out, lse
 
 
-def check(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
+def check(engine: AttendEngine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
     """Check an engine's output and log-sum-exp against exact attention over the index, within the budget."""
     index.check()
     skip_if_refused(engine, batch, index, options)
@@ -87,7 +89,7 @@ def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIn
 
 
 def independent(
-    engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int], options: AttendOptions | None = None
+    engine: AttendEngine, batch: Batch, index: SparseIndex, chosen: Sequence[int], options: AttendOptions | None = None
 ) -> None:
     """Check that the chosen rows give bitwise the same results alone as in the batch."""
     together, lse = run(engine, batch, index, options)

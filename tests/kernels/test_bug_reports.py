@@ -13,7 +13,7 @@ from tests.helpers.batches import assert_close, random_batch, random_index
 from tests.helpers.engine_cases import DTYPES, ENGINES, FULL, READS_PAST_THE_END, check, run, same
 from tests.helpers.lined import lined_batch
 from tests.helpers.method_cases import VARIANTS, all_lists, select
-from vllm_sparse_kernels.attention import AttendSpec, Engine
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS
@@ -29,7 +29,7 @@ every_method = pytest.mark.parametrize(("name", "params"), METHOD_SETTINGS)
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Engine:
+def engine(request: pytest.FixtureRequest) -> AttendEngine:
     return ENGINES[request.param]
 
 
@@ -50,7 +50,7 @@ def merged(name: str, params: dict[str, Any], num_heads: int) -> Any:
 @pytest.mark.parametrize("sinks", [None, [-30.0, 5.0]], ids=["no-sinks", "sinks"])
 @pytest.mark.parametrize("block_tokens", [pytest.param(32, marks=FULL), 64, pytest.param(128, marks=FULL)])
 def test_queries_to_which_the_first_block_read_is_masked(
-    engine: Engine, device: str, block_tokens: int, sinks: list[float] | None
+    engine: AttendEngine, device: str, block_tokens: int, sinks: list[float] | None
 ) -> None:
     """vllm#48364: a first block without a visible key made the running maximum −∞, and the output NaN.
 
@@ -66,7 +66,9 @@ def test_queries_to_which_the_first_block_read_is_masked(
 
 
 @pytest.mark.parametrize("value", [pytest.param(0.0, marks=FULL), pytest.param(1e3, marks=FULL), -65504.0])
-def test_whatever_lies_past_a_sequences_end_attention_stays_the_same(engine: Engine, device: str, value: float) -> None:
+def test_whatever_lies_past_a_sequences_end_attention_stays_the_same(
+    engine: AttendEngine, device: str, value: float
+) -> None:
     """Stale values in the tail of a sequence's last page do not reach the output (vllm#27264, torch-spyre#4517).
 
     NaN is the value to compare with, except for the engines that need finite values there.
@@ -98,7 +100,7 @@ def test_whatever_lies_past_a_sequences_end_methods_keep_the_same(
     assert all(other == lists[0] for other in lists[1:])
 
 
-def test_a_row_whose_only_key_scores_far_below_minus_fifty_thousand(engine: Engine, device: str) -> None:
+def test_a_row_whose_only_key_scores_far_below_minus_fifty_thousand(engine: AttendEngine, device: str) -> None:
     """flashinfer#4451: a finite stand-in for −∞, −5e4, beat the row's only score, and the output was zero."""
     batch = random_batch([(0, 1), (0, 3)], 2, 1, 64, 64, DTYPES[0], device)
     batch.q.fill_(-512.0)
@@ -135,14 +137,14 @@ FAR = (1 << 32) + (1 << 31)
 """Offset in elements: beyond 32 bits, signed and unsigned, and negative if cut to 32 bits."""
 
 
-def test_attention_past_two_to_the_31_elements(engine: Engine) -> None:
+def test_attention_past_two_to_the_31_elements(engine: AttendEngine) -> None:
     """Offsets of pages that exceed 32 bits (native-sparse-attention#8)."""
     batch, far = far_batch([(201, 70), (0, 5)], DTYPES[1], FAR)
     index = random_index(batch, 64, 0.5, stripes=30)
     assert same(run_in_place(engine, far, replace(index, rows=far.rows)), run_in_place(engine, batch, index))
 
 
-def run_in_place(engine: Engine, batch: Batch, index: SparseIndex) -> tuple[torch.Tensor, torch.Tensor]:
+def run_in_place(engine: AttendEngine, batch: Batch, index: SparseIndex) -> tuple[torch.Tensor, torch.Tensor]:
     """Run an engine without touching the cache outside of the batch's pages, or skip the test if the engine refuses."""
     why = engine.refusal(AttendSpec.of(batch.cache, index, None))
     if why is not None:
@@ -170,7 +172,7 @@ LONG = [(131_071, 2), (262_144 - 65, 130)]
 
 
 @pytest.mark.parametrize("page_size", [128, pytest.param(16, marks=FULL), pytest.param(640, marks=FULL)])
-def test_attention_past_131072_and_262144_tokens(engine: Engine, device: str, page_size: int) -> None:
+def test_attention_past_131072_and_262144_tokens(engine: AttendEngine, device: str, page_size: int) -> None:
     """Contexts as long as in mlx-lm#1454."""
     batch = random_batch(LONG, 1, 1, 64, page_size, DTYPES[1], device)
     index = random_index(batch, 64, 0.004, stripes=90)

@@ -33,7 +33,7 @@ from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prom
 from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import versions, write_json
-from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan
@@ -163,7 +163,7 @@ class Job:
             why = "their work distorts the times by which methods are chosen"
             self.progress.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
 
-    def correct_engines(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
+    def correct_engines(self, engines: Mapping[str, AttendEngine]) -> dict[str, AttendEngine]:
         """Drop engines whose attention over a generated prompt with the model's heads is wrong.
 
         Args:

@@ -29,7 +29,7 @@ from vllm_sparse_backend.config.method_parameters import make_method, parameters
 from vllm_sparse_backend.evaluation.attention_prompts import without_nan
 from vllm_sparse_backend.evaluation.report import write_json
 from vllm_sparse_kernels import PagedCache, SparseIndex
-from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
@@ -104,7 +104,7 @@ class LayerPrompt:
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
     def passes(
-        self, groups: LayerPlan, engines: Mapping[str, Engine] | None
+        self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None
     ) -> Iterator[tuple[torch.Tensor, SparseIndex, State]]:
         """Select and attend chunk by chunk.
 
@@ -125,7 +125,7 @@ class LayerPrompt:
                 layer = replace(layer, engine=choose_engine(engines, spec).engine)
             yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
 
-    def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> Outcome:
+    def outcome(self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None) -> Outcome:
         """Compare the output under a method with the dense output, for all chunks.
 
         Args:
@@ -190,7 +190,7 @@ class CapturedLayer:
         layer: int,
         served: Served,
         device: torch.device,
-        engines: Mapping[str, Engine] | None,
+        engines: Mapping[str, AttendEngine] | None,
         before: Sequence[Sequence[State]] = (),
         others: Sequence[Method] = (),
     ) -> None:

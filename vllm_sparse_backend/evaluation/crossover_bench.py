@@ -34,7 +34,7 @@ from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
 from vllm_sparse_backend.identity import package_version
-from vllm_sparse_kernels.attention import Engine
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan, methods_by_head
 from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
@@ -170,7 +170,7 @@ def measure_crossovers(
 class MethodTimer:
     """Timer of one method on one engine, in all layers. ``problem`` is the reason if it cannot be timed."""
 
-    def __init__(self, card: Card, prompts: Sequence[AttentionPrompt], method: Method, engine: Engine) -> None:
+    def __init__(self, card: Card, prompts: Sequence[AttentionPrompt], method: Method, engine: AttendEngine) -> None:
         self.card, self.prompts, self.method, self.engine = card, prompts, method, engine
         # All heads are in the same cluster, so SharePrefill's heads share patterns.
         shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}
@@ -202,7 +202,7 @@ class MethodTimer:
         return row
 
 
-def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[Engine]) -> dict[str, float]:
+def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[AttendEngine]) -> dict[str, float]:
     """Return the mean wall time per layer of a step through all layers: sparse on each engine, and dense."""
     begin = new_step(layers)
 

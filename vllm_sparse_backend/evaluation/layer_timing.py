@@ -8,7 +8,7 @@ import torch
 
 from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
-from vllm_sparse_kernels.attention import AttendSpec, Engine, choose_engine
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention, failure
 from vllm_sparse_kernels.layer import LayerPlan
 
@@ -36,12 +36,12 @@ class TimedLayer:
         with self.index.workspace.frame():
             self.served.select(self.batch.q, self.batch.cache, self.index, self.batch.scale)
 
-    def attend(self, engine: Engine) -> None:
+    def attend(self, engine: AttendEngine) -> None:
         batch = self.batch
         served = replace(self.served, engine=engine, by_kernels=True)  # on any device, because this engine is measured
         served.attend(batch.q, batch.cache, self.index, self.out, batch.scale)
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: AttendEngine) -> None:
         self.select()
         self.attend(engine)
 
@@ -49,15 +49,15 @@ class TimedLayer:
     def spec(self) -> AttendSpec:
         return AttendSpec.of(self.batch.cache, self.index, self.options)
 
-    def engine(self, table: Mapping[str, Engine]) -> Engine:
+    def engine(self, table: Mapping[str, AttendEngine]) -> AttendEngine:
         """Return the engine that a server would use for this layer."""
         return choose_engine(table, self.spec).engine
 
-    def refusal(self, engine: Engine) -> str | None:
+    def refusal(self, engine: AttendEngine) -> str | None:
         """Return why an engine cannot attend over this layer's index, or None."""
         return engine.refusal(self.spec)
 
-    def wrong(self, engine: Engine) -> str | None:
+    def wrong(self, engine: AttendEngine) -> str | None:
         """Return the error of an engine's attention over the selected keys, as in a server's trial; None if it is
         right.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a ``SparseIndex``: the interface (``engine.py``) and one folder for each engine."""
 
-from vllm_sparse_kernels.attention.engine import AttendSpec, Engine
+from vllm_sparse_kernels.attention.engine import AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.flash import engine as flash_module
 from vllm_sparse_kernels.attention.flash.engine import FlashAttention, flash_engine
 from vllm_sparse_kernels.attention.hopper import engine as hopper
@@ -16,8 +16,8 @@ from vllm_sparse_kernels.rows import Rows
 __all__ = [
     "HOPPER",
     "PORTABLE",
+    "AttendEngine",
     "AttendSpec",
-    "Engine",
     "EngineChoice",
     "FlashAttention",
     "choose_engine",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def engines(flash: FlashAttention | None = None) -> dict[str, Engine]:
+def engines(flash: FlashAttention | None = None) -> dict[str, AttendEngine]:
     """Return all engines by name, fastest first.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Engine``: the interface of the kernels that compute attention over a ``SparseIndex``.
+"""``AttendEngine``: the interface of the kernels that compute attention over a ``SparseIndex``.
 
 An engine reports at start-up whether it can serve a layer (``refusal``). The fastest engine that accepts the layer is
 chosen once, before the first step (``engine_choice.py``). Engines differ only in speed and in rounding.
@@ -123,7 +123,7 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True)
-class Engine:
+class AttendEngine:
     """One way to compute attention.
 
     Attributes:

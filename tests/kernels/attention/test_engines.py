@@ -30,7 +30,7 @@ from tests.helpers.engine_cases import (
 )
 from tests.helpers.paged_varlen import paged_varlen
 from vllm_sparse_kernels import engine_choice
-from vllm_sparse_kernels.attention import HOPPER, PORTABLE, AttendSpec, Engine, FlashAttention
+from vllm_sparse_kernels.attention import HOPPER, PORTABLE, AttendEngine, AttendSpec, FlashAttention
 from vllm_sparse_kernels.attention.flash import engine as flash_module
 from vllm_sparse_kernels.attention.flash.engine import PART_SEQUENCES, flash_engine
 from vllm_sparse_kernels.attention.hopper import engine as hopper_module
@@ -53,7 +53,7 @@ Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Engine:
+def engine(request: pytest.FixtureRequest) -> AttendEngine:
     return ENGINES[request.param]
 
 

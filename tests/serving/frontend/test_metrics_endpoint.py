@@ -127,7 +127,7 @@ def lines() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-class Engine:
+class AttendEngine:
     """An engine that counts its calls, and returns their number at once, late, never, or with an error."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class TestNoReaderWaits:
 
     def test_within_the_interval_the_last_counts_are_shown_at_once(self) -> None:
         async def scrapes() -> None:
-            engine = Engine()
+            engine = AttendEngine()
             page = open_page(Client({0: engine}), interval_s=60)
             await page.start()
             engine.free.clear()  # from now on, readers wait
@@ -175,7 +175,7 @@ class TestNoReaderWaits:
 
     def test_an_engine_that_is_idle_gives_its_counts_of_now(self) -> None:
         async def scrapes() -> list[float]:
-            page = open_page(Client({0: Engine()}))
+            page = open_page(Client({0: AttendEngine()}))
             pages = []
             for _ in range(4):
                 await asyncio.sleep(0.002)
@@ -188,7 +188,7 @@ class TestNoReaderWaits:
         monkeypatch.setattr(engine_counts, "TIMEOUT_S", 0.3)
 
         async def scrapes() -> None:
-            engine, other = Engine(), Engine()
+            engine, other = AttendEngine(), AttendEngine()
             page = open_page(Client({0: engine, 1: other}))
             await page.start()
             tasks = len(asyncio.all_tasks())
@@ -217,7 +217,7 @@ class TestNoReaderWaits:
 
     def test_an_engine_that_fails_is_down_with_its_last_counts(self, lines: list[str]) -> None:
         async def scrapes() -> list[dict[str, float]]:
-            engine = Engine()
+            engine = AttendEngine()
             page = open_page(Client({0: engine}))
             await page.start()
             pages = []
@@ -239,7 +239,7 @@ class TestNoReaderWaits:
         monkeypatch.setattr(metrics_endpoint, "START_S", 0.05)
 
         async def scrapes() -> None:
-            engine = Engine()
+            engine = AttendEngine()
             engine.free.clear()
             page = open_page(Client({0: engine}))
             await page.start()
@@ -254,7 +254,7 @@ class TestNoReaderWaits:
 
     def test_readers_share_a_question_and_those_that_go_leave_nothing_behind(self) -> None:
         async def scrapes() -> None:
-            engine = Engine()
+            engine = AttendEngine()
             page = open_page(Client({0: engine}))
             await page.start()
             engine.free.clear()
@@ -283,7 +283,7 @@ class TestFresh:
 
     def test_counts_are_asked_for_after_the_reader_came_and_questions_keep_apart(self) -> None:
         async def scrapes() -> None:
-            engine = Engine()
+            engine = AttendEngine()
             page, began = open_page(Client({0: engine}), interval_s=0.2), time.monotonic()
             await page.start()
             assert (await timed(page))[0][COUNT] == 1
@@ -302,7 +302,7 @@ class TestFresh:
             monkeypatch.setattr(module, "TIMEOUT_S", 0.1)
 
         async def scrapes() -> None:
-            hanging, other = Engine(), Engine()
+            hanging, other = AttendEngine(), AttendEngine()
             page = open_page(Client({0: hanging, 1: other}), interval_s=0.05)
             await page.start()
             hanging.free.clear()
@@ -317,12 +317,12 @@ class TestSeveralProcesses:
     """Several processes of a server behind the same port: Prometheus reads a counter that falls as a restart."""
 
     @staticmethod
-    def pages(folder: Path, engine: Engine, interval_s: float = 60.0) -> list[MetricsPage]:
+    def pages(folder: Path, engine: AttendEngine, interval_s: float = 60.0) -> list[MetricsPage]:
         return [open_page(Client({0: engine}), interval_s, SiblingCounts(folder, 1, pid)) for pid in range(3)]
 
     def test_no_counter_falls_from_one_process_to_the_next(self, tmp_path: Path) -> None:
         async def scrapes() -> list[float]:
-            engine = Engine()
+            engine = AttendEngine()
             first, second, third = self.pages(tmp_path, engine)
             for page in (first, second, third):
                 await page.start()
@@ -353,7 +353,7 @@ class TestSeveralProcesses:
         assert "API server processes cannot share counts" in line
 
     def test_a_folder_that_has_gone_keeps_no_reader(self, tmp_path: Path, lines: list[str]) -> None:
-        page = open_page(Client({0: Engine()}), siblings=SiblingCounts(tmp_path / "gone", 1, 1))
+        page = open_page(Client({0: AttendEngine()}), siblings=SiblingCounts(tmp_path / "gone", 1, 1))
         assert values(asyncio.run(page.fresh_text()))[COUNT] == 1
         assert len(lines) == 1
 
@@ -361,7 +361,7 @@ class TestSeveralProcesses:
         siblings = SiblingCounts(tmp_path, 1, 1)
         siblings.publish({"0": EngineCounts(9, {"arena_overflows": {(): 4.0}})})
         before = {path.name: path.read_text() for path in tmp_path.iterdir()}
-        page = open_page(Client({0: Engine()}), siblings=siblings)
+        page = open_page(Client({0: AttendEngine()}), siblings=siblings)
         with full_disk(16):
             assert values(asyncio.run(page.fresh_text()))[COUNT] == 1
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
@@ -504,7 +504,7 @@ class TestMiddleware:
             await asyncio.sleep(0.5)
             await inner(scope, receive, send)
 
-        silent = Engine()
+        silent = AttendEngine()
         silent.free.clear()
         page._client = Client({0: silent})
         began = time.monotonic()

@@ -19,7 +19,7 @@ from tests.helpers.paged_varlen import STAND_IN
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, failure, refuse_on_cpu
-from vllm_sparse_kernels.attention import PORTABLE, Engine, flash_engine
+from vllm_sparse_kernels.attention import PORTABLE, AttendEngine, flash_engine
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.engine_trial import expected_attention
@@ -37,21 +37,21 @@ SELECTED = random_batch([(900, 140)], 2, 1, 64, 32, torch.float32)
 BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, stripes=20)
 
 
-def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> Engine:
+def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> AttendEngine:
     """Return an engine that computes the reference and then modifies its result."""
 
     def attend(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
         reference(q, cache, index, out, scale, lse, options=options, sinks=sinks)
         change(out)
 
-    return Engine(name, PORTABLE.refusal, attend)
+    return AttendEngine(name, PORTABLE.refusal, attend)
 
 
 def raises(out: torch.Tensor) -> None:
     raise RuntimeError("no kernel image\n is available")
 
 
-def table(*available: Engine) -> dict[str, Engine]:
+def table(*available: AttendEngine) -> dict[str, AttendEngine]:
     return {engine.name: engine for engine in available}
 
 
@@ -95,7 +95,7 @@ def test_an_engine_that_forgets_sinks_is_not_taken_for_layers_that_have_them() -
     def attend(*given, sinks=None, **more) -> None:
         reference(*given, **more)
 
-    picker = EnginePicker(table=table(Engine("hopper", PORTABLE.refusal, attend), PORTABLE))
+    picker = EnginePicker(table=table(AttendEngine("hopper", PORTABLE.refusal, attend), PORTABLE))
     sunk = replace(BATCH, sinks=torch.tensor([5.0, -5.0]))
     assert [picker.pick(batch, BLOCKS, None).name for batch in (BATCH, sunk)] == ["hopper", "portable"]
 

@@ -30,7 +30,7 @@ from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
 from vllm_sparse_backend.serving.worker.warmup import consecutive_rows, warm_up
 from vllm_sparse_kernels import PagedCache
-from vllm_sparse_kernels.attention import Engine, FlashAttention
+from vllm_sparse_kernels.attention import AttendEngine, FlashAttention
 from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import run
@@ -123,7 +123,7 @@ class TestKeys:
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Run every engine and accept it: nothing is computed, so there is no result to judge."""
 
-        def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
+        def failure(engine: AttendEngine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
             engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
 
         def selection_failure(

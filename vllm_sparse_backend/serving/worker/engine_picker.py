@@ -21,7 +21,7 @@ from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
-from vllm_sparse_kernels.attention import PORTABLE, AttendSpec, Engine, EngineChoice, choose_engine, engines
+from vllm_sparse_kernels.attention import PORTABLE, AttendEngine, AttendSpec, EngineChoice, choose_engine, engines
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention, failure, selection_failure, sharpened
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods import name_of
@@ -45,14 +45,14 @@ class EnginePicker:
         table: Attention engines by name, the fastest first; None for all engines of this process.
     """
 
-    def __init__(self, wanted: str = AUTO, table: Mapping[str, Engine] | None = None) -> None:
+    def __init__(self, wanted: str = AUTO, table: Mapping[str, AttendEngine] | None = None) -> None:
         self.wanted = wanted
         self.table = engines(compat.flash_attention()) if table is None else table
-        self._attention: dict[AttendSpec, EngineChoice[Engine]] = {}
+        self._attention: dict[AttendSpec, EngineChoice[AttendEngine]] = {}
         self._selection: dict[SelectSpec, EngineChoice[SelectEngine]] = {}
         self._excluded: Report = {}
 
-    def pick(self, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> Engine:
+    def pick(self, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> AttendEngine:
         """Return the attention engine for a kind of layer. The first call for a kind runs the trials.
 
         Args:
@@ -72,7 +72,7 @@ class EnginePicker:
             exact = expected_attention(batch, index, options) if options is None else None
             excluded = self._excluded.get(_subject(spec), {})
 
-            def trial(engine: Engine) -> str | None:
+            def trial(engine: AttendEngine) -> str | None:
                 return excluded.get(engine.name) or failure(engine, batch, index, options, exact)
 
             try:
@@ -164,12 +164,12 @@ class EnginePicker:
         return False
 
     def _changes(
-        self, spec: AttendSpec | SelectSpec, choice: EngineChoice[Engine] | EngineChoice[SelectEngine]
+        self, spec: AttendSpec | SelectSpec, choice: EngineChoice[AttendEngine] | EngineChoice[SelectEngine]
     ) -> bool:
         """Return whether the choice is out of date, because another engine has been excluded since."""
         return not self._excluded.get(_subject(spec), {}).keys() <= choice.passed_over.keys()
 
-    def report(self, layers: Mapping[int, Engine]) -> None:
+    def report(self, layers: Mapping[int, AttendEngine]) -> None:
         """Log which layers attend on which engine, and why faster engines were not chosen.
 
         Args:
@@ -217,7 +217,7 @@ def _subject(spec: AttendSpec | SelectSpec) -> str:
     return f"attention ({replace(spec, device=torch.device(spec.device.type))})"
 
 
-def _by_engine(layers: Mapping[int, Engine] | Mapping[int, SelectEngine], order: Iterable[str]) -> str:
+def _by_engine(layers: Mapping[int, AttendEngine] | Mapping[int, SelectEngine], order: Iterable[str]) -> str:
     """Return for example "layers 0-3 on hopper; layers 4-7 on portable", with the engines in that order."""
     parts = []
     for name in order:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
 from vllm_sparse_kernels.attention.flash.kernels import SliceShape, UnitShape, finish_kernel, prepare_kernel
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.compile_time import compile_time
@@ -136,7 +136,7 @@ class FlashAttend:
                 _attend_part(self.flash, queries, cache, index, scale, part)
 
 
-def flash_engine(flash: FlashAttention | None) -> Engine:
+def flash_engine(flash: FlashAttention | None) -> AttendEngine:
     """Return the engine ``flash``.
 
     Args:
@@ -145,7 +145,7 @@ def flash_engine(flash: FlashAttention | None) -> Engine:
     Returns:
         The engine.
     """
-    return Engine("flash", partial(refusal, flash), FlashAttend(flash))
+    return AttendEngine("flash", partial(refusal, flash), FlashAttend(flash))
 
 
 def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:

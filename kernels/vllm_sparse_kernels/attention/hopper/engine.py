@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, matrix_args
 from vllm_sparse_kernels.compile_time import LOG2_E
@@ -214,4 +214,4 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-HOPPER = Engine("hopper", refusal, attend)
+HOPPER = AttendEngine("hopper", refusal, attend)

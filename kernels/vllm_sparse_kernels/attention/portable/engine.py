@@ -29,7 +29,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
@@ -336,4 +336,4 @@ def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex, index_
     return places
 
 
-PORTABLE = Engine("portable", refusal, attend)
+PORTABLE = AttendEngine("portable", refusal, attend)
