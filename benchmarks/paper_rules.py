@@ -311,7 +311,7 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="File to 
     anchor = AnchorOverlap.measure(6844, 4, 2, 64, theta=8.0, step_tiles=16)
     sale = SaleOverlap.measure(6844, 4, 2, 64, tau=0.004)
     share = ShareOverlap.measure(6844, 4, 2, 64, gamma=0.9, max_distance=0.5)
-    minference = VerticalSlashOverlap.measure(6844, 4, 2, 64, num_verticals=300, num_slashes=100)
+    minference = VerticalSlashOverlap.measure(6844, 4, 2, 64, num_verticals=300, num_slashes=200)
     what = "6,844 tokens, 4 heads"
     rows = [
         row(f"rule, AnchorAttention, θ 8, step 16, {what}: reference against the paper", anchor.paper, BAR),
@@ -345,15 +345,15 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="File to 
             share.paper_without_diagonal, None,
         ),
         row(
-            f"rule, MInference, 300 verticals, 100 slashes, {what}: reference against the paper, with the diagonal "
+            f"rule, MInference, 300 verticals, 200 slashes, {what}: reference against the paper, with the diagonal "
             "added, and slashes widened to blocks of 128 queries by 64 keys", minference.paper, BAR,
         ),
         row(
-            f"rule, MInference, 300 verticals, 100 slashes, {what}: reference against the paper, with the diagonal "
+            f"rule, MInference, 300 verticals, 200 slashes, {what}: reference against the paper, with the diagonal "
             "added, in single pairs", minference.paper_pairs, None,
         ),
         row(
-            f"rule, MInference, 300 verticals, 100 slashes, {what}: reference with the released code's forced lines "
+            f"rule, MInference, 300 verticals, 200 slashes, {what}: reference with the released code's forced lines "
             "against the paper, with the diagonal added, and slashes widened to blocks", minference.released, None,
         ),
     ]  # fmt: skip
