@@ -6,7 +6,7 @@
 ``tests/helpers/paper_rules.py`` implements the rules in float64, independently of the references. Queries and keys are
 structured like those of trained models (``tests/helpers/structured.py``). An overlap is the intersection over the union
 of kept (query, key) pairs. AnchorAttention keeps single keys, SALE keeps blocks of 64 queries by 32 keys, and
-SharePrefill keeps blocks of 128 queries by 64 keys.
+SharePrefill keeps blocks of 128 queries by 64 keys. MInference keeps single keys, and blocks of 128 queries by 64 keys.
 """
 
 import json
@@ -25,6 +25,8 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.anchor_attention.reference import select_anchor_attention
 from vllm_sparse_kernels.methods.flex_prefill.reference import select_flex_vertical_slash
+from vllm_sparse_kernels.methods.minference.reference import select_vertical_slash
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
 from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
@@ -238,6 +240,64 @@ class ShareOverlap:
         return ShareOverlap(mean(overlaps), mean(without), mean(densities), pivots, len(overlaps), decided)
 
 
+@dataclass(frozen=True)
+class VerticalSlashOverlap:
+    """Overlaps of the reference of MInference's vertical-slash pattern with the paper's rule, averaged over heads.
+
+    Attributes:
+        paper: With the diagonal added to the rule, and each slash widened to blocks of 128 queries by 64 keys.
+        paper_pairs: With the diagonal added to the rule, in single pairs.
+        paper_density: Density of the rule in single pairs.
+        released: The setting of the released code, whose first lines are forced, against the widened rule.
+    """
+
+    paper: float
+    paper_pairs: float
+    paper_density: float
+    released: float
+
+    @staticmethod
+    def measure(
+        num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, num_verticals: int, num_slashes: int
+    ) -> "VerticalSlashOverlap":
+        """Compare the reference with the paper's rule on one prompt.
+
+        Args:
+            num_tokens: Tokens of the prompt.
+            num_heads: Query heads.
+            num_kv_heads: Key heads.
+            head_dim: Channels of a head.
+            num_verticals: k_v.
+            num_slashes: k_s.
+
+        Returns:
+            The overlaps.
+        """
+        data, batch = prompt(num_tokens, num_heads, num_kv_heads, head_dim)
+
+        def masks(forced_verticals: int, forced_slashes: int) -> torch.Tensor:
+            method = VerticalSlash(num_verticals, num_slashes, 64, forced_verticals, forced_slashes)
+            layout = method.stripe_layout(batch.rows)
+            index = SparseIndex.allocate(batch.rows, num_heads, 64, dict.fromkeys(range(num_heads), layout))
+            heads = torch.arange(num_heads, dtype=torch.int32)
+            select_vertical_slash(method, batch.q, batch.cache, index, heads, batch.scale)
+            return mask_of(index, 0)
+
+        paper, released = masks(0, 0), masks(30, 100)
+        rows: list[list[float]] = []
+        for head in range(num_heads):
+            q, k = head_of(data, head)
+            lines = rules.minference_lines(q, k, data.scale, num_verticals, num_slashes)
+            pairs, widened = rules.minference(*lines, 1, 1), rules.minference(*lines, 128, 64)
+            rows.append([
+                rules.overlap(paper[head], widened),
+                rules.overlap(paper[head], pairs),
+                int(pairs.sum()) / (num_tokens * (num_tokens + 1) / 2),
+                rules.overlap(released[head], widened),
+            ])  # fmt: skip
+        return VerticalSlashOverlap(*(mean(list(column)) for column in zip(*rows, strict=True)))
+
+
 def row(name: str, value: float, bar: float | None) -> dict[str, Any]:
     """Return a row for docs/results/papers.json."""
     return {
@@ -251,6 +311,7 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="File to 
     anchor = AnchorOverlap.measure(6844, 4, 2, 64, theta=8.0, step_tiles=16)
     sale = SaleOverlap.measure(6844, 4, 2, 64, tau=0.004)
     share = ShareOverlap.measure(6844, 4, 2, 64, gamma=0.9, max_distance=0.5)
+    minference = VerticalSlashOverlap.measure(6844, 4, 2, 64, num_verticals=300, num_slashes=200)
     what = "6,844 tokens, 4 heads"
     rows = [
         row(f"rule, AnchorAttention, θ 8, step 16, {what}: reference against the paper", anchor.paper, BAR),
@@ -282,6 +343,18 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="File to 
         row(
             f"rule, SharePrefill, γ 0.9, τ 0.5, {what}: heads that share against the paper",
             share.paper_without_diagonal, None,
+        ),
+        row(
+            f"rule, MInference, 300 verticals, 200 slashes, {what}: reference against the paper, with the diagonal "
+            "added, and slashes widened to blocks of 128 queries by 64 keys", minference.paper, BAR,
+        ),
+        row(
+            f"rule, MInference, 300 verticals, 200 slashes, {what}: reference against the paper, with the diagonal "
+            "added, in single pairs", minference.paper_pairs, None,
+        ),
+        row(
+            f"rule, MInference, 300 verticals, 200 slashes, {what}: reference with the released code's forced lines "
+            "against the paper, with the diagonal added, and slashes widened to blocks", minference.released, None,
         ),
     ]  # fmt: skip
     for result in rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection rules of three methods, re-expressed from the papers and from the behaviour of released code.
+"""Selection rules of four methods, re-expressed from the papers and from the behaviour of released code.
 
 Nothing here uses the package's own references: masks are computed in float64 from whole prompts of one head, one block
 of queries at a time, so that tests can compare two independent statements of each rule.
@@ -233,6 +233,59 @@ def share_prefill(
         else:
             masks.append(None)
     return masks
+
+
+def minference_lines(
+    q: torch.Tensor, k: torch.Tensor, scale: float, num_verticals: int, num_slashes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lines of MInference's Algorithm 2, computed from the last 64 queries.
+
+    Args:
+        q: [n, head_dim] float64, all queries of a prompt.
+        k: [n, head_dim] float64.
+        scale: Factor from q·k to scores.
+        num_verticals: k_v.
+        num_slashes: k_s.
+
+    Returns:
+        Bool [n], whether a key is on a kept vertical; bool [n], whether a distance is a kept slash.
+    """
+    num_tokens = len(q)
+    columns, diagonals = torch.zeros(2, num_tokens, dtype=torch.float64)
+    for position in range(max(num_tokens - 64, 0), num_tokens):
+        weights = (k[: position + 1] @ q[position] * scale).softmax(0)
+        columns[: position + 1] += weights
+        diagonals[: position + 1] += weights.flip(0)
+    verticals, slashes = torch.zeros(2, num_tokens, dtype=torch.bool)
+    verticals[columns.topk(num_verticals).indices] = True
+    slashes[diagonals.topk(num_slashes).indices] = True
+    return verticals, slashes
+
+
+def minference(verticals: torch.Tensor, slashes: torch.Tensor, tile: int, block: int) -> torch.Tensor:
+    """Return the pairs on MInference's lines, where a slash keeps the whole blocks that it crosses.
+
+    The distance 0 counts as a slash.
+
+    Args:
+        verticals: Bool [n], by key.
+        slashes: Bool [n], by distance.
+        tile: Queries of a block; 1 for single pairs.
+        block: Keys of a block; 1 for single pairs.
+
+    Returns:
+        Bool [n, n], causal.
+    """
+    num_tokens = len(verticals)
+    mask, keys = torch.zeros(num_tokens, num_tokens, dtype=torch.bool), torch.arange(num_tokens)
+    slashes = slashes.index_fill(0, torch.tensor([0]), True)
+    padding = -num_tokens % block
+    for first in range(0, num_tokens, tile):
+        distances = torch.arange(first, min(first + tile, num_tokens))[:, None] - keys
+        crossed = (slashes[distances.clamp(min=0)] & (distances >= 0)).any(0)
+        blocks = torch.nn.functional.pad(crossed, (0, padding)).view(-1, block).any(1)
+        mask[first : first + tile] = blocks.repeat_interleave(block)[:num_tokens] | verticals
+    return mask.tril_()
 
 
 def _block_sums(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

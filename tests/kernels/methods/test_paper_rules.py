@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References of three methods against independent statements of the papers' rules and the released code.
+"""References of four methods against independent statements of the papers' rules and the released code.
 
 ``benchmarks.paper_rules`` prints the overlaps of longer prompts for docs/results/papers.json.
 """
@@ -7,7 +7,7 @@
 import pytest
 import torch
 
-from benchmarks.paper_rules import AnchorOverlap, SaleOverlap, ShareOverlap
+from benchmarks.paper_rules import AnchorOverlap, SaleOverlap, ShareOverlap, VerticalSlashOverlap
 from tests.helpers.paper_rules import overlap, sale_local_blocks
 
 LEAST = 0.999
@@ -51,6 +51,26 @@ def test_sale_keeps_what_the_released_code_keeps(sale: SaleOverlap) -> None:
     """Except for roundings, which the module's docstring lists, and which change a few of a hundred blocks."""
     assert sale.released_but_for_rounding >= LEAST
     assert 0.9 < sale.released < LEAST
+
+
+@pytest.fixture(scope="module")
+def vertical_slash() -> VerticalSlashOverlap:
+    """Return a prompt whose last tile has 21 queries."""
+    return VerticalSlashOverlap.measure(
+        num_tokens=1301, num_heads=3, num_kv_heads=1, head_dim=64, num_verticals=60, num_slashes=10
+    )
+
+
+def test_vertical_slash_keeps_what_the_paper_keeps(vertical_slash: VerticalSlashOverlap) -> None:
+    """Except that the diagonal is always kept, and that slashes are whole blocks."""
+    assert vertical_slash.paper >= LEAST
+    assert 0.02 < vertical_slash.paper_density < 0.5
+    assert vertical_slash.paper_pairs < 0.9
+
+
+def test_forced_lines_are_not_the_papers(vertical_slash: VerticalSlashOverlap) -> None:
+    """This shows that the comparison can fail: with lines that the paper does not force, the masks differ."""
+    assert vertical_slash.released < 0.99
 
 
 @pytest.fixture(scope="module")
