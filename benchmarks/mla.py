@@ -416,13 +416,14 @@ def run_engine(
             code = process.wait()
         finally:
             timer.cancel()
+            process.kill()  # if on_part failed; otherwise the process has ended
     if stopped.is_set():
         return f"stopped after {limit_s:.0f} s, when the budget (--budget-s) was used up"
     return f"ended with {code}: {reason_in(log.read_text(encoding='utf-8'))}" if code else None
 
 
 class Rows:
-    """Figures of a shape, which are added as its engine tells the parts."""
+    """Adds the figures of a shape to a report, part by part, while its engine runs."""
 
     def __init__(self, report: Report, shape: str, config: Mapping[str, Any]) -> None:
         self.report, self.config = report, config
