@@ -46,7 +46,7 @@ COLUMNS = {
     "worst_layer": "largest of a layer",
     "worst_queries": "largest of 128",
     "peak": "peak error",
-    "peak_p99": "99 % of 128 below",
+    "peak_p99": "peak error, p99",
     "last_queries": "last 128",
 }
 
