@@ -77,8 +77,8 @@ def test_narrower_and_wider_heads_with_equal_ratios_are_equally_close(narrower: 
 )
 def test_small_models_run_sparse_later(shape: tuple[int, int, int], min_tokens: int) -> None:
     """The bundled table has an 8B model's heads, and those of two small models, for the default method on an H100."""
-    (found,) = load_crossover().find("NVIDIA H100 80GB HBM3", "hopper", TopP(), shape)
-    assert found.min_tokens == min_tokens
+    (measurement,) = load_crossover().find("NVIDIA H100 80GB HBM3", "hopper", TopP(), shape)
+    assert measurement.min_tokens == min_tokens
 
 
 @pytest.mark.parametrize(
