@@ -310,7 +310,7 @@ def engine(
     )  # fmt: skip
     timer = SpanTimer(on_cuda)
     backends = llm.apply_model(lambda model: watch_prefill(model, timer))[0]
-    _tell("start", seconds=time.monotonic() - begin, chunk_tokens=chunk_tokens, **backends)
+    _print_part("start", seconds=time.monotonic() - begin, chunk_tokens=chunk_tokens, **backends)
 
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     layers = config["num_hidden_layers"]
@@ -324,22 +324,22 @@ def engine(
             spans, calls = timer.read()
             check_calls(calls, layers, -(-length // chunk_tokens))
             if i:
-                _tell("prompt", tokens=length, seconds=seconds, spans=spans, calls=calls, layers=layers)
+                _print_part("prompt", tokens=length, seconds=seconds, spans=spans, calls=calls, layers=layers)
         if length == lengths[0]:
-            _tell_rates(config, min(CHUNK_TOKENS, length), timer)
+            _print_rates(config, min(CHUNK_TOKENS, length), timer)
 
 
-def _tell_rates(config: Mapping[str, Any], tokens: int, timer: SpanTimer) -> None:
+def _print_rates(config: Mapping[str, Any], tokens: int, timer: SpanTimer) -> None:
     rates = {"bf16": matmul_flops(config, tokens, torch.bfloat16, timer)}
     if timer.on_cuda:
         try:
             rates["fp8"] = matmul_flops(config, tokens, torch.float8_e4m3fn, timer)
         except (RuntimeError, NotImplementedError) as error:  # the bf16 rows do not need it
             print(f"no fp8 rate: torch._scaled_mm failed: {error}", flush=True)
-    _tell("rates", **rates)
+    _print_part("rates", **rates)
 
 
-def _tell(part: str, **values: Any) -> None:
+def _print_part(part: str, **values: Any) -> None:
     print(json.dumps({"mla": part, **values}), flush=True)
 
 
@@ -416,13 +416,14 @@ def run_engine(
             code = process.wait()
         finally:
             timer.cancel()
+            process.kill()  # if on_part failed; otherwise the process has ended
     if stopped.is_set():
         return f"stopped after {limit_s:.0f} s, when the budget (--budget-s) was used up"
     return f"ended with {code}: {reason_in(log.read_text(encoding='utf-8'))}" if code else None
 
 
 class Rows:
-    """Figures of a shape, which are added as its engine tells the parts."""
+    """Adds the figures of a shape to a report, part by part, while its engine runs."""
 
     def __init__(self, report: Report, shape: str, config: Mapping[str, Any]) -> None:
         self.report, self.config = report, config

@@ -3,6 +3,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,18 @@ def test_an_engine_that_fails_gives_its_reason(tmp_path: Path, monkeypatch: pyte
     problem = mla.run_engine([], tmp_path / "log", 20, lambda part: None)
     assert problem == "ended with 1: ValueError: no such backend"
     assert "budget" in str(mla.run_engine([], tmp_path / "log", 0, lambda part: None))
+
+
+def test_an_engine_is_stopped_if_its_parts_cannot_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, """import time\nprint('{"mla": "rates"}', flush=True)\ntime.sleep(60)\n""")
+
+    def fail(part: Mapping[str, Any]) -> None:
+        raise KeyError("bf16")
+
+    begin = time.monotonic()
+    with pytest.raises(KeyError, match="bf16"):
+        mla.run_engine([], tmp_path / "log", 50, fail)
+    assert time.monotonic() - begin < 30
 
 
 def test_a_shape_that_fails_does_not_stop_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.top_p import TopP
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -63,14 +64,21 @@ def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected:
     assert resolved(table(*entries)).min_tokens == expected
 
 
+@pytest.mark.parametrize(("narrower", "wider"), [(16, 36), (18, 32), (9, 64), (8, 72)])
+def test_narrower_and_wider_heads_with_equal_ratios_are_equally_close(narrower: int, wider: int) -> None:
+    measured = table(entry(2, num_heads=narrower), entry(1, num_heads=wider))
+    closest = measured.find(CARD, "flash", AShape(), (24, 8, 128))
+    assert {measurement.min_tokens for measurement in closest} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("shape", "min_tokens"),
     [((32, 8, 128), 12288), ((64, 8, 128), 12288), ((8, 2, 128), 32768), ((14, 2, 64), 32768), ((9, 3, 64), 65536)],
 )
 def test_small_models_run_sparse_later(shape: tuple[int, int, int], min_tokens: int) -> None:
     """The bundled table has an 8B model's heads, and those of two small models, for the default method on an H100."""
-    (closest,) = load_crossover().find("NVIDIA H100 80GB HBM3", "hopper", TopP(), shape)
-    assert closest.min_tokens == min_tokens
+    (measurement,) = load_crossover().find("NVIDIA H100 80GB HBM3", "hopper", TopP(), shape)
+    assert measurement.min_tokens == min_tokens
 
 
 @pytest.mark.parametrize(

@@ -195,15 +195,19 @@ class Crossover(Section):
             if (entry.device.casefold(), entry.engine) != (device.casefold(), engine):
                 continue
             if name_of(entry.parameters) == name_of(method):
-                closeness = (entry.parameters == method, entry.shape == shape, -_apart(entry.shape, shape))
+                closeness = (entry.parameters == method, entry.shape == shape, -_width_ratio(entry.shape, shape))
                 candidates.setdefault(closeness, []).append(entry)
         return tuple(candidates[max(candidates)]) if candidates else ()
 
 
-def _apart(shape: tuple[int, int, int], other: tuple[int, int, int]) -> float:
-    """Return how far apart the total widths of two shapes' query heads are, as a logarithm."""
+def _width_ratio(shape: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    """Return the larger total width of query heads, divided by the smaller.
+
+    A single division rounds equal ratios to equal floats, which logarithms of x and 1 / x may not be.
+    """
     (num_heads, _, head_dim), (other_num_heads, _, other_head_dim) = shape, other
-    return abs(math.log2(num_heads * head_dim / (other_num_heads * other_head_dim)))
+    width, other_width = num_heads * head_dim, other_num_heads * other_head_dim
+    return max(width, other_width) / min(width, other_width)
 
 
 @dataclass(frozen=True)

@@ -165,13 +165,13 @@ class MetricsPage:
     ) -> Metric:
         """Return a histogram from samples by label, of which the last is ``le`` (``Metric.worker_labels``)."""
         family = HistogramMetricFamily(name, description, labels=labels)
-        by_place: dict[tuple[str, ...], dict[str, float]] = {}
+        values_by_labels: dict[tuple[str, ...], dict[str, float]] = {}
         for sample_labels, value in samples.items():
-            by_place.setdefault(sample_labels[:-1], {})[sample_labels[-1]] = value
-        for place, values in by_place.items():
+            values_by_labels.setdefault(sample_labels[:-1], {})[sample_labels[-1]] = value
+        for common_labels, values in values_by_labels.items():
             total = values.pop(HISTOGRAM_SUM)
             buckets = sorted(values.items(), key=lambda bucket: float(bucket[0]))
-            family.add_metric((self._model_name, *place), buckets, total)
+            family.add_metric((self._model_name, *common_labels), buckets, total)
         return family
 
     def _samples(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:

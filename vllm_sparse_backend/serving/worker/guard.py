@@ -193,14 +193,14 @@ class Guard:
     def _change(self, place: Place, state: LayerState) -> None:
         """Force a layer dense at a level, or let it run sparse again."""
         last = state.checks[-1]
-        latest = ", ".join(f"{check.total:.3f}" for check in state.checks[-3:])
-        errors = f"{len(state.checks)} checks in a row, bound {self.settings.bound:g}, errors {latest}"
+        latest_errors = ", ".join(f"{check.total:.3f}" for check in state.checks[-3:])
+        errors = f"{len(state.checks)} checks in a row, bound {self.settings.bound:g}, errors {latest_errors}"
         if self.settings.peak_bound is not None:
-            latest = ", ".join(f"{check.peak:.3f}" for check in state.checks[-3:])
-            errors += f", peak bound {self.settings.peak_bound:g}, peak errors {latest}"
-        furthest, peak_head = _largest(last.heads), _largest(last.peaks)
+            latest_peaks = ", ".join(f"{check.peak:.3f}" for check in state.checks[-3:])
+            errors += f", peak bound {self.settings.peak_bound:g}, peak errors {latest_peaks}"
+        worst_head, peak_head = _worst_head(last.heads), _worst_head(last.peaks)
         head_note = (
-            f"head {furthest} had {last.heads[furthest]:.2f} in the last, and a query of head {peak_head} had "
+            f"head {worst_head} had {last.heads[worst_head]:.2f} in the last, and a query of head {peak_head} had "
             f"{last.peaks[peak_head]:.2f}"
         )
         state.is_dense = not state.is_dense
@@ -262,12 +262,12 @@ def relative_errors(sums: torch.Tensor) -> CheckErrors:
     total = _root_ratio(sum(squared_errors), sum(squared_norms))
     head_errors = [_root_ratio(*head) for head in zip(squared_errors, squared_norms, strict=True)]
     head_peaks = [math.sqrt(peak) for peak in peaks]
-    return CheckErrors(total, head_peaks[_largest(head_peaks)], head_errors, head_peaks)
+    return CheckErrors(total, head_peaks[_worst_head(head_peaks)], head_errors, head_peaks)
 
 
-def _largest(errors: Sequence[float]) -> int:
-    """Return the place of the largest error, or of a NaN if there is one."""
-    return max(range(len(errors)), key=lambda place: (math.isnan(errors[place]), errors[place]))
+def _worst_head(errors: Sequence[float]) -> int:
+    """Return the head with the largest error, or a head whose error is NaN if there is one."""
+    return max(range(len(errors)), key=lambda head: (math.isnan(errors[head]), errors[head]))
 
 
 def _root_ratio(squared_error: float, squared_norm: float) -> float:
