@@ -227,7 +227,7 @@ def representations(
         maps: n maps [side, side] of any scale and dtype, which are moved to ``device``.
         device: Where training runs.
         epochs: Maximum number of epochs.
-        progress: Gets a step for each epoch.
+        progress: Advances by a step for each epoch.
 
     Returns:
         [n, 64] float32 on ``device``.
@@ -309,7 +309,7 @@ def cluster_heads(
         distance: Linkage distance up to which heads are joined.
         device: Where the autoencoder is trained.
         epochs: Maximum number of training epochs.
-        progress: Gets a step for each epoch.
+        progress: Advances by a step for each epoch.
 
     Returns:
         For each layer, the cluster of each head, numbered from 0 by first member; −1 for noise.

@@ -179,7 +179,7 @@ class Crossover(Section):
 
         Entries with equal parameters are closer than entries with an equal shape. Among other shapes, the entry whose
         query heads have the most similar total width is closest: with fewer or narrower heads, the device needs less
-        time for a layer, but the host needs as long to launch it, so sparse prefill pays later.
+        time for a layer, but the host needs as long to launch it, so sparse prefill pays off only for longer prompts.
 
         Args:
             device: Name of the device, as torch reports it; case does not matter.
@@ -201,7 +201,7 @@ class Crossover(Section):
 
 
 def _apart(shape: tuple[int, int, int], other: tuple[int, int, int]) -> float:
-    """Return how far apart the total widths of two shapes' query heads are, as a logarithm."""
+    """Return the distance between the total widths of two shapes' query heads, as a logarithm."""
     (num_heads, _, head_dim), (other_num_heads, _, other_head_dim) = shape, other
     return abs(math.log2(num_heads * head_dim / (other_num_heads * other_head_dim)))
 

@@ -200,8 +200,8 @@ class Guard:
             errors += f", peak bound {self.settings.peak_bound:g}, peak errors {latest}"
         furthest, peak_head = _largest(last.heads), _largest(last.peaks)
         head_note = (
-            f"head {furthest} had {last.heads[furthest]:.2f} in the last, and a query of head {peak_head} had "
-            f"{last.peaks[peak_head]:.2f}"
+            f"in the last check, the error of head {furthest} was {last.heads[furthest]:.2f}, and that of a query of "
+            f"head {peak_head} was {last.peaks[peak_head]:.2f}"
         )
         state.is_dense = not state.is_dense
         state.checks = []

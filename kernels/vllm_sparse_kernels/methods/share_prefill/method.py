@@ -120,7 +120,7 @@ class SharePrefill(PerHead):
     """Number of queries from which vertical-slash's lines are estimated."""
 
     estimating: Literal["last", "spread"] = "last"
-    """Position of these queries: the chunk's last queries, or, beyond the paper, ``spread`` evenly over the chunk."""
+    """Which queries these are: the ``last`` of the chunk, or queries ``spread`` evenly over it (not in the paper)."""
 
     def __post_init__(self) -> None:
         require(self.max_sparsity >= 0, "max_sparsity", self.max_sparsity, "a number >= 0 (δ)")
