@@ -43,7 +43,7 @@ SHRINK = 16
 """A map's side is a multiple of this: the encoder pools twice by 4."""
 
 SIDE = 1936
-"""Largest side of maps on a GPU, the paper's."""
+"""Largest side of maps on a GPU, as in the paper."""
 
 CPU_SIDE = 64
 """Largest side of maps on a CPU, and the side of maps in benchmarks."""
