@@ -55,7 +55,7 @@ def count_shares(counts: torch.Tensor, shares: torch.Tensor, lifted: int) -> Non
     Args:
         counts: [FIELDS] int64; written.
         shares: [queries] float32. Shares that are not numbers are left out; a share above 1 counts as 1.
-        lifted: How many of the queries added blocks.
+        lifted: Number of these queries that added blocks.
     """
     shares = shares[shares.isfinite()].clamp(max=1.0)
     if not len(shares):
