@@ -142,7 +142,7 @@ def _times(
 def _errors(outs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> dict[str, float]:
     """Return errors over 128 queries at a time, as the guard computes them: mean, maximum of a layer, and maximum.
 
-    Peak errors are those of single queries; a hundredth of all checks has a larger one than ``peak_p99``.
+    Peak errors are those of single queries; 1 % of all checks have a larger peak error than ``peak_p99``.
     """
     by_layer = [
         [

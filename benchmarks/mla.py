@@ -48,7 +48,7 @@ from benchmarks.hybrid import ROOT, prompts_of, reason_in
 from vllm_sparse_backend.evaluation.vllm_server import CPU_ENV, OFFLINE, device_name, has_cuda
 
 GPUS = 8
-"""GPUs that the real models are divided among, by heads and by experts."""
+"""Number of GPUs that divide a real model's heads and experts among them."""
 
 CHUNK_TOKENS = 8192
 MODEL_LAYERS = 61
@@ -95,7 +95,7 @@ class Work:
 
     attention: float
     linear: float
-    """Of all matrix products, including the up-projections of context."""
+    """Operations of all matrix products, including the up-projections of context."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tokens: int, chunk_tokens: int) -> "Work":
@@ -243,7 +243,7 @@ def check_calls(calls: Mapping[str, int], layers: int, chunks: int) -> None:
     """Check that every chunk of every layer was measured.
 
     Raises:
-        RuntimeError: If a part ran another number of times than expected.
+        RuntimeError: If a part did not run the expected number of times.
     """
     expected = dict.fromkeys((NEW, MHA, BLOCK, LAYER), layers * chunks)
     wrong = [f"{calls.get(name, 0)} of {name}" for name, count in expected.items() if calls.get(name, 0) != count]
@@ -251,9 +251,9 @@ def check_calls(calls: Mapping[str, int], layers: int, chunks: int) -> None:
         wrong.append(f"{calls.get(CONTEXT, 0)} of {CONTEXT}")
     if wrong:
         raise RuntimeError(
-            f"calls during a prompt: given {', '.join(wrong)}, expected {layers * chunks} of each, and of {CONTEXT} at "
-            f"least {layers * (chunks - 1)} ({layers} layers, {chunks} chunks); vLLM ran other chunks than "
-            "--max-num-batched-tokens says, or calls these functions in another way"
+            f"calls during a prompt: given {', '.join(wrong)}, expected {layers * chunks} of each, and at least "
+            f"{layers * (chunks - 1)} of {CONTEXT} ({layers} layers, {chunks} chunks); either vLLM's chunks do not "
+            "follow --max-num-batched-tokens, or vLLM calls these functions in another way"
         )
 
 

@@ -214,7 +214,7 @@ class Bound:
 
 
 def oracle_density(data: Structured, mass: float = 0.95, num_queries: int = 64, seed: int = 0) -> torch.Tensor:
-    """Return the smallest share of causal keys that holds ``mass`` of a query's exact softmax, averaged over queries.
+    """Return the smallest share of causal keys that keeps ``mass`` of a query's exact softmax, averaged over queries.
 
     The result is [num_heads] float64 on the CPU, from ``num_queries`` random queries of the row, the same for all
     heads. It is exact for each query, computed in float32 a head at a time.

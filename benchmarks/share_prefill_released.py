@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what SharePrefill's released code does differently from its paper, on captured queries and keys.
+"""Measures how SharePrefill's released code differs from its paper, on captured queries and keys.
 
     python -m benchmarks.capture MODEL A --tokens 8192
     python -m benchmarks.capture MODEL B --tokens 8192 --skip 20000
@@ -173,7 +173,7 @@ def kept_keys(index: SparseIndex, head: int, num_tokens: int) -> torch.Tensor:
 
 
 def of_whole_map(weights: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Flag the fewest blocks that hold γ of the whole map."""
+    """Flag the fewest blocks whose sum reaches γ of the whole map."""
     return fewest_with_mass(weights.flatten(), gamma).view_as(weights)
 
 

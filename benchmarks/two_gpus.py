@@ -99,7 +99,7 @@ SAMPLE_TRIES = 20
 REQUEST_TIMEOUT_S = 120.0
 LOAD_S = 120.0
 LOAD_OUTPUT_TOKENS = 256
-"""Maximum length of answers under load. They cross pages while the cache is full, so that requests are preempted."""
+"""Maximum length of answers under load. Answers need new pages while the cache is full, so requests are preempted."""
 
 
 class StepTimeoutError(RuntimeError):
@@ -485,7 +485,7 @@ class TwoGpus:
                 self.add_speed(lab, spec, length.new_tokens, cards)
 
     def add_speed(self, lab: Lab, spec: Spec, tokens: int, cards: int) -> None:
-        """Add the figures of a server and length, its speed-up over stock, and the ratio to a single GPU's."""
+        """Add a server's figures for a length, its speed-up over stock, and the ratio of that to one GPU's speed-up."""
         (case,) = lab.report.cases_of("speed", label=spec.label, tokens=tokens)[-1:]
         about = f"{spec.label}, {tokens:,} tokens"
         if case["said"]:

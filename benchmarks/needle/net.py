@@ -38,8 +38,8 @@ CONFIG: dict[str, Any] = {
 
 
 CONSTANT, CONTRAST = 5.0, 1.6
-"""Size of the channel that is the same for all words, in standard deviations, and of its contribution: at the start, a
-head of layer 0 puts nine tenths of its weight on one token."""
+"""Size of the channel that is the same for all words, and size of its contribution, in standard deviations. At the
+start, a head of layer 0 puts nine tenths of its weight on one token."""
 
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts, on the device, the shares of their attention that queries keep: a histogram, a sum and the least share.
+"""Counts on the device of the shares of attention that queries keep: a histogram, a sum and the least share.
 
 Only methods with a floor for each query count them (``Method.counts_kept_shares``). Selection adds to
 ``SparseIndex.kept_shares``, which has a line of int64 for each row. All fields are integers, so the counts depend
@@ -21,20 +21,20 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 EDGES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-"""Upper ends of the buckets but the last, which a share equal to the end belongs to."""
+"""Upper ends of all buckets but the last. A share that equals an end belongs to the bucket that ends there."""
 
 UNIT = Constant(1 << 16)
-"""Units of a share of 1 in sums."""
+"""Number of units in a share of 1."""
 
 FIELDS = Constant(16)
-"""Numbers of a row; those past ``LOST`` are 0."""
+"""Numbers in the line of a row; numbers after ``LOST`` are 0."""
 
 SUM, LIFTED, LOST = Constant(len(EDGES) + 1), Constant(len(EDGES) + 2), Constant(len(EDGES) + 3)
 """Fields of a row after its buckets."""
 
 COUNT_EVERY = 8
-"""Selected heads of which one is counted in a tile; the next tile of a row counts the next of them. Each counted head
-reads the stored shares of all blocks of the tile again."""
+"""In each tile, one of this many selected heads is counted, and the next tile of a row counts the next head. To count
+a head, the kernel reads the stored shares of all blocks of the tile again."""
 
 
 def counted_head(position: int) -> int:
@@ -55,7 +55,7 @@ def count_shares(counts: torch.Tensor, shares: torch.Tensor, lifted: int) -> Non
     Args:
         counts: [FIELDS] int64; written.
         shares: [queries] float32. Shares that are not numbers are left out; a share above 1 counts as 1.
-        lifted: How many of the queries added blocks.
+        lifted: Number of these queries that added blocks.
     """
     shares = shares[shares.isfinite()].clamp(max=1.0)
     if not len(shares):

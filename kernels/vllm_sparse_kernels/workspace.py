@@ -84,7 +84,7 @@ class Workspace:
         return self._views[begin, dtype, shape]
 
     def frame(self) -> "Frame":
-        """Release everything allocated inside of the ``with`` block at its end; its tensors become invalid.
+        """At the end of the ``with`` block, release all tensors allocated inside it; they become invalid.
 
         Returns:
             The context.

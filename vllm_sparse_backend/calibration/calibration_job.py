@@ -40,7 +40,7 @@ from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 OTHERS_BYTES = 2 << 30
-"""Bytes of device memory outside torch that this process itself may hold. More bytes belong to other processes."""
+"""Bytes of device memory outside torch that this process itself may use. More bytes belong to other processes."""
 
 Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Capture]]
 """Captures the prompts of a model into folders. A folder that already holds its capture is not changed."""

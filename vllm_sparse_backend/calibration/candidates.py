@@ -6,7 +6,8 @@ They are the ladders of all methods (``MethodSpec.ladder``), and two more kinds 
 * ``channels`` "low_rank", for a head_dim at which it differs from "half". Selection takes less time, and keeps about as
   many pairs at the same p.
 * A ``floor``. It takes more time, and keeps more pairs at the same p. It pays for a head in which a sparser setting
-  loses single queries, such as lookups: the floor adds blocks for these queries only, and a larger p for all queries.
+  loses single queries, such as lookups: the floor adds blocks for these queries only, but a larger p adds
+  blocks for all queries.
 
 Every judgement runs selection and attention on all prompts. A variant of ``top_p`` is therefore judged after its
 cheaper variants, and for each head only with settings that are sparser than theirs within the bound.
@@ -21,7 +22,7 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p.method import TopP
 
 FLOOR = 0.5
-"""Floor of the candidates that have one: every query keeps at least half of its estimated attention."""
+"""Floor of the candidates with a floor: every query keeps at least half of its estimated attention."""
 
 
 def candidates_of(names: Sequence[str], head_dim: int) -> list[Method]:
@@ -85,7 +86,7 @@ def can_be_cheapest(setting: Method, within_bound: Iterable[Method], costs: Cost
 
     Args:
         setting: A setting that is not judged yet.
-        within_bound: The head's settings within the bound, of kinds that precede in ``kinds_in_order``.
+        within_bound: The head's settings within the bound, of kinds that come earlier in ``kinds_in_order``.
         costs: Times of selection and attention.
         num_heads: Heads of a layer.
 

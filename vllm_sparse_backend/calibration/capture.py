@@ -96,7 +96,7 @@ class Capture:
             folder: Folder that ``finish_capture`` completed.
 
         Returns:
-            The capture, with ``folder`` as its place.
+            The capture that the folder contains.
 
         Raises:
             ConfigurationError: The folder contains no capture, or the capture cannot be read.
@@ -185,7 +185,7 @@ def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
-    """Begin a capture, and replace any capture that the folder holds.
+    """Begin a capture, and replace any capture in the folder.
 
     Args:
         model: Model folder.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each class of heads gains from a profile. A class has the heads of one kind of method (``kind_of``).
+"""The gain of each class of heads from a profile. A class has the heads of one kind of method (``kind_of``).
 
-The times are those by which ``profile best`` chose (``head_costs.py``): selection and attention of the first prompt, in
-all layers that can run sparse.
+``profile best`` chose the methods by the same times (``head_costs.py``): selection and attention of the first prompt,
+in all layers that can run sparse.
 """
 
 from collections import defaultdict
@@ -57,7 +57,7 @@ def times_of_classes(job: Job, level: Level) -> list[ClassTimes]:
         level: A level of a profile, with the measured densities of its heads.
 
     Returns:
-        The classes, that with the most heads first.
+        The classes, with the most heads first.
     """
     num_heads = job.shape.num_heads
     figures = level.provenance.figures

@@ -48,7 +48,7 @@ def readable(path: Path, what: str, remedy: str = "") -> Iterator[None]:
 
     Args:
         path: The file or folder, which the message names.
-        what: Name of its content.
+        what: Name of its content, for the message.
         remedy: Remedy for the operator; empty if there is none.
 
     Yields:

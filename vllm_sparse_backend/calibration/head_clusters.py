@@ -43,7 +43,7 @@ SHRINK = 16
 """A map's side is a multiple of this: the encoder pools twice by 4."""
 
 SIDE = 1936
-"""Largest side of maps on a GPU, the paper's."""
+"""Largest side of maps on a GPU, as in the paper."""
 
 CPU_SIDE = 64
 """Largest side of maps on a CPU, and the side of maps in benchmarks."""
@@ -227,7 +227,7 @@ def representations(
         maps: n maps [side, side] of any scale and dtype, which are moved to ``device``.
         device: Where training runs.
         epochs: Maximum number of epochs.
-        progress: Gets a step for each epoch.
+        progress: Advances by a step for each epoch.
 
     Returns:
         [n, 64] float32 on ``device``.
@@ -309,7 +309,7 @@ def cluster_heads(
         distance: Linkage distance up to which heads are joined.
         device: Where the autoencoder is trained.
         epochs: Maximum number of training epochs.
-        progress: Gets a step for each epoch.
+        progress: Advances by a step for each epoch.
 
     Returns:
         For each layer, the cluster of each head, numbered from 0 by first member; −1 for noise.

@@ -99,7 +99,7 @@ def kind_of(method: Method) -> Method:
 
 @lru_cache(maxsize=4096)
 def includes(kind: Method, method: Method) -> bool:
-    """Return whether heads of a method can be selected together with a kind, by that kind's kernels.
+    """Return whether a kind's kernels can also select heads of this method.
 
     Args:
         kind: A kind, from ``kind_of``.

@@ -201,7 +201,7 @@ class CapturedLayer:
         ]
 
     def after(self, methods: Sequence[Method]) -> list[list[State]]:
-        """Run the layer and return the state that it leaves to the next layer.
+        """Run the layer and return the state that it passes to the next layer.
 
         Args:
             methods: One method for each head.

@@ -6,8 +6,8 @@ the cost of the A-shape with 1,024 and 4,096 tokens. Each head then gets the can
 
 Choices that the paper leaves open, and differences from it:
 
-* Cost is time on this device: selection and attention of all heads of the first layer that can run sparse, with the
-  candidate, as on a server (``head_costs.py``). The paper counts the work of its kernels, and ignores selection.
+* Cost is time on this device, as on a server: selection and attention of the first layer that can run sparse, if all
+  its heads run the candidate (``head_costs.py``). The paper counts the work of its kernels, and ignores selection.
 * A step changes the larger of a candidate's two numbers by 50 tokens, so its character does not change. A step of
   block-sparse is a block of 64 keys, because the paper's step of 50 would be 50 blocks, or 3,200 keys.
 * A candidate is left out if its smallest setting costs too much, or if it keeps everything at this cost. Algorithm 1

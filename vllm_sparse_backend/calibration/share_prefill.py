@@ -9,8 +9,8 @@ Nothing depends on later layers.
 1. *Survey*, with all clusters as computed. For each head, find the least γ of its own vertical-slash that meets the
    bound, and then the least γ as a member of its cluster. Members that are dense at any γ are pivots.
 2. *Choice.* A head leaves its cluster if it misses the bound there, or if it keeps at least as many pairs as alone. A
-   cluster is dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which
-   they use in prompts where they are not pivots. Outside a cluster, a head is dense if no γ meets the bound and leaves
+   cluster is dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, for
+   prompts in which they are not pivots. Outside a cluster, a head is dense if no γ meets the bound and leaves
    out at least a tenth.
 3. The whole model is then judged as chosen (``calibration_loop.py``): heads that miss the bound leave their cluster,
    and those that still miss it become dense. A cluster with one remaining member is dissolved, and the model is judged

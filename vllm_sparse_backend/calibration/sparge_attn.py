@@ -39,7 +39,7 @@ FIRST_MARGIN = 1 / 9
 TAUS = tuple(step / 1000 for step in range(1, 1000))
 THETAS = tuple(step / 16 for step in range(16))
 MARGINS = tuple(-step / 10 for step in range(1, 351))
-"""λ in natural units, from the most skipping to the least; the same range as the code's 0 to 50 in base 2."""
+"""Candidates for λ in natural units, in order of decreasing skipping. Their range is the code's 0 to 50 in base 2."""
 
 
 class SpargeAttnSearch(Search):

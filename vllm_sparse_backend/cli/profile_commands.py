@@ -171,7 +171,7 @@ class Best(JobOptions):
         return calibration_loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
 
     def tables(self, job: "Job", profile: "Profile") -> list[Table]:
-        """Return a table for each level: what each class of heads gains."""
+        """Return a table for each level: the gain of each class of heads."""
         from vllm_sparse_backend.calibration.class_times import times_of_classes
 
         how = "measured" if job.card is not None else "estimated"

@@ -179,7 +179,7 @@ class Crossover(Section):
 
         Entries with equal parameters are closer than entries with an equal shape. Among other shapes, the entry whose
         query heads have the most similar total width is closest: with fewer or narrower heads, the device needs less
-        time for a layer, but the host needs as long to launch it, so sparse prefill pays later.
+        time for a layer, but the host needs as long to launch it, so sparse prefill pays off only for longer prompts.
 
         Args:
             device: Name of the device, as torch reports it; case does not matter.

@@ -71,8 +71,8 @@ class Fallback(StrEnum):
         "decode context parallelism distributes a row's keys over devices; use --decode-context-parallel-size 1")
     DENSE_LAYER = ("dense_layer", "the layer is listed in dense_layers; remove it there to let it run sparse")
     OTHER_HEADS = ("other_heads",
-        "the layer's number of query heads differs from the model's config; no action, the model's other layers can go "
-        "sparse")
+        "the layer's number of query heads differs from the model's config; no action needed: the model's other layers "
+        "can run sparse")
     SHARED_MEMORY = ("shared_memory",
         "this GPU has too little shared memory for the method's kernels at this head_dim; use another method, such as "
         "top_p, or a GPU with more shared memory (A100, H100)")

@@ -54,7 +54,7 @@ class Metric:
 
     @property
     def sample(self) -> str:
-        """Name of the samples, as queries use it; of a histogram, the part that its samples' names share."""
+        """Name of the samples, as queries use it; for a histogram, the common prefix of its samples' names."""
         return PREFIX + self.name + ("_total" if self.type == "counter" else "")
 
     @property

@@ -273,8 +273,8 @@ class Choices:
             The level.
 
         Raises:
-            ValueError: The value names no level, or the request may not have it; the message lists the levels that it
-                may have.
+            ValueError: The value names no level, or the request may not choose it; the message lists the levels that it
+                may choose.
         """
         if isinstance(value, RequestLevel):  # checked before
             return value

@@ -131,7 +131,7 @@ def build_prompt(
 
 
 def _too_many_lines(num_tokens: int, num_begin: int, facts: Sequence[Line], questions: Sequence[Line]) -> str:
-    """Return why the lines of a prompt do not fit, and how many do with this tokenizer."""
+    """Return why the lines of a prompt do not fit, and how many facts fit with this tokenizer."""
     longest_fact, longest_question = (max(len(line.token_ids) for line in lines) for lines in (facts, questions))
     taken = num_begin + sum(len(line.token_ids) for line in (*facts, *questions))
     most_facts = (num_tokens // 2 - num_begin) // (longest_fact + longest_question)
@@ -153,7 +153,8 @@ def weave(
 ) -> tuple[list[int], list[list[int]]]:
     """Insert lines into a text that follows ``begin_ids``, and return the tokens and the place of each line.
 
-    A thread is a sequence of lines. ``cuts`` has, for each line, the number of the text's tokens before it, ascending.
+    A thread is a sequence of lines. ``cuts`` has the number of the text's tokens before each line, in
+    ascending order.
     """
     placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
     ids, at = list(begin_ids), 0

@@ -93,9 +93,9 @@ class Card:
     ) -> dict[str, list[float]]:
         """Return the device times in ms by name, summed over the spans of each pass. Contestants take turns.
 
-        A contestant's spans run in order, repeatedly for ``STEADY_MS`` and then once measured, so that each is timed at
-        the card's steady clock under this load. ``new_pass`` is called before each repetition. After two passes that
-        compile and estimate the duration, as many passes run as fit into ``budget_s``.
+        A contestant's spans run in order: first repeatedly for ``STEADY_MS`` without measurement, and then once with
+        measurement. The card's clock is then steady under this load. ``new_pass`` is called before each repetition.
+        After two passes that compile and estimate the duration, as many passes run as fit into ``budget_s``.
         """
         taken: dict[str, list[float]] = {name: [] for spans in contestants for name, _ in spans}
         repeats, device_ms = [1] * len(contestants), [math.inf] * len(contestants)

@@ -172,7 +172,7 @@ def other_decode(stock: str, dense: str) -> str | None:
         return None
     return (
         f"decodes and dense rows run on {dense}, but stock vLLM would decode on {stock} here, and no release from "
-        f"{RELEASES} takes a decode backend of its own. Time per output token is not stock's; this project has not "
-        "measured the difference. Compare with `sparse-prefill bench serve`, or decode on stock servers "
+        f"{RELEASES} takes a decode backend of its own. Time per output token differs from stock's; this project has "
+        "not measured the difference. Compare with `sparse-prefill bench serve`, or decode on stock servers "
         "(docs/disaggregated.md)"
     )

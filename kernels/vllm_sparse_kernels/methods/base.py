@@ -114,7 +114,7 @@ class Method(ABC):
 
     @property
     def counts_kept_shares(self) -> bool:
-        """Whether the selection counts the shares that queries keep in ``SparseIndex.kept_shares``, if it is there."""
+        """Whether selection counts the shares that queries keep, in ``SparseIndex.kept_shares`` if the index has it."""
         return False
 
     @property

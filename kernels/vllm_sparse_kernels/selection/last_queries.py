@@ -209,8 +209,8 @@ def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program.
 
     Returns:
-        3 for two buffered tiles, 2 for one if the queries are many or two do not fit the GPU, and 1 for loads that are
-        not buffered if not even one fits.
+        3 for two buffered tiles; 2 for one buffered tile, if there are many queries or two tiles do not fit the GPU; 1
+        for loads without a buffer, if not even one tile fits.
     """
     free_bytes = limit_bytes - stack_bytes - JOIN_BYTES
     if free_bytes < tile_bytes:

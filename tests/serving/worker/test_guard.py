@@ -135,7 +135,7 @@ class TestJudgement:
         expected = float((sparse - dense).norm() / dense.norm())
         assert told(guard)["guard_error"] == pytest.approx(expected, rel=1e-5)
         worst = float((sparse - dense)[:, 2].norm() / dense[:, 2].norm())
-        assert f"head 2 had {worst:.2f} in the last" in lines[1]
+        assert f"in the last check, the error of head 2 was {worst:.2f}" in lines[1]
 
     @pytest.mark.parametrize("number", ["nan", "inf"])
     def test_a_peak_that_is_no_number_is_above_any_bound(self, number: str) -> None:
@@ -153,7 +153,7 @@ class TestJudgement:
         judge(guard, sparse, dense)
         assert (guard.held, told(guard)["guard_error"]) == ({PLACE}, 1)
         assert f"errors {number}" in lines[-1]
-        assert f"head 1 had {number}" in lines[-1]
+        assert f"the error of head 1 was {number}" in lines[-1]
         see(guard, 0, 0)
         assert guard.held == frozenset()
 
@@ -226,7 +226,7 @@ class TestPeakErrors:
         assert guard.held == {PLACE}
         peak = told(guard)["guard_peak_error"]
         assert f"peak bound 0.8, peak errors {peak:.3f}, {peak:.3f}" in lines[1]
-        assert f"and a query of head {self.HEAD} had {peak:.2f}" in lines[1]
+        assert f"and that of a query of head {self.HEAD} was {peak:.2f}" in lines[1]
         guard.settings = guard.settings.model_copy(update={"bound": 100.0})
         for outputs in (between, good, between, good):  # a peak error of 0.7 is above 0.8 × 0.8
             judge(guard, *outputs)

@@ -26,7 +26,7 @@ def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx:
         end_token_idx: Position after the last token of the block.
 
     Returns:
-        The keys with the level's at their end; ``keys`` itself for blocks that all levels share.
+        The keys, followed by the level's key; ``keys`` itself for blocks that all levels share.
     """
     mark = Mark.read(getattr(request.sampling_params, "extra_args", None))
     if mark is None or mark.salt is None:

@@ -188,7 +188,7 @@ def answer_moment(workers: Answers) -> int:
     """Return when an engine's core answered.
 
     Args:
-        workers: The answers of the engine's workers. The core adds ``moment`` to the first.
+        workers: The answers of the engine's workers. The core adds ``moment`` to the first answer.
 
     Returns:
         Nanoseconds by the monotonic clock of the core's host, or of this host if the core added no moment.

@@ -163,7 +163,7 @@ class MetricsPage:
     def _histogram(
         self, name: str, description: str, labels: Sequence[str], samples: Mapping[tuple[str, ...], float]
     ) -> Metric:
-        """Return a histogram from samples by label, of which the last is ``le`` (``Metric.worker_labels``)."""
+        """Return a histogram from samples by their labels, whose last label is ``le`` (``Metric.worker_labels``)."""
         family = HistogramMetricFamily(name, description, labels=labels)
         values_by_labels: dict[tuple[str, ...], dict[str, float]] = {}
         for sample_labels, value in samples.items():

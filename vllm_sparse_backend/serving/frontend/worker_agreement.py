@@ -48,7 +48,7 @@ def refuse_disagreement(expected: Numbers, answers: Mapping[str, Sequence[Mappin
         answers: By engine, ``worker_numbers`` of its workers.
 
     Raises:
-        ConfigurationError: A worker has other numbers.
+        ConfigurationError: A worker's numbers differ.
     """
     for engine, workers in answers.items():
         for worker in workers:

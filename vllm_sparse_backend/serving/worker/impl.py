@@ -192,8 +192,8 @@ class SparsePrefillImpl(compat.DenseImpl):
         """Compute the attention of one step. vLLM has already written the cache.
 
         The metadata says which rows are sparse. vLLM's own attention runs the others. For sparse rows of each level,
-        ``run`` takes the layer's plan, selects keys and attends to them. Levels that the guard holds dense run on
-        vLLM's attention as well. The guard compares the two attentions for a few queries in some steps.
+        ``run`` takes the layer's plan, selects keys and attends to them. Levels that the guard holds dense also
+        run on vLLM's attention. The guard compares the two attentions for a few queries in some steps.
 
         Args:
             layer: vLLM's attention layer, which has the scales of an fp8 cache.

@@ -75,7 +75,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         require_sparse_layer(vllm_config)
-        # Builders that vLLM derives from this one split or lengthen requests. Their metadata stays dense.
+        # Builders that vLLM derives from this class split or lengthen requests. Their metadata stays dense.
         if type(self) is SparsePrefillMetadataBuilder:
             layers = model_layers(vllm_config)
             if any(name in layers for name in layer_names):

@@ -79,7 +79,7 @@ class RowCounter:
             logger.info("sparse-prefill: a row prefills dense: %s (logged once)", reason.explain)
 
     def _counted_kind(self, kind: RowKind) -> RowKind:
-        """Return the kind to count for a row: dense if the guard holds dense every layer that would run sparse."""
+        """Return the kind to count for a row: dense if the guard forces all its sparse layers dense."""
         if self._guard is None or kind.path != SPARSE:
             return kind
         places = {(layer, kind.level) for layer in self._layers_by_level[kind.level]}

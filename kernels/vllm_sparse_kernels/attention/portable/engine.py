@@ -161,7 +161,7 @@ def refusal(spec: AttendSpec) -> str | None:
         Why the kernel cannot run it, as the end of a sentence; None if it can.
     """
     if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
-        return "Triton runs kernels on a CPU in its interpreter alone (TRITON_INTERPRET=1)"
+        return "Triton runs kernels on a CPU only in its interpreter (TRITON_INTERPRET=1)"
     limit_bytes = shared_bytes(spec.device)
     if _needed_bytes(spec.block_tokens, spec.head_dim, 1, limit_bytes) > limit_bytes:
         return (

@@ -365,7 +365,7 @@ def _load_block(KIND: tl.constexpr, entry, source, SHAPE):
         if matrix is not None:
             o_key = (entry + o_n).to(tl.int64) * cache.stride_token
         else:
-            # The table may hold no page past the sequence's end.
+            # The table may have no page past the sequence's end.
             o_n += entry * SHAPE.BLOCK_N
             in_row = o_n < source.limit
             o_key = key_offsets(source.table, o_n, in_row, cache.page_size, cache.stride_page, cache.stride_token)

@@ -20,8 +20,8 @@ Deviations from Algorithm 5:
   takes two passes over the sums (radix.py), and exact ties would need four passes.
 * The first block and the diagonal blocks are always kept, as in the authors' code.
 * The last queries are those of the row's chunk in this step, fewer if the chunk is shorter.
-* Columns hold γ, diagonals hold γ, and both together hold more. If they are reduced until both together hold γ of Â,
-  they lie on the same curve of recall against density.
+* Columns keep γ of the mass of Â, diagonals keep γ, and both together keep more. If they are reduced until both
+  together keep γ, the result lies on the same curve of recall against density.
 
 Two parts are not implemented. The authors' minimal budget of 1,024 keys lies on the same curve at 12K tokens and below
 it at 6K. The paper's query-aware heads (its Algorithms 2 and 4), which Algorithm 5 does not have, are about a tenth of
@@ -105,7 +105,7 @@ class FlexVerticalSlash(PerHead):
 
     @property
     def kernel_share(self) -> float:
-        """γ for ``digits_of``, which keeps values of zero only for a share that cannot be reached."""
+        """Share for ``digits_of``: γ, or infinity if γ is 1, because only an infinite share keeps values of zero."""
         return self.gamma if self.gamma < 1 else math.inf
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:

@@ -161,7 +161,7 @@ def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
 
 @triton.jit
 def _next_bit(threshold, reach, above, n, k, bit):
-    """Determine one bit of a row's threshold; keep it once at most k values reach it."""
+    """Determine one bit of a row's threshold, unless at most k values reach the threshold already."""
     is_open = reach > k
     is_set = is_open & (n >= k)
     above = tl.where(is_open & (n < k), n, above)

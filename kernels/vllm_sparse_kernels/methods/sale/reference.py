@@ -151,7 +151,7 @@ def local_start(method: "Sale", last_position: int) -> int:
     """Return the start of the local region of a 64-query block.
 
     Between sink and local region lie whole segments of four 32-key blocks. The remaining blocks at the row's end join
-    the local region (appendix C), which therefore has 128 to 224 tokens if the last block counts as whole.
+    the local region (appendix C), which therefore has 128 to 224 tokens if the last block counts as a full block.
 
     Args:
         method: The method of the heads, possibly merged.

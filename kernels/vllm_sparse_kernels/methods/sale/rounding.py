@@ -189,7 +189,7 @@ def _round_keys_kernel(
     keys, rounded, means, heads, log_taus, num_selected, row_ends, first_row, key_starts, SHAPE,
     GROUP_2: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Run step 1 for BLOCK_N keys of one kv head that an estimating head reads, and compute q̄(k − k̄)ᵀ of its heads.
+    """Run step 1 for BLOCK_N keys of one kv head, and compute q̄(k − k̄)ᵀ for the estimating heads that read them.
 
     Grid: (keys of the longest row / BLOCK_N, kv heads, rows of the slab). Bound by memory: it reads each key once.
 

@@ -44,7 +44,7 @@ these differences is implemented here:
 
 * *True mass.* Its map is the exact softmax mass of each block, by a second pass over the pivot's QK, which costs half
   of the pivot's dense attention or more.
-* *γ of each row.* It takes γ of the mass of each row of the map, not of the whole map. With the whole map, all rows
+* *γ of each row.* It keeps γ of the mass of each row of the map, not of the whole map. With the whole map, all rows
   have equal weight, and rows with many blocks (at a chunk's end) keep too little.
 * *Comparison.* It compares heads by the true mass of the last queries, summed over columns and over diagonals: both
   distances to the pivot must be below 0.5. The paper compares estimates, and has τ = 0.2.
@@ -120,7 +120,7 @@ class SharePrefill(PerHead):
     """Number of queries from which vertical-slash's lines are estimated."""
 
     estimating: Literal["last", "spread"] = "last"
-    """Position of these queries: the chunk's last queries, or, beyond the paper, ``spread`` evenly over the chunk."""
+    """Which queries these are: the ``last`` of the chunk, or queries ``spread`` evenly over it (not in the paper)."""
 
     def __post_init__(self) -> None:
         require(self.max_sparsity >= 0, "max_sparsity", self.max_sparsity, "a number >= 0 (δ)")

@@ -203,7 +203,7 @@ def keep_top_blocks(
     scores: torch.Tensor, similarity: torch.Tensor | None, index: SparseIndex, first_tile: int, heads: torch.Tensor,
     limits: HeadLimits, keep_sink: bool,
 ) -> None:  # fmt: skip
-    """Write the lists of the tiles from ``first_tile`` on from S^ in base 2. Overwrites ``scores``.
+    """Write the lists of all tiles after and including ``first_tile``, given S^ in base 2. Overwrites ``scores``.
 
     Args:
         scores: [n, tiles, a multiple of 64] float32.

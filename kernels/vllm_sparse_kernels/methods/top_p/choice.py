@@ -282,7 +282,8 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
         b_outer = tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0)
         outer += tl.sum(tl.abs(b_outer), 0)
     target = tl.minimum(share * (inner + outer) - outer, inner)
-    # Masses of at least ``bits`` hold the target or are ``most`` or more; masses of at least ``too_many`` are too few.
+    # Masses of at least ``bits`` reach the target, or there are at least ``most`` of them. Masses of at least
+    # ``too_many`` are too few.
     # If the other blocks hold the entire target, there is no search: no mass has bits above the bits of 2.
     bits = tl.where(target <= 0, TWO_BITS, 1)
     too_many = TWO_BITS + 1

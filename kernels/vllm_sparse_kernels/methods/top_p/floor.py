@@ -11,7 +11,7 @@ A query's target is ``floor`` times its sum. Bytes are rounded, so their sum dif
 smaller sum counts, so that a query can always reach its target.
 
 ``_count_kernel`` then counts the shares that queries keep (``share_counts.py``), for one of ``COUNT_EVERY`` heads per
-tile. Above its target, ``_floor_kernel`` does not know a query's share, because it stops reading there.
+tile. ``_floor_kernel`` does not know by how much a query exceeds its target, because it stops reading there.
 """
 
 from typing import Any, NamedTuple
@@ -75,9 +75,9 @@ class StoredShares(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Where kept shares are counted, as arguments of a kernel."""
+    """Histogram of kept shares, as arguments of a kernel."""
 
-    edges: Any  # [NUM_EDGES] float32, upper ends of the buckets but the last
+    edges: Any  # [NUM_EDGES] float32, upper ends of all buckets but the last
     counts: Any  # [num_rows, FIELDS] int64
 
 
@@ -113,9 +113,9 @@ def count_kept_shares(
 ) -> None:  # fmt: skip
     """Count the shares of their own estimated attention that queries keep, after ``add_for_floor``.
 
-    A query keeps all blocks of its tile, also those that other queries have added. The shares of one of
-    ``share_counts.COUNT_EVERY`` heads are counted in a tile. Heads without a floor are left out, and heads that keep
-    everything.
+    A query keeps all blocks of its tile, including blocks that other queries have added. In each tile, the shares of
+    one of ``share_counts.COUNT_EVERY`` heads are counted. Heads without a floor, and heads that keep everything, are
+    left out.
 
     Args:
         stored: Shares or scores of the run's tiles.
@@ -393,7 +393,7 @@ def _count_kernel(
     scratch, marks, width, shares, tiles, first_tile, num_selected, num_spans, num_places, histogram,
     AS_BYTES: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Count the kept shares of QUERIES queries of one tile, of the head whose turn it is in this tile.
+    """Count the kept shares of QUERIES queries of one tile, for the head that is counted in this tile.
 
     Grid: (tiles of the run, ⌈n / EVERY⌉, 128 / QUERIES). Bound by memory: it reads the stored shares of all blocks.
 
@@ -407,12 +407,12 @@ def _count_kernel(
         num_selected: n, the selected heads.
         num_spans: Spans of ``scratch.parts``.
         num_places: Rounds of ``scratch.bytes``, or blocks of ``scratch.scores``.
-        histogram: Histogram; its counts are added to.
+        histogram: Histogram; its counts are increased.
         AS_BYTES: Whether the scratch has bytes, not scores.
         QUERIES: Queries of a program.
         STEP: Rounds or blocks that are summed at a time.
         SPAN: Keys of a span.
-        EVERY: Heads of which one is counted.
+        EVERY: In each tile, one of this many heads is counted.
     """
     i_tile, first_query = tl.program_id(0), tl.program_id(2) * QUERIES
     i_row, _, length, position = load_tile(tiles, first_tile + i_tile)

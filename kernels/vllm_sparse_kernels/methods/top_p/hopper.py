@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masses of blocks on Hopper: three launches for a run of tiles.
 
-1. ``_diagonal_kernel`` handles each tile with its diagonal keys, the only keys with a mask. For each query it computes
+1. ``_diagonal_kernel`` handles each tile's diagonal keys, the only keys that need a mask. For each query it computes
    the reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
 2. ``_scores_kernel``, in Gluon, handles all earlier keys: one maximum per query and block, one exponential, one byte. A
    producer loads keys. Each of two consumer groups holds the scores of one tile, and they do not wait for each other.
@@ -87,7 +87,8 @@ WIDEST = 256
 """Maximum number of channels for which a program's queries and keys fit into shared memory."""
 
 LEAST_EXPONENT, EXPONENTS = Constant(-24.0), Constant(63.75)
-"""Least exponent of a byte, and the range of exponents above it. The largest rounds to 1.75 · 2^39, the last byte."""
+"""Least exponent of a byte, and the range of exponents above it. The largest exponent rounds to the last byte,
+1.75 · 2^39."""
 
 MASS_ROUNDS = 32
 """Rounds of one program of ``_masses_kernel``."""

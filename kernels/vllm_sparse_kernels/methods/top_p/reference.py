@@ -24,7 +24,7 @@ KEY_BLOCK = 32
 LARGEST = 15
 TINY = 1e-20  # replaces the largest magnitude of zeros
 LEAST_CHANNELS = 64
-SAMPLE, EVERY = 64, 8  # the first of every EVERY groups of keys is the sample
+SAMPLE, EVERY = 64, 8  # of EVERY consecutive groups of keys, the first is sampled
 SAMPLED_KEYS, ITERATIONS, RIDGE, JITTER, TOO_LARGE = 8192, 2, 1e-3, 1e-6, 1e15
 """For ``low_rank_maps``: keys of the sample; steps; addends of diagonals; magnitude from which elements count as 0."""
 
@@ -125,7 +125,7 @@ def count_kept_shares(
         shares: [queries, blocks].
         chosen: [blocks] bool, blocks that are kept for the whole tile.
         kept: [blocks] bool, blocks that are kept for the whole tile or for a query.
-        counts: [FIELDS] int64; added to.
+        counts: [FIELDS] int64; increased.
     """
     if method.floor > 0 and method.kept_mass < 1:
         whole = shares.sum(1)
@@ -206,13 +206,13 @@ class Maps(NamedTuple):
 def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:
     """Compute the maps of ``low_rank.py`` from the same samples by the same iteration, in float64.
 
-    With C_q the second moment of the sampled queries that read a kv head, and C_k the covariance of its sampled keys,
-    each divided by its mean diagonal and plus RIDGE times the identity:
+    Let C_q be the second moment of the sampled queries that read a kv head, and C_k the covariance of its sampled keys.
+    Both are divided by their mean diagonal, and RIDGE times the identity is added to both.
 
     1. X = the columns of the identity for the ``rank`` channels with the largest weights, C_q[i, i] C_k[i, i].
     2. ITERATIONS times: X ← C_k C_q X, then X ← X L^-T, where L Lᵀ = Xᵀ C_q X is the Cholesky factorisation.
 
-    The score's variance about the mean key is tr(C_q C_k). Products of mapped vectors hold tr(Wᵀ C_k W) of it, where
+    The score's variance about the mean key is tr(C_q C_k). Products of mapped vectors keep tr(Wᵀ C_k W) of it, where
     W = C_q X.
 
     Args:
