@@ -200,8 +200,8 @@ class Guard:
             errors += f", peak bound {self.settings.peak_bound:g}, peak errors {latest_peaks}"
         worst_head, peak_head = _worst_head(last.heads), _worst_head(last.peaks)
         head_note = (
-            f"head {worst_head} had {last.heads[worst_head]:.2f} in the last, and a query of head {peak_head} had "
-            f"{last.peaks[peak_head]:.2f}"
+            f"in the last check, the error of head {worst_head} was {last.heads[worst_head]:.2f}, and that of a query "
+            f"of head {peak_head} was {last.peaks[peak_head]:.2f}"
         )
         state.is_dense = not state.is_dense
         state.checks = []
