@@ -17,7 +17,7 @@ MAX_VIEWS = 4096
 tensor up faster than it creates a view."""
 
 SPARE_BYTES = 16 << 10
-"""Bytes that upper bounds of memory include for padding a few dozen tensors to ``ALIGN_BYTES``."""
+"""Padding of a few dozen tensors to ``ALIGN_BYTES``, which upper bounds of memory include."""
 
 
 class Workspace:

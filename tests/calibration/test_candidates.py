@@ -146,7 +146,7 @@ def curve(*, half: int, low_rank: int, floored: int):
         ({"half": 0, "low_rank": 0, "floored": 0}, {"low_rank": 4}),
         # Settings sparser than number 2 are left to the other kinds.
         ({"half": 2, "low_rank": 2, "floored": 1}, {"low_rank": 4, "floored": 2, "half": 2}),
-        # "half" is within the bound where low rank is not.
+        # "half" meets the bound, and "low_rank" does not.
         ({"half": 1, "low_rank": 4, "floored": 9}, {"low_rank": 4, "floored": 2, "half": 3}),
     ],
 )

@@ -40,7 +40,7 @@ class TimeTable:
 def test_heads_divide_the_time_that_they_share():
     heads = head_times([PLAIN, FLOORED, Sale(), Dense()], [0.1, 0.2, 0.3, 1.0], TimeTable())
     assert [head.dense_ms for head in heads] == [12.0] * 4
-    # A quarter of the fixed 4 ms, a part of the selection's fixed time, the head's selection, and its pairs.
+    # The head's time: 1/4 of the fixed 4 ms, its part of the selection's fixed time, its selection, and its pairs.
     expected = [1 + 1.5 + 1 + 1, 1 + 1.5 + 2 + 2, 1 + 4 + 3 + 3, 1 + 10]
     assert [head.ms for head in heads] == pytest.approx(expected)
     dense = head_times([Dense()] * 4, [1.0] * 4, TimeTable())
