@@ -48,12 +48,27 @@ def select_top_p(
     turns = {head: i_selected % share_counts.COUNT_EVERY for i_selected, head in enumerate(heads.tolist())}
     for head, i_tile, shares in tile_shares(method, q, cache, index.rows, heads, scale):
         tile = index.rows.tile_list[i_tile]
-        chosen = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
-        kept = chosen | below_floor(settings[head], shares, chosen)
+        chosen, kept = kept_blocks(settings[head], shares, tile.position)
         if index.kept_shares is not None and turns[head] == share_counts.counted_head(tile.position):
             count_kept_shares(settings[head], shares, chosen, kept, index.kept_shares[tile.row])
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
+
+
+def kept_blocks(method: "TopP", shares: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the 32-key blocks of one head in a tile.
+
+    Args:
+        method: The method of the head.
+        shares: [queries, blocks].
+        position: Position of the tile's first query.
+
+    Returns:
+        [blocks] bool, blocks that are kept for the whole tile; [blocks] bool, these and blocks that queries below the
+        floor add.
+    """
+    chosen = fewest(method, shares.mean(0), position) | peaks(method, shares)
+    return chosen, chosen | below_floor(method, shares, chosen)
 
 
 def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
@@ -160,11 +175,26 @@ def tile_shares(
                 first = tile.position - rows.context_lens[row]
                 b_q = head_queries[first : first + tile.length_tokens]
                 b_k = rounded[: tile.last_position + 1, head // group]
-                o_m = torch.arange(tile.position, tile.last_position + 1, device=q.device)[:, None]
-                future = torch.arange(len(b_k), device=q.device) > o_m
-                scores = ((b_q @ b_k.T) * scale).masked_fill_(future, -torch.inf)
-                scores = pad(scores, (0, -len(b_k) % KEY_BLOCK), value=-torch.inf)
+                scores = causal_scores(b_q @ b_k.T, tile.position, scale)
                 yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1)
+
+
+def causal_scores(products: torch.Tensor, position: int, scale: float) -> torch.Tensor:
+    """Turn products of a tile's queries with all keys up to its last query into scores of whole blocks.
+
+    Args:
+        products: [..., queries, keys] float32.
+        position: Position of the tile's first query.
+        scale: Factor from q·k to scores.
+
+    Returns:
+        [..., queries, keys rounded up to whole blocks] float32, -inf for keys after the query and for missing keys.
+    """
+    num_queries, num_keys = products.shape[-2:]
+    o_m = torch.arange(position, position + num_queries, device=products.device)[:, None]
+    future = torch.arange(num_keys, device=products.device) > o_m
+    scores = (products * scale).masked_fill_(future, -torch.inf)
+    return pad(scores, (0, -num_keys % KEY_BLOCK), value=-torch.inf)
 
 
 def estimated_vectors(
