@@ -109,6 +109,7 @@ class IndexLayout:
         zero_counts: [num_heads, num_tiles] int32 zeros, the counts of stripes if no head has room for any; otherwise
             None.
         counts_shares: Whether the index has room for counts of kept shares.
+        counts_variance: Whether the index has room for counts of shares of the score variance.
     """
 
     rows: Rows
@@ -121,6 +122,7 @@ class IndexLayout:
     stripe_offsets: torch.Tensor
     zero_counts: torch.Tensor | None
     counts_shares: bool = False
+    counts_variance: bool = False
 
     @staticmethod
     def build(
@@ -129,6 +131,7 @@ class IndexLayout:
         block_tokens: int,
         stripes: Mapping[int, StripeLayout] | None = None,
         counts_shares: bool = False,
+        counts_variance: bool = False,
     ) -> "IndexLayout":
         """Compute the layout.
 
@@ -138,6 +141,7 @@ class IndexLayout:
             block_tokens: Keys of an index block.
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
             counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
+            counts_variance: Whether one counts shares of the score variance (``Method.counts_variance_shares``).
 
         Returns:
             The layout, with its tensors on the rows' device.
@@ -164,6 +168,7 @@ class IndexLayout:
             stripe_offsets=host_to_device(stripe_offsets, rows.device),
             zero_counts=zero_counts,
             counts_shares=counts_shares,
+            counts_variance=counts_variance,
         )
 
     def allocate(self, workspace: Workspace) -> "SparseIndex":
@@ -173,7 +178,7 @@ class IndexLayout:
             workspace: Memory of the index.
 
         Returns:
-            An index whose counts of stripes and of kept shares are 0. Everything else is undefined until all heads have
+            An index whose counts of stripes and of shares are 0. Everything else is undefined until all heads have
             been selected.
         """
         empty = partial(workspace.empty, dtype=torch.int32)
@@ -182,9 +187,10 @@ class IndexLayout:
         stripe_counts = self.zero_counts
         if stripe_counts is None:
             stripe_counts = empty(self.num_heads, self.rows.num_tiles).zero_()
-        kept_shares = None
-        if self.counts_shares:
-            kept_shares = workspace.empty(self.rows.num_rows, FIELDS.value, dtype=torch.int64).zero_()
+        kept_shares, variance_shares = (
+            workspace.empty(self.rows.num_rows, FIELDS.value, dtype=torch.int64).zero_() if is_counted else None
+            for is_counted in (self.counts_shares, self.counts_variance)
+        )
         return SparseIndex(
             rows=self.rows,
             num_heads=self.num_heads,
@@ -198,6 +204,7 @@ class IndexLayout:
             longest_stripes=self.longest_stripes,
             workspace=workspace,
             kept_shares=kept_shares,
+            variance_shares=variance_shares,
         )
 
 
@@ -262,6 +269,8 @@ class SparseIndex:
         workspace: Memory for selection and attention with this index.
         kept_shares: [num_rows, FIELDS] int64, counts of the shares that queries keep (``share_counts.py``), to which
             selection adds; None if no method of a head counts them.
+        variance_shares: [num_rows, FIELDS] int64, the same for the shares of the score variance that maps of queries
+            and keys to few channels hold, one for each row and kv head.
     """
 
     rows: Rows
@@ -276,6 +285,7 @@ class SparseIndex:
     longest_stripes: int
     workspace: Workspace
     kept_shares: torch.Tensor | None = None
+    variance_shares: torch.Tensor | None = None
 
     @staticmethod
     def allocate(
@@ -285,6 +295,7 @@ class SparseIndex:
         stripes: Mapping[int, StripeLayout] | None = None,
         workspace: Workspace | None = None,
         counts_shares: bool = False,
+        counts_variance: bool = False,
     ) -> "SparseIndex":
         """Allocate an index with room for every causal block of every tile.
 
@@ -295,17 +306,23 @@ class SparseIndex:
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
             workspace: Memory of the index; None for a separate workspace without a buffer.
             counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
+            counts_variance: Whether one counts shares of the score variance (``Method.counts_variance_shares``).
 
         Returns:
-            An index whose counts of stripes and of kept shares are 0. Everything else is undefined until all heads have
+            An index whose counts of stripes and of shares are 0. Everything else is undefined until all heads have
             been selected.
         """
-        layout = IndexLayout.build(rows, num_heads, block_tokens, stripes, counts_shares)
+        layout = IndexLayout.build(rows, num_heads, block_tokens, stripes, counts_shares, counts_variance)
         return layout.allocate(workspace or Workspace(rows.device))
 
     @staticmethod
     def bytes_for(
-        rows: Rows, num_heads: int, block_tokens: int, stripe_capacity: int, counts_shares: bool = False
+        rows: Rows,
+        num_heads: int,
+        block_tokens: int,
+        stripe_capacity: int,
+        counts_shares: bool = False,
+        counts_variance: bool = False,
     ) -> int:
         """Return the workspace memory that ``allocate`` needs.
 
@@ -315,6 +332,7 @@ class SparseIndex:
             block_tokens: Keys of a block.
             stripe_capacity: Positions of all lists of all heads.
             counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
+            counts_variance: Whether one counts shares of the score variance (``Method.counts_variance_shares``).
 
         Returns:
             Bytes.
@@ -322,7 +340,7 @@ class SparseIndex:
         int32_bytes = partial(padded_bytes, dtype=torch.int32)
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
         counts = (2 if stripe_capacity else 1) * int32_bytes(num_heads, rows.num_tiles)
-        shares = padded_bytes(rows.num_rows, FIELDS.value, dtype=torch.int64) if counts_shares else 0
+        shares = (counts_shares + counts_variance) * padded_bytes(rows.num_rows, FIELDS.value, dtype=torch.int64)
         return counts + int32_bytes(num_heads, block_capacity) + int32_bytes(stripe_capacity) + shares
 
     @property

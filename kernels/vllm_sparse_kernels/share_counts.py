@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts on the device of the shares of attention that queries keep: a histogram, a sum and the least share.
+"""Counts of shares on the device: a histogram, a sum and the least share.
 
-Only methods with a floor for each query count them (``Method.counts_kept_shares``). Selection adds to
-``SparseIndex.kept_shares``, which has a line of int64 for each row. All fields are integers, so the counts depend
-neither on the order of programs nor on other rows. A line has ``FIELDS`` numbers:
+Two kinds of shares are counted. Selection adds them to tensors with a line of int64 for each row:
 
-* from 0 on, the number of queries in each bucket; ``EDGES`` are the buckets' upper ends, and the last bucket ends at 1;
-* at ``SUM``, the sum of their shares, in units of 1 / ``UNIT``;
-* at ``LIFTED``, the number of queries that were below the floor and added blocks;
-* at ``LOST``, the largest share that a query does not keep, in the same units. 0 if nothing was counted.
+* ``SparseIndex.kept_shares``: the shares of attention that queries keep. Only methods with a floor for each query count
+  them (``Method.counts_kept_shares``). A query is one query of one head in one layer.
+* ``SparseIndex.variance_shares``: the shares of the score variance that maps to few channels hold. Only methods with
+  such maps count them (``Method.counts_variance_shares``): one share for each row, kv head and layer of a step.
 
-A query is one query of one head in one layer.
+All fields are integers, so the counts depend neither on the order of programs nor on other rows. A line has ``FIELDS``
+numbers:
+
+* from 0 on, the number of shares in each bucket; ``EDGES`` are the buckets' upper ends, and the last bucket ends at 1;
+* at ``SUM``, the sum of the shares, in units of 1 / ``UNIT``;
+* at ``LIFTED``, the number of queries that were below the floor and added blocks; 0 for other shares than kept shares;
+* at ``LOST``, the largest part that is missing to a share of 1, in the same units. 0 if nothing was counted.
 """
 
 import torch
@@ -31,6 +35,8 @@ FIELDS = Constant(16)
 
 SUM, LIFTED, LOST = Constant(len(EDGES) + 1), Constant(len(EDGES) + 2), Constant(len(EDGES) + 3)
 """Fields of a row after its buckets."""
+
+NUM_EDGES = Constant(len(EDGES))
 
 COUNT_EVERY = 8
 """In each tile, one of this many selected heads is counted, and the next tile of a row counts the next head. To count
@@ -84,22 +90,43 @@ def merge_counts(counts: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def least_share(counts: list[int]) -> float | None:
-    """Return the least share of any counted query.
+    """Return the least share that was counted.
 
     Args:
         counts: A line of counts, on the host.
 
     Returns:
-        The share; None if no query was counted.
+        The share; None if nothing was counted.
     """
     return 1 - counts[LOST.value] / UNIT.value if sum(counts[: len(EDGES) + 1]) else None
+
+
+@triton.jit
+def count_share(share, edges, line):
+    """Add one share to a line of counts; see ``count_shares``.
+
+    Args:
+        share: float32. A share that is not a number is left out; a share outside of [0, 1] counts as 0 or 1.
+        edges: [NUM_EDGES] float32, ``EDGES``.
+        line: Pointer to FIELDS int64.
+    """
+    o_f = tl.arange(0, FIELDS)
+    b_share = tl.zeros([FIELDS], tl.float32) + share
+    is_number = b_share == b_share
+    b_share = tl.where(is_number, tl.minimum(tl.maximum(b_share, 0.0), 1.0), 0.0)
+    b_edges = tl.load(edges + o_f, mask=o_f < NUM_EDGES, other=2.0)
+    bucket = tl.sum((b_edges < b_share).to(tl.int32), 0)
+    b_units = (b_share * UNIT + 0.5).to(tl.int64)
+    b_added = tl.where(o_f == SUM, b_units, (o_f == bucket).to(tl.int64))
+    tl.atomic_add(line + o_f, b_added, mask=is_number & (b_added != 0), sem="relaxed")
+    tl.atomic_max(line + o_f, -b_units + UNIT, mask=is_number & (o_f == LOST), sem="relaxed")
 
 
 def add_share_counts(row_counts: torch.Tensor, totals: torch.Tensor, i_total: int) -> None:
     """Add the counts of all rows to a line of totals, in one launch and without synchronisation.
 
     Args:
-        row_counts: [num_rows, FIELDS] int64 on the device, ``SparseIndex.kept_shares``.
+        row_counts: [num_rows, FIELDS] int64 on the device, a tensor of ``SparseIndex``.
         totals: [n, FIELDS] int64 on the same device; line ``i_total`` is written.
         i_total: Number of the line.
     """

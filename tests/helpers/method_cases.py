@@ -50,8 +50,10 @@ def select(
     rows = rows or batch.rows
     heads = list(range(batch.num_heads)) if heads is None else heads
     layout = method.stripe_layout(rows)
-    layouts, counts_shares = dict.fromkeys(heads, layout), method.counts_kept_shares
-    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, layouts, counts_shares=counts_shares)
+    index = SparseIndex.allocate(
+        rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout), counts_shares=method.counts_kept_shares,
+        counts_variance=method.counts_variance_shares,
+    )  # fmt: skip
     poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
     for tensor in [*poisoned, index.stripe_counts] if layout.capacity else poisoned:
         tensor.fill_(POISON)

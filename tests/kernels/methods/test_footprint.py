@@ -42,10 +42,11 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     methods, heads = [method] * num_heads, torch.arange(num_heads, dtype=torch.int32)
     merged, rows = method.merged(methods), batch.rows
     layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
-    layouts, counts_shares = dict.fromkeys(range(num_heads), layout), merged.counts_kept_shares
-    index = SparseIndex.allocate(rows, num_heads, block_tokens, layouts, workspace, counts_shares)
+    layouts = dict.fromkeys(range(num_heads), layout)
+    counted = merged.counts_kept_shares, merged.counts_variance_shares
+    index = SparseIndex.allocate(rows, num_heads, block_tokens, layouts, workspace, *counted)
     shape = LayerShape(num_heads, num_kv_heads, batch.cache.head_dim, block_tokens, batch.q.element_size())
-    index_bytes = SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity, counts_shares)
+    index_bytes = SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity, *counted)
     peaks_and_bounds = [(workspace.peak_bytes, index_bytes)]
 
     def taken() -> int:

@@ -7,24 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.helpers.batches import Batch, random_batch, repaged
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_alone, select
 from tests.helpers.structured import paged_batch, structured
-from vllm_sparse_kernels import Workspace
+from vllm_sparse_kernels import Workspace, share_counts
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.methods.top_p import low_rank
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps, rank_of
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import kept_channels, low_rank_maps
+from vllm_sparse_kernels.share_counts import EDGES, FIELDS, LIFTED, SUM, UNIT, count_share, least_share
 
 LENGTHS = [(0, 1), (300, 63)]
 HALF = TopP(channels="half")
 LOW_RANK = TopP(kept_mass=0.6, sink_tokens=32, local_tokens=128, channels="low_rank")
 
 
-def maps_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def maps_of(batch: Batch, variance_shares: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the kernels' mean mapped keys [rows, kv heads, rank] and maps [rows, kv heads, 2, BLOCK_D, rank]."""
     shape = batch.rows.num_rows, batch.cache.num_kv_heads
     block_d = 1 << (batch.cache.head_dim - 1).bit_length()
@@ -32,7 +35,7 @@ def maps_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     means = torch.full((*shape, rank), torch.nan, device=DEVICE)
     maps = torch.full((*shape, 2, block_d, rank), torch.nan, dtype=batch.q.dtype, device=DEVICE)
     inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-    fill_maps(inputs, means, maps, Workspace(batch.rows.device))
+    fill_maps(inputs, means, maps, Workspace(batch.rows.device), variance_shares)
     return means, maps
 
 
@@ -80,6 +83,91 @@ def test_products_of_mapped_vectors_are_those_of_the_equations(heads, dtype, pag
         mapped_mean = torch.einsum("jd,jdr->jr", expected.mean, of_keys)
         torch.testing.assert_close(means[row].double(), mapped_mean, rtol=0, atol=1e-5 * float(mapped_mean.abs().max()))
         assert bool((maps[row, :, :, heads[2] :] == 0).all())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_rows_with_fewer_queries_or_keys_than_channels(seed: int) -> None:
+    """Most columns of X depend on others. Rounding errors in what is left of them must not grow."""
+    batch = random_batch([(1, 1), (3, 1), (60, 2)], 4, 2, 128, 16, torch.float32, DEVICE, seed)
+    _, maps = maps_of(batch)
+    for row, queries, keys in rows_of(batch.q, batch.cache, batch.rows):
+        for i_kv, k in enumerate(centered(keys).unbind(1)):
+            q = queries.double().unflatten(1, (2, -1))[:, i_kv].flatten(0, 1)
+            of_queries, of_keys = maps[row, i_kv].double()
+            held = shares_held({"maps": of_queries @ of_keys.T}, q, k)["maps"]
+            assert held == pytest.approx(1, abs=1e-5), (row, i_kv)
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+@pytest.mark.parametrize(("heads", "dtype"), [((2, 2, 128), torch.float32), ((3, 1, 80), torch.float16)])
+def test_the_share_of_the_score_variance_is_counted(by_reference: bool, heads: Any, dtype: Any) -> None:
+    """Of each row and kv head, against 1 - ‖scores - products of mapped vectors‖² / ‖scores‖² of these samples.
+
+    All keys and queries of these rows belong to the samples. Maps hold everything of fewer queries than they have
+    channels (rows 0 and 3).
+    """
+    lengths = [(1, 1), (300, 63), (0, 200), (120, 8)]
+    batch = make_batch(lengths, heads, 16, dtype)
+    index = select(LOW_RANK, batch, by_reference=by_reference)
+    assert index.variance_shares is not None
+    for row, queries, keys in rows_of(batch.q, batch.cache, batch.rows):
+        maps, expected = low_rank_maps(queries, keys, rank_of(heads[2])), []
+        for i_kv, k in enumerate(centered(keys).unbind(1)):
+            q = queries.double().unflatten(1, (heads[1], -1))[:, i_kv].flatten(0, 1)
+            products = maps.of_queries[i_kv] @ maps.of_keys[i_kv].T
+            expected.append(shares_held({"maps": products}, q, k)["maps"])
+        line = index.variance_shares[row].tolist()
+        assert sum(line[: len(EDGES) + 1]) == heads[1]
+        assert line[SUM.value] / UNIT.value == pytest.approx(sum(expected), abs=0.004 * heads[1])
+        assert least_share(line) == pytest.approx(min(expected), abs=0.004)
+        assert (least_share(line) > 0.99) is (row in (0, 3))
+        assert line[LIFTED.value] == 0
+
+
+def test_shares_are_counted_in_their_buckets() -> None:
+    """Each share is counted as in plain torch; what is not a number is left out, and counts of a line add up."""
+    shares = torch.tensor([-0.5, 0.0, *EDGES, 0.51, 0.97, 1.0, 1.25, torch.nan], device=DEVICE)
+    line, expected = (torch.zeros(FIELDS.value, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    _count_shares_kernel[(len(shares),)](shares, torch.tensor(EDGES, device=DEVICE), line)
+    share_counts.count_shares(expected, shares.clamp(min=0), 0)
+    assert torch.equal(line, expected)
+    assert int(expected[: len(EDGES) + 1].sum()) == len(shares) - 1
+
+
+@triton.jit
+def _count_shares_kernel(shares, edges, line):
+    count_share(tl.load(shares + tl.program_id(0)), edges, line)
+
+
+def test_shares_do_not_depend_on_other_rows_or_on_maps() -> None:
+    """Counts of a row are the same alone and in memory that was full, and maps are the same if nothing is counted."""
+    batch = make_batch([(150, 63), (40, 1), (0, 200)], (2, 1, 128), dtype=torch.float16)
+    together = select(LOW_RANK, batch).variance_shares
+    assert together is not None
+    for row in range(3):
+        (line,) = select(LOW_RANK, row_alone(batch, row)).variance_shares
+        assert torch.equal(line, together[row])
+    means, maps = maps_of(batch)
+    counts = torch.zeros(3, FIELDS.value, dtype=torch.int64, device=DEVICE)
+    counted_means, counted_maps = maps_of(batch, counts)
+    assert torch.equal(counts, together)
+    assert torch.equal(maps, counted_maps)
+    assert torch.equal(means, counted_means)
+
+
+def test_what_maps_hold_nothing_of_is_not_counted_as_everything() -> None:
+    """Directions that are equally strong: maps to a quarter of the channels hold about a quarter of the variance."""
+    batch = random_batch([(4000, 600)], 2, 1, 128, 128, torch.float32, DEVICE)
+    (line,) = select(LOW_RANK, batch, by_reference=DEVICE == "cpu").variance_shares
+    assert 0.25 < least_share(line.tolist()) < 0.4
+
+
+def test_heads_that_keep_all_channels_or_everything_count_nothing() -> None:
+    for method, head_dim in ((LOW_RANK, 64), (replace(LOW_RANK, kept_mass=1.0), 128)):
+        batch = make_batch([(200, 40)], (2, 1, head_dim))
+        for by_reference in (False, True):
+            assert not bool(select(method, batch, by_reference=by_reference).variance_shares.any())
+    assert select(HALF, batch).variance_shares is None
 
 
 def shares_held(estimates: dict[str, torch.Tensor], queries: torch.Tensor, keys: torch.Tensor) -> dict[str, float]:

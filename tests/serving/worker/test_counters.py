@@ -103,6 +103,23 @@ def test_kept_shares_by_level() -> None:
     assert counts == expected
 
 
+def test_shares_of_the_score_variance_by_level() -> None:
+    """Kept shares and these shares are counted apart."""
+    recorder = make()
+    recorder.count_pairs(1, replace(with_shares([0.5], [1.0]), variance_shares=with_shares([0.75, 0.875]).kept_shares))
+    recorder.count_pairs(5, replace(full_index(), variance_shares=with_shares([0.97], [0.25]).kept_shares))
+    recorder.count_pairs(5, replace(full_index(), variance_shares=with_shares([0.625]).kept_shares), level="fast")
+    counts = {key: value for key, value in found(recorder).items() if "variance" in key}
+    at_most = {"0.25": 1, "0.5": 1, "0.6": 1, "0.7": 1, "0.8": 2, "0.9": 3, "0.95": 3, "+Inf": 4}
+    expected = {f"score_variance_share default {end}": count for end, count in at_most.items()}
+    expected |= {"score_variance_share default sum": pytest.approx(2.845, abs=1e-4), "score_variance_share_least": 0.25}
+    expected |= {f"score_variance_share fast {end}": float(float(end) >= 0.625) for end in [*at_most][:-1]}
+    expected |= {"score_variance_share fast +Inf": 1, "score_variance_share fast sum": 0.625}
+    assert counts == expected | {"score_variance_share_least fast": 0.625}
+    assert found(recorder)["kept_share default +Inf"] == 2
+    assert "kept_share fast +Inf" not in found(recorder)
+
+
 class TestPendingCounts:
     """A copy that takes time, as from a device."""
 

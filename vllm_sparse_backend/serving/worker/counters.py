@@ -107,7 +107,9 @@ class PendingCounts(NamedTuple):
     listed: HostCopy
     """Listed pairs, counted on the device."""
     shares: HostCopy
-    """Kept shares, counted on the device, of all levels in one line."""
+    """Kept shares, counted on the device: [levels, FIELDS]."""
+    variance_shares: HostCopy
+    """Shares of the score variance, counted on the device: [levels, FIELDS]."""
 
     def arrived(self) -> bool:
         """Return whether all copies are complete. Does not wait.
@@ -115,7 +117,7 @@ class PendingCounts(NamedTuple):
         Returns:
             Whether the counts can be read.
         """
-        return self.listed.arrived() and self.shares.arrived()
+        return all(copy.arrived() for copy in (self.listed, self.shares, self.variance_shares))
 
 
 class DeviceTotals:
@@ -156,8 +158,11 @@ class Recorder:
         self._total_listed = DeviceTotals()
         self._levels: dict[str, int] = {}
         self._shares = torch.zeros(0, FIELDS.value, dtype=torch.int64, device=device)
-        """[levels, FIELDS], see ``share_counts``."""
+        """[levels, FIELDS], kept shares; see ``share_counts``."""
+        self._variance_shares = torch.zeros_like(self._shares)
+        """[levels, FIELDS], shares of the score variance."""
         self._total_shares = DeviceTotals()
+        self._total_variance_shares = DeviceTotals()
         self._counts: dict[Key, float] = {}
         self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
@@ -175,8 +180,9 @@ class Recorder:
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
         for level in levels:
             self._levels.setdefault(level, len(self._levels))
-        num_new = len(self._levels) - len(self._shares)
-        self._shares = torch.cat([self._shares, self._shares.new_zeros(num_new, FIELDS.value)])
+        new_lines = self._shares.new_zeros(len(self._levels) - len(self._shares), FIELDS.value)
+        self._shares = torch.cat([self._shares, new_lines])
+        self._variance_shares = torch.cat([self._variance_shares, new_lines])
 
     def count_rows(self, labels: RowLabels, rows: int = 1) -> None:
         """Count rows that ran in the same way. Padding rows are not counted.
@@ -190,7 +196,7 @@ class Recorder:
             self._add("rows", (path, reason.value if reason else "", level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = DEFAULT) -> None:
-        """Count the pairs and the kept shares of one layer in a step. Does not wait for the device.
+        """Count the pairs and the shares of one layer in a step. Does not wait for the device.
 
         Args:
             layer: Number of the layer.
@@ -198,7 +204,9 @@ class Recorder:
             level: Name of the level.
         """
         if index.kept_shares is not None:
-            self._count_shares(index.kept_shares, self._levels[level])
+            self._count_shares(index.kept_shares, self._shares, level)
+        if index.variance_shares is not None:
+            self._count_shares(index.variance_shares, self._variance_shares, level)
         if self.device.type == "cpu":
             self._listed[self._places[layer, level]] += index.listed_pairs().sum()
         else:
@@ -209,12 +217,14 @@ class Recorder:
             if name != "tiles" or self.is_first_rank:
                 self._add(name, (layer, level), amount)
 
-    def _count_shares(self, row_counts: torch.Tensor, i_level: int) -> None:
+    def _count_shares(self, row_counts: torch.Tensor, totals: torch.Tensor, level: str) -> None:
+        """Add the counts of all rows [num_rows, FIELDS] to the line of a level in ``totals`` [levels, FIELDS]."""
+        i_level = self._levels[level]
         if self.device.type != "cpu":
-            add_share_counts(row_counts, self._shares, i_level)
+            add_share_counts(row_counts, totals, i_level)
             return
         for counts in row_counts:
-            self._shares[i_level] = merge_counts(self._shares[i_level], counts)
+            totals[i_level] = merge_counts(totals[i_level], counts)
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
         """Add to a counter.
@@ -256,28 +266,32 @@ class Recorder:
         return self._arrived, self._pending is not None
 
     def _start_copy(self) -> None:
-        self._pending = PendingCounts(dict(self._counts), HostCopy(self._listed), HostCopy(self._shares))
+        tensors = self._listed, self._shares, self._variance_shares
+        self._pending = PendingCounts(dict(self._counts), *map(HostCopy, tensors))
 
     def _take_arrived(self) -> None:
         """Turn pending counts into samples, if they have arrived."""
         if self._pending is None:
             return
         if self._pending.arrived():
-            counts, listed, shares = self._pending
+            counts, listed, shares, variance_shares = self._pending
             self._total_listed.update(listed.host.tolist())
             self._total_shares.update(shares.host.flatten().tolist())
+            self._total_variance_shares.update(variance_shares.host.flatten().tolist())
             for (layer, level), place in self._places.items():
                 key = "kept_pairs", (str(layer), level)
                 if key in counts and place < len(self._total_listed.totals):
                     counts[key] += self._total_listed.totals[place]
             self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
             for level, i_level in self._levels.items():
-                first = i_level * FIELDS.value
-                self._arrived += share_samples(level, self._total_shares.totals[first : first + FIELDS.value])
+                line = slice(i_level * FIELDS.value, (i_level + 1) * FIELDS.value)
+                self._arrived += kept_share_samples(level, self._total_shares.totals[line])
+                variance_counts = self._total_variance_shares.totals[line]
+                self._arrived += share_samples("score_variance_share", level, variance_counts)
             self._pending = None
 
 
-def share_samples(level: str, counts: list[int]) -> list[Sample]:
+def kept_share_samples(level: str, counts: list[int]) -> list[Sample]:
     """Return the samples of a level's kept shares.
 
     Args:
@@ -287,20 +301,29 @@ def share_samples(level: str, counts: list[int]) -> list[Sample]:
     Returns:
         The histogram, the least share, and the number of queries that added blocks; empty if nothing was counted.
     """
+    samples = share_samples("kept_share", level, counts)
+    return [*samples, ("lifted_queries", [level], float(counts[LIFTED.value]))] if samples else []
+
+
+def share_samples(name: str, level: str, counts: list[int]) -> list[Sample]:
+    """Return the samples of a level's shares.
+
+    Args:
+        name: Name of the histogram in ``config.metrics``. The gauge of the least share has the same name and "_least".
+        level: Name of the level.
+        counts: Totals of its ``share_counts``; empty if they are not on the host yet.
+
+    Returns:
+        The histogram and the least share; empty if nothing was counted.
+    """
     least = least_share(counts) if counts else None
     if least is None:
         return []
     ends = [*map(str, EDGES), "+Inf"]
     cumulative = accumulate(counts[: len(ends)])
-    buckets: list[Sample] = [
-        ("kept_share", [level, end], float(count)) for end, count in zip(ends, cumulative, strict=True)
-    ]
-    return [
-        *buckets,
-        ("kept_share", [level, HISTOGRAM_SUM], counts[SUM.value] / UNIT.value),
-        ("kept_share_least", [level], least),
-        ("lifted_queries", [level], float(counts[LIFTED.value])),
-    ]
+    buckets: list[Sample] = [(name, [level, end], float(count)) for end, count in zip(ends, cumulative, strict=True)]
+    total = counts[SUM.value] / UNIT.value
+    return [*buckets, (name, [level, HISTOGRAM_SUM], total), (f"{name}_least", [level], least)]
 
 
 def _key(name: str, kind: str, labels: Mapping[str, object]) -> Key:

@@ -196,8 +196,9 @@ class WarmUp:
                 if not compat.IS_CPU:
                     pairs = torch.zeros(1, dtype=torch.int64, device=batch.q.device)
                     add_listed_pairs(index, pairs, 0)
-                    if index.kept_shares is not None:
-                        add_share_counts(index.kept_shares, torch.zeros_like(index.kept_shares), 0)
+                    for shares in (index.kept_shares, index.variance_shares):
+                        if shares is not None:
+                            add_share_counts(shares, torch.zeros_like(shares), 0)
 
 
 def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[Row]:

@@ -12,6 +12,10 @@ Cholesky factor. It begins with the r channels with the largest weights (``round
 chunks of 2,048 and 8,192 tokens), two iterations explain 0.007 to 0.008 less of the score variance than the optimum on
 average, and at most 0.016 less for any kv head.
 
+The scores of a query and the row's keys, minus their mean, have the variance tr(C_q C_k) over the sample. Products of
+mapped vectors hold tr(Wᵀ C_k W) of it, where W = C_q X: this share is counted for each row and kv head
+(``share_counts.py``). Where it is low, attention has more directions than the maps have channels.
+
 Samples depend only on the row. They contain at most 8,192 of its keys, and the first 128 queries of each tile: 64 if
 the row has more than 16 tiles, and 32 if it has more than 32. Sums are added in a fixed order. The maps of a row
 therefore do not depend on other rows.
@@ -30,6 +34,8 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import key_args, key_offsets, padded_dim, query_args, widen
 from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.parameters import on_device
+from vllm_sparse_kernels.share_counts import EDGES, FIELDS, count_share
 from vllm_sparse_kernels.workspace import Workspace
 
 PARTS = 16
@@ -55,7 +61,10 @@ MAX_REGISTERS = 128
 JITTER = Constant(1e-6)
 """Added to the diagonal of the matrix that is factorised, which has a diagonal of 1."""
 
-LEAST_PIVOT = Constant(1e-7)
+LEAST_PIVOT = Constant(2e-6)
+"""Columns with a smaller pivot are combinations of earlier columns, apart from ``JITTER`` and rounding. They become 0:
+otherwise, each would multiply rounding errors by its reciprocal. Rows with few different queries or keys have many."""
+
 TINY = Constant(1e-30)  # replaces sums of zeros
 
 TOO_LARGE = Constant(1e15)
@@ -111,7 +120,10 @@ def _rows_at_once(num_rows: int, num_kv_heads: int, block_d: int) -> int:
     return min(num_rows, max(BYTES_AT_ONCE // _row_bytes(num_kv_heads, block_d), 1))
 
 
-def fill_maps(inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, workspace: Workspace) -> None:
+def fill_maps(
+    inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, workspace: Workspace,
+    variance_shares: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Compute the maps of each row and kv head, and the mean of its mapped keys.
 
     Args:
@@ -120,6 +132,8 @@ def fill_maps(inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, work
         maps: [num_rows, num_kv_heads, 2, BLOCK_D, rank] in the dtype in which vectors are multiplied: of queries, then
             of keys; written.
         workspace: Memory of temporary tensors.
+        variance_shares: [num_rows, FIELDS] int64, to which the share of the score variance that the maps of each row
+            and kv head hold is added; None to leave it uncomputed.
     """
     q, cache, rows, _ = inputs
     num_kv_heads, block_d, rank = cache.num_kv_heads, maps.shape[3], maps.shape[4]
@@ -127,6 +141,7 @@ def fill_maps(inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, work
     squares = (block_d // columns) ** 2
     at_once = _rows_at_once(rows.num_rows, num_kv_heads, block_d)
     shape = {"HEAD_DIM": cache.head_dim, "BLOCK_D": block_d}
+    edges = None if variance_shares is None else on_device(EDGES, q.device)
     with workspace.frame():
         sums = SampleSums(
             workspace.empty(at_once, num_kv_heads, block_d), workspace.empty(at_once, num_kv_heads, PARTS, block_d),
@@ -147,7 +162,7 @@ def fill_maps(inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, work
                 num_warps=4,
             )  # fmt: skip
             _maps_kernel[(num_kv_heads, num_rows)](
-                first_row, sums, means, maps, **shape, RANK=rank, ITERATIONS=ITERATIONS,
+                first_row, sums, means, maps, edges, variance_shares, **shape, RANK=rank, ITERATIONS=ITERATIONS,
                 num_warps=8,
             )  # fmt: skip
 
@@ -305,7 +320,7 @@ def _second_moments_kernel(
 
 @triton.jit(do_not_specialize=["first_row"])
 def _maps_kernel(
-    first_row, sums, means, maps,
+    first_row, sums, means, maps, edges, variance_shares,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RANK: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """Compute the maps of one row and kv head by orthogonal iteration.
@@ -319,6 +334,8 @@ def _maps_kernel(
         sums: SampleSums; ``moments`` and ``means`` are read, ``iterates`` is written.
         means: [num_rows, kv heads, RANK] float32, of mapped keys; written.
         maps: [num_rows, kv heads, 2, BLOCK_D, RANK]; written.
+        edges: [NUM_EDGES] float32, ``share_counts.EDGES``; None without ``variance_shares``.
+        variance_shares: [num_rows, FIELDS] int64, to which the share of the score variance is added; or None.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         RANK: r.
@@ -356,6 +373,13 @@ def _maps_kernel(
             _combine(b_inverse, x_map, mean, target, BLOCK_D, RANK)
             b_mean = _combine(b_inverse, w_map, mean, target + BLOCK_D * RANK, BLOCK_D, RANK)
             tl.store(means + i_maps * RANK + o_r, b_mean)
+            if variance_shares is not None:
+                # W = C_q X, unrounded, and C_k W in the memory of X.
+                _combine(b_inverse, w_map, mean, w_map, BLOCK_D, RANK)
+                _multiply(w_map, key_moment, scale_k, x_map, BLOCK_D, RANK)
+                variance = _variance(query_moment, key_moment, scale_q, scale_k, HEAD_DIM, BLOCK_D)
+                share = _inner_product(w_map, x_map, BLOCK_D, RANK) / variance
+                count_share(share, edges, variance_shares + (first_row + i_place).to(tl.int64) * FIELDS)
 
 
 @triton.jit
@@ -375,6 +399,33 @@ def _multiply(x_map, moment, scale, target, BLOCK_D: tl.constexpr, RANK: tl.cons
         b_y = tl.dot(b_x, b_c, b_y, input_precision="tf32x3")
     tl.store(target + o_d[None, :] * RANK + o_r[:, None], b_y)
     tl.debug_barrier()
+
+
+@triton.jit
+def _variance(query_moment, key_moment, scale_q, scale_k, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the trace of the product of both moments, [BLOCK_D, BLOCK_D] each, as ``_multiply`` reads them."""
+    CHUNK: tl.constexpr = 16
+    o_d, o_i = tl.arange(0, BLOCK_D), tl.arange(0, CHUNK)
+    b_sum = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, BLOCK_D, CHUNK):
+        at = (first + o_i)[:, None] * BLOCK_D + o_d[None, :]
+        b_ridge = tl.where(((first + o_i)[:, None] == o_d[None, :]) & (o_d[None, :] < HEAD_DIM), RIDGE, 0.0)
+        b_q = tl.load(query_moment + at) * scale_q + b_ridge
+        b_k = tl.load(key_moment + at) * scale_k + b_ridge
+        b_sum += tl.sum(b_q * b_k, 0)
+    return tl.sum(b_sum, 0)
+
+
+@triton.jit
+def _inner_product(x_map, w_map, BLOCK_D: tl.constexpr, RANK: tl.constexpr):
+    """Return the trace of xᵀ w, where x and w are [BLOCK_D, RANK]."""
+    CHUNK: tl.constexpr = 32
+    o_r, o_i = tl.arange(0, RANK), tl.arange(0, CHUNK)
+    b_sum = tl.zeros([RANK], tl.float32)
+    for first in range(0, BLOCK_D, CHUNK):
+        at = (first + o_i)[:, None] * RANK + o_r[None, :]
+        b_sum += tl.sum(tl.load(x_map + at) * tl.load(w_map + at), 0)
+    return tl.sum(b_sum, 0)
 
 
 @triton.jit
@@ -417,13 +468,14 @@ def _inverse_factor(b_g, RANK: tl.constexpr):
     b_row_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 1), TINY))
     b_column_scale = tl.rsqrt(tl.maximum(tl.sum(b_unit * b_g, 0), TINY))  # the same numbers
     b_g = b_g * b_row_scale[:, None] * b_column_scale[None, :] + JITTER * b_unit
-    # Eliminate in [G | 1], row by row, until the left half is upper triangular.
+    # Eliminate in [G | 1], row by row, until the left half is upper triangular. Columns without a pivot are left out.
     b_a = tl.reshape(tl.permute(tl.join(b_g, b_unit), (0, 2, 1)), [RANK, 2 * RANK])
     b_pivots = tl.zeros([RANK], tl.float32)
     for j in range(RANK):
         b_row = tl.sum(tl.where(o_r[:, None] == j, b_a, 0.0), 0)
         b_column = tl.sum(tl.where(o_c[None, :] == j, b_a, 0.0), 1)
-        pivot = 1.0 / tl.maximum(tl.sum(tl.where(o_c == j, b_row, 0.0), 0), LEAST_PIVOT)
+        diagonal = tl.sum(tl.where(o_c == j, b_row, 0.0), 0)
+        pivot = tl.where(diagonal > LEAST_PIVOT, 1.0 / tl.maximum(diagonal, LEAST_PIVOT), 0.0)
         b_a -= tl.where(o_r > j, b_column * pivot, 0.0)[:, None] * b_row[None, :]
         b_pivots = tl.where(o_r == j, tl.sqrt(pivot), b_pivots)
     _, b_right = tl.split(tl.permute(tl.reshape(b_a, [RANK, 2, RANK]), (0, 2, 1)))

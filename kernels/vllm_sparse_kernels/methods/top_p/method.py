@@ -169,6 +169,11 @@ class TopP(PerHead):
         """Whether any head has a floor."""
         return any(head.floor > 0 for head in self.settings or (self,))
 
+    @property
+    def counts_variance_shares(self) -> bool:
+        """Whether ``channels`` is "low_rank". For a head_dim that keeps all channels, nothing is counted."""
+        return self.channels == "low_rank"
+
     def kept_channels(self, head_dim: int) -> int:
         """Return the number of channels that the estimate multiplies.
 
@@ -319,7 +324,7 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
     kept_d, low_rank = method.kept_channels(inputs.cache.head_dim), method.is_low_rank(inputs.cache.head_dim)
     storage = Storage(kept_d, low_rank, stored_dtype(device))
     with workspace.frame():
-        moments = row_moments(inputs, storage, workspace)
+        moments = row_moments(inputs, storage, workspace, index.variance_shares)
         queries, factors = round_queries(inputs, moments, heads, storage, workspace)
         for slab in slabs_of(index.rows, num_selected, kernels.tile_bytes):
             with workspace.frame():

@@ -45,6 +45,11 @@ def select_top_p(
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
     parts = index.block_tokens // KEY_BLOCK
+    estimates = any(head_method.kept_mass < 1 for head_method in settings.values())
+    if index.variance_shares is not None and method.is_low_rank(cache.head_dim) and estimates:
+        for row, queries, keys in rows_of(q, cache, index.rows):
+            maps = low_rank_maps(queries, keys, method.kept_channels(cache.head_dim))
+            share_counts.count_shares(index.variance_shares[row], maps.share.float(), 0)
     turns = {head: i_selected % share_counts.COUNT_EVERY for i_selected, head in enumerate(heads.tolist())}
     for head, i_tile, shares in tile_shares(method, q, cache, index.rows, heads, scale):
         tile = index.rows.tile_list[i_tile]

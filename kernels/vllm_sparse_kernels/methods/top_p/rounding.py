@@ -88,13 +88,17 @@ class Rounded(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> Moments:
+def row_moments(
+    inputs: LayerInputs, storage: Storage, workspace: Workspace, variance_shares: torch.Tensor | None = None
+) -> Moments:
     """Compute the mean key of each row and kv head, and the channels that the estimate multiplies.
 
     Args:
         inputs: Queries, cache and rows of the step.
         storage: Number of channels, and whether they are combinations or the channels that affect scores most.
         workspace: Memory of temporary tensors.
+        variance_shares: [num_rows, FIELDS] int64, to which the shares of the score variance that maps hold are added;
+            None to leave them uncounted.
 
     Returns:
         Mean keys, and channels or maps, in the workspace.
@@ -105,7 +109,7 @@ def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> 
     if storage.low_rank:
         means = workspace.empty(rows.num_rows, num_kv_heads, kept_d)
         maps = workspace.empty(rows.num_rows, num_kv_heads, 2, block_d, kept_d, dtype=wide_dtype(q.dtype))
-        fill_maps(inputs, means, maps, workspace)
+        fill_maps(inputs, means, maps, workspace, variance_shares)
         return Moments(means, None, maps)
     means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     chooses = kept_d < block_d
