@@ -40,9 +40,11 @@ from vllm_sparse_backend.evaluation.report import BenchError, table_of
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import (
     KEY_BLOCK,
+    below_floor,
     causal_scores,
     estimated_vectors,
-    kept_blocks,
+    fewest,
+    peaks,
     round_to_e4m3,
 )
 from vllm_sparse_kernels.rows import Rows
@@ -136,7 +138,7 @@ class _Step:
             }
             for method, result in zip(methods, results, strict=True):
                 estimate = shares[method.channels]
-                kept = torch.stack([kept_blocks(method, head, tile.position)[1] for head in estimate])[:, None]
+                kept = _kept_blocks(method, estimate, tile.position)[:, None]
                 result.estimated.append(((estimate * kept).sum(-1) / estimate.sum(-1)).flatten())
                 result.true.append(((masses * kept).sum(-1) / masses.sum(-1)).flatten())
 
@@ -152,6 +154,14 @@ class _Step:
         tile = queries[:, :, first : first + length]
         products = tile.flatten(1, 2) @ keys[:, : position + length].mT
         return causal_scores(products.unflatten(1, tile.shape[1:3]).flatten(0, 1), position, self.scale)
+
+
+def _kept_blocks(method: TopP, shares: torch.Tensor, position: int) -> torch.Tensor:
+    """Return the blocks [num_heads, blocks] that a tile keeps, from its shares [num_heads, queries, blocks]."""
+    kept = fewest(method, shares.mean(1), position) | peaks(method, shares)
+    if not method.floor:
+        return kept
+    return kept | torch.stack([below_floor(method, *head) for head in zip(shares, kept, strict=True)])
 
 
 def statistics(shares: torch.Tensor) -> dict[str, float]:

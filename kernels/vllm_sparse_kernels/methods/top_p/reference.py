@@ -53,27 +53,12 @@ def select_top_p(
     turns = {head: i_selected % share_counts.COUNT_EVERY for i_selected, head in enumerate(heads.tolist())}
     for head, i_tile, shares in tile_shares(method, q, cache, index.rows, heads, scale):
         tile = index.rows.tile_list[i_tile]
-        chosen, kept = kept_blocks(settings[head], shares, tile.position)
+        chosen = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
+        kept = chosen | below_floor(settings[head], shares, chosen)
         if index.kept_shares is not None and turns[head] == share_counts.counted_head(tile.position):
             count_kept_shares(settings[head], shares, chosen, kept, index.kept_shares[tile.row])
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
-
-
-def kept_blocks(method: "TopP", shares: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the 32-key blocks of one head in a tile.
-
-    Args:
-        method: The method of the head.
-        shares: [queries, blocks].
-        position: Position of the tile's first query.
-
-    Returns:
-        [blocks] bool, blocks that are kept for the whole tile; [blocks] bool, these and blocks that queries below the
-        floor add.
-    """
-    chosen = fewest(method, shares.mean(0), position) | peaks(method, shares)
-    return chosen, chosen | below_floor(method, shares, chosen)
 
 
 def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
@@ -81,22 +66,25 @@ def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
 
     Args:
         method: The method of the heads, possibly merged.
-        masses: [blocks].
+        masses: [..., blocks], of any number of heads.
         position: Position of the tile's first query.
 
     Returns:
-        [blocks] bool.
+        [..., blocks] bool.
     """
     if method.kept_mass == 1:
         return torch.ones_like(masses, dtype=torch.bool)
+    num_blocks = masses.shape[-1]
+    first = min(ceil_div(method.sink_tokens, KEY_BLOCK), num_blocks)
+    end = max(first, max(position - method.local_tokens, 0) // KEY_BLOCK)
+    between = masses[..., first:end]
+    always = torch.cat([masses[..., :first], masses[..., end:]], -1).sum(-1, keepdim=True)
+    sizes, order = between.sort(dim=-1, descending=True, stable=True)
+    before = torch.cat([always, always + sizes.cumsum(-1)], -1)[..., :-1]
+    added = before < method.kept_mass * masses.sum(-1, keepdim=True)
+    added[..., math.ceil(method.most_share * num_blocks) :] = False
     kept = torch.ones_like(masses, dtype=torch.bool)
-    kept[ceil_div(method.sink_tokens, KEY_BLOCK) : max(position - method.local_tokens, 0) // KEY_BLOCK] = False
-    between = (~kept).nonzero().flatten()
-    order = masses[between].argsort(descending=True, stable=True)
-    held = masses[kept].sum() + masses[between][order].cumsum(0)
-    before = pad(held, (1, 0), value=float(masses[kept].sum()))[:-1]
-    most = math.ceil(method.most_share * len(masses))
-    kept[between[order[before < method.kept_mass * masses.sum()][:most]]] = True
+    kept[..., first:end] = torch.zeros_like(added).scatter_(-1, order, added)
     return kept
 
 
@@ -105,12 +93,12 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
 
     Args:
         method: The method of the heads, possibly merged.
-        shares: [queries, blocks].
+        shares: [..., queries, blocks], of any number of heads.
 
     Returns:
-        [blocks] bool.
+        [..., blocks] bool.
     """
-    return (shares >= method.least_peak).any(0)
+    return (shares >= method.least_peak).any(-2)
 
 
 def below_floor(method: "TopP", shares: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
