@@ -33,6 +33,7 @@ MORE_LINES = make_method("vertical_slash", {"vertical_tokens": 41, "slash_tokens
 WIDER = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 180})
 MASS = make_method("flex_vertical_slash", {"gamma": 0.4})
 FLOOR, NO_FLOOR = (make_method("top_p", {"floor": floor}) for floor in (0.5, 0.0))
+LOW_RANK = make_method("top_p", {"channels": "low_rank"})
 ANCHORS = make_method("anchor_attention", {"theta": 3.0, "step_tiles": 2})
 
 
@@ -80,18 +81,29 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     assert wider.block_ids.shape[1] < index.block_ids.shape[1]
 
 
-@pytest.mark.parametrize(("methods", "counts"), [((SHAPE, FLOOR), True), ((SHAPE, NO_FLOOR), False)])
-def test_an_index_has_room_for_kept_shares_if_a_head_has_a_floor(methods: tuple[Method, ...], counts: bool) -> None:
-    """Counts begin at 0, whatever the memory contains."""
+@pytest.mark.parametrize(
+    ("methods", "counted"),
+    [
+        ((SHAPE, FLOOR), (True, False)),
+        ((SHAPE, NO_FLOOR), (False, False)),
+        ((SHAPE, LOW_RANK), (False, True)),
+        ((FLOOR, LOW_RANK), (True, True)),
+    ],
+)
+def test_an_index_has_room_for_the_shares_that_a_head_counts(
+    methods: tuple[Method, ...], counted: tuple[bool, bool]
+) -> None:
+    """Kept shares if a head has a floor, and shares of the score variance. Counts begin at 0, whatever memory holds."""
     layer, rows = layer_of(*methods), batch().rows
-    needed = SparseIndex.bytes_for(rows, NUM_HEADS, 64, 0, counts)
+    needed = SparseIndex.bytes_for(rows, NUM_HEADS, 64, 0, *counted)
     arena = Workspace(CPU, torch.full((needed,), 255, dtype=torch.uint8))
     index = layer.index(rows, arena)
     assert arena.peak_bytes == needed
-    assert (index.kept_shares is not None) is counts
-    if index.kept_shares is not None:
-        assert index.kept_shares.shape == (2, FIELDS.value)
-        assert not index.kept_shares.any()
+    for counts, is_counted in zip((index.kept_shares, index.variance_shares), counted, strict=True):
+        assert (counts is not None) is is_counted
+        if counts is not None:
+            assert counts.shape == (2, FIELDS.value)
+            assert not counts.any()
 
 
 @pytest.mark.parametrize("lengths", [pytest.param(((130, 70), (0, 131)), marks=pytest.mark.full), ((70, 40),)], ids=str)

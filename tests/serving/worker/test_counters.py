@@ -12,6 +12,9 @@ from tests.helpers.masks import mask_of
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving.worker import counters
 from vllm_sparse_backend.serving.worker.counters import Recorder, not_counting
+from vllm_sparse_kernels.layer import Layer, layer_plan, run
+from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.share_counts import FIELDS, SUM, UNIT, count_shares
 
 CPU = torch.device("cpu")
@@ -118,6 +121,18 @@ def test_shares_of_the_score_variance_by_level() -> None:
     assert counts == expected | {"score_variance_share_least fast": 0.625}
     assert found(recorder)["kept_share default +Inf"] == 2
     assert "kept_share fast +Inf" not in found(recorder)
+
+
+def test_a_layer_of_low_rank_counts_its_shares() -> None:
+    """One for each row and kv head; heads of 64 channels keep all of them, and have none."""
+    for head_dim, expected in ((128, 2 * 2.0), (64, None)):
+        batch, recorder = random_batch([(300, 200), (0, 130)], 4, 2, head_dim, 16), make()
+        layer = Layer.of(layer_plan([TopP(channels="low_rank")] * 4), head_dim, CPU)
+        inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
+        recorder.count_pairs(1, run(layer, inputs, batch.empty_out()))
+        samples = found(recorder)
+        assert samples.get("score_variance_share default +Inf") == expected
+        assert samples.get("score_variance_share_least", 0.5) < 1
 
 
 class TestPendingCounts:
