@@ -178,7 +178,7 @@ def _machine_code(cubin: bytes) -> tuple[int, int, str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        command = [TOOLS / "nvdisasm", "-c", file]
+        command = [str(TOOLS / "nvdisasm"), "-c", str(file)]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     instructions = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*;)", sass, flags=re.M)
     text = re.sub(r"c\[0x0\]\[0x\w+\]", "c[parameter]", "\n".join(instructions))
