@@ -160,7 +160,10 @@ class Bench:
 
     def _row(self, variant: Variant, kept: PlanQuality) -> Row:
         skipped = self._skipped(variant) if "skip_margin" in variant.params else 0.0
-        return Row(variant, kept.mean_density, kept.mean_recall, *kept.quantiles(), skipped, kept.mean_error)
+        hundredth, thousandth, worst = kept.quantiles()
+        return Row(
+            variant, kept.mean_density, kept.mean_recall, hundredth, thousandth, worst, skipped, kept.mean_error
+        )  # fmt: skip
 
     def _skipped(self, variant: Variant) -> float:
         """Return the share of steps whose product λ leaves out."""

@@ -163,13 +163,14 @@ class Pass:
         out = torch.empty_like(query)
         cache = torch.zeros(num_pages, shape.num_kv_heads, PAGE_TOKENS, 2 * shape.head_dim, dtype=torch.bfloat16)
         table = torch.arange(num_pages, dtype=torch.int32)[None]
+        layer = torch.nn.Module()
 
         def run() -> None:
             rows = kernel_rows([Row(0, 0, self.query_len, self.context_len)], table)
             metadata = SimpleNamespace(sparse=SparseStep((Slab(rows),), ()))
             with torch.inference_mode():
                 for impl in self.impls:
-                    impl.forward(SimpleNamespace(), query, None, None, cache, metadata, out)
+                    impl.forward(layer, query, None, None, cache, metadata, out)
 
         return run
 

@@ -173,7 +173,7 @@ def engine(
 
     llm = LLM(str(folder), **engine_arguments(run, folder, tokens))
     page_tokens = llm.llm_engine.vllm_config.cache_config.block_size
-    _tell("start", seconds=time.monotonic() - begin, page_tokens=page_tokens)
+    _print_part("start", seconds=time.monotonic() - begin, page_tokens=page_tokens)
 
     llm.apply_model(widen_weights)
 
@@ -189,7 +189,7 @@ def engine(
     for level in levels if run == STOCK else (EXACT, LEAST):
         outputs = [ask([p], level, ANSWER_TOKENS, logprobs=0)[0].outputs[0] for p in prompts_of(folder, lengths, 1)]
         logprobs = [[next(iter(at.values())).logprob for at in output.logprobs] for output in outputs]
-        _tell("answers", level=level, tokens=[list(output.token_ids) for output in outputs], logprobs=logprobs)
+        _print_part("answers", level=level, tokens=[list(output.token_ids) for output in outputs], logprobs=logprobs)
     timed = prompts_of(folder, [tokens] * (repeats + 1), 2)
     for i, prompt in enumerate(timed):  # the first prompt is a warm-up
         for level in levels if i % 2 else levels[::-1]:
@@ -198,7 +198,7 @@ def engine(
             ask([prompt], level, 1)
             seconds = time.monotonic() - start
             counts = _difference(_totals(llm), before) if run == OURS else {}
-            _tell("ttft", level=level, seconds=seconds, is_warm_up=i == 0, **counts)
+            _print_part("ttft", level=level, seconds=seconds, is_warm_up=i == 0, **counts)
 
 
 def widen_weights(model: Any) -> None:
@@ -208,7 +208,7 @@ def widen_weights(model: Any) -> None:
             weights.data.mul_(WEIGHT_FACTOR)
 
 
-def _tell(part: str, **values: Any) -> None:
+def _print_part(part: str, **values: Any) -> None:
     print(json.dumps({"hybrid": part, **values}), flush=True)
 
 

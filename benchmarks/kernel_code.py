@@ -173,22 +173,16 @@ def _hash(text: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _machine_code(cubin: bytes) -> tuple[int, int, str]:
     """Return (registers, bytes of local memory, hash of the instructions without names and places of parameters)."""
-    import triton
+    from tests.helpers.offline_compiler import TOOLS, resource_usage
 
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
-        usage = run([tools / "cuobjdump", "-res-usage", file]).stdout
-        sass = run([tools / "nvdisasm", "-c", file]).stdout
+        command = [str(TOOLS / "nvdisasm"), "-c", str(file)]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     instructions = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*;)", sass, flags=re.M)
     text = re.sub(r"c\[0x0\]\[0x\w+\]", "c[parameter]", "\n".join(instructions))
-    registers, stack, local = (
-        int(re.search(rf"{name}:(\d+)", usage)[1])
-        for name in ("REG", "STACK", "LOCAL")  # type: ignore[index]
-    )
-    return registers, max(stack, local), _hash(re.sub(r"`\(.*?\)", "label", text))
+    return *resource_usage(cubin), _hash(re.sub(r"`\(.*?\)", "label", text))
 
 
 @app.command()

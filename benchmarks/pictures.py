@@ -11,7 +11,7 @@ and perplexity (÷ stock's). If a picture lacks a row, it is not drawn, the prog
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -128,9 +128,9 @@ def draw_ttft(ttft: Ttft, path: Path) -> None:
     for name, seconds in (("stock", ttft.stock), ("ours", ttft.ours)):
         label = {"stock": "stock vLLM", "ours": "sparse-prefill"}[name]
         axis.plot(list(seconds), list(seconds.values()), "o-", color=COLORS[name], label=label, linewidth=2)
-    for tokens, seconds in ttft.ours.items():
+    for tokens, ours_s in ttft.ours.items():
         text = f"{two_decimals(ttft.speed_ups[tokens])}×"
-        axis.annotate(text, (tokens, seconds), (0, -15), textcoords="offset points", ha="center", color=COLORS["ours"])
+        axis.annotate(text, (tokens, ours_s), (0, -15), textcoords="offset points", ha="center", color=COLORS["ours"])
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:g}")
@@ -196,9 +196,13 @@ def main(
     folder: Annotated[Path, typer.Option(help="Folder of ttft.png and curve.png.")] = Path("docs"),
 ) -> None:
     rows, failed = read_figures(results), False
-    for name, read, draw in (("ttft.png", ttft_of, draw_ttft), ("curve.png", curves_of, draw_curves)):
+    drawings: dict[str, Callable[[Path], None]] = {
+        "ttft.png": lambda path: draw_ttft(ttft_of(rows), path),
+        "curve.png": lambda path: draw_curves(curves_of(rows), path),
+    }
+    for name, draw in drawings.items():
         try:
-            draw(read(rows), folder / name)  # type: ignore[operator]
+            draw(folder / name)
             print(f"{folder / name} written")
         except MissingRowsError as error:
             print(f"{folder / name} not drawn; {results}: {error}")

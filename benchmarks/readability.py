@@ -137,6 +137,8 @@ def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def vllm_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield (line, statement) of each import of vLLM."""
     for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             modules.append(node.module or "")
@@ -147,7 +149,9 @@ def vllm_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def imported_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield (line, module) of each import of a test module; shared code belongs in ``tests.helpers``."""
     for node in ast.walk(tree):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        modules = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             modules = [node.module or "", *(f"{node.module or ''}.{alias.name}" for alias in node.names)]
         for module in modules:

@@ -29,7 +29,9 @@ from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.calibration.head_clusters import CPU_SIDE, DISTANCE, Clusters, head_clusters
 from vllm_sparse_backend.calibration.prompt_chunks import chunk_rows, paged
 from vllm_sparse_backend.cli.common import failures
+from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_kernels import PagedCache, SparseIndex
+from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods.flex_prefill.reference import fewest_with_mass, pool
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 from vllm_sparse_kernels.methods.share_prefill.reference import block_average, js_distance
@@ -116,6 +118,13 @@ class Prompt:
         return self.measure((kept & self.causal | self.diagonal).repeat_interleave(BLOCK_TOKENS, 1), head)
 
 
+def _groups_of(plan: Plan, layer: int) -> LayerPlan:
+    groups = plan.layer(layer)
+    if groups is None:
+        raise ValueError(f"layer {layer}: given a dense layer, expected heads of flex_vertical_slash")
+    return groups
+
+
 def heads_of_prompt(captured: Capture, clusters: Clusters, every: int) -> Iterator[Head]:
     """Yield the heads of every n-th captured layer, in order."""
     specs = [MethodSpec.parse(f"flex_vertical_slash:gamma={gamma}") for gamma in GAMMAS]
@@ -126,7 +135,7 @@ def heads_of_prompt(captured: Capture, clusters: Clusters, every: int) -> Iterat
     for layer in sorted(captured.scales)[::every]:
         q, k, v = (x[:num_tokens] for x in captured.read(layer))
         cache, scale = PagedCache(paged(k), paged(v)), captured.scales[layer]
-        indices = [select_layer(plan.layer(layer), q, cache, rows, scale) for plan in plans]
+        indices = [select_layer(_groups_of(plan, layer), q, cache, rows, scale) for plan in plans]
         group = q.shape[1] // k.shape[1]
         for i in range(q.shape[1]):
             yield head_of(

@@ -364,9 +364,8 @@ def lines(asking: Asking, done: Checked) -> list[str]:
 
 def _rare(report: MetricsReport) -> tuple[Counter[str], int, int, int]:
     """Return compiled kernels by phase, tensors outside the arena, and the guard's checks and trips."""
-    return report.by("compilations", "when"), *(
-        report.by(name).total() for name in ("arena_overflows", "guard_checks", "guard_trips")
-    )
+    beyond, checks, trips = (report.by(name).total() for name in ("arena_overflows", "guard_checks", "guard_trips"))
+    return report.by("compilations", "when"), beyond, checks, trips
 
 
 def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") -> None:

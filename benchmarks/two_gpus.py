@@ -35,7 +35,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -519,9 +519,11 @@ class TwoGpus:
         """Ask the questions, and compare answers and perplexity with those on a single GPU."""
         for spec, server in servers:
             endpoint = Endpoint.connect(spec.label, server.url)
-            contestant = Contestant(
-                spec.label, name_of_path(str(spec.model)), spec.label, lambda ready=endpoint: nullcontext(ready)
-            )
+
+            def ready(endpoint: Endpoint = endpoint) -> AbstractContextManager[Endpoint]:
+                return nullcontext(endpoint)
+
+            contestant = Contestant(spec.label, name_of_path(str(spec.model)), spec.label, ready)
             ask_all([contestant], workload, workload.key(spec.model.name), lab.report)
             single = label_of(spec.model, spec.setting, ONE)
             labels = list(dict.fromkeys((single, spec.label)))

@@ -116,12 +116,15 @@ class Needle(nn.Module):
         holds a constant, which queries and keys read. Keys are then equal except for their rotation. A query is that
         key rotated back by the head's distance, so their product is highest at this distance.
         """
-        embed, attention = self.model["embed_tokens"].weight, self.model["layers"][0].self_attn
+        embed = self.get_parameter("model.embed_tokens.weight")
         embed[:, 0] = CONSTANT * embed.std()
         half = self.config["head_dim"] // 2
         turns = self.config["rope_theta"] ** (-torch.arange(half) / half)
         size = CONTRAST * (turns > 0.1)  # slow channels do not separate neighbours
-        q, k = (attention[name].weight.unflatten(0, (-1, 2 * half)) for name in ("q_proj", "k_proj"))
+        q, k = (
+            self.get_parameter(f"model.layers.0.self_attn.{name}.weight").unflatten(0, (-1, 2 * half))
+            for name in ("q_proj", "k_proj")
+        )
         # Random contributions of other channels would hide it.
         q *= 0.2
         k *= 0.2
@@ -135,11 +138,10 @@ class Needle(nn.Module):
         half, device = self.config["head_dim"] // 2, ids.device
         turns = self.config["rope_theta"] ** (-torch.arange(half, device=device) / half)
         angles = torch.arange(ids.shape[1], device=device)[:, None] * turns
-        embed, layers, norm = (self.model[name] for name in ("embed_tokens", "layers", "norm"))
-        x = embed(ids)
+        x = self.model["embed_tokens"](ids)
         if torch.is_autocast_enabled(device.type):
             x = x.to(torch.get_autocast_dtype(device.type))
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for layer in layers:
+        for layer in self.model["layers"].children():
             x = layer(x, cos, sin)
-        return F.linear(norm(x), embed.weight)
+        return F.linear(self.model["norm"](x), self.get_parameter("model.embed_tokens.weight"))

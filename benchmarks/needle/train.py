@@ -87,7 +87,7 @@ def train(
 ) -> list[dict[str, Any]]:
     decayed = [p for p in net.parameters() if p.dim() == 2]
     plain = [p for p in net.parameters() if p.dim() != 2]
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
     curriculum, log = Curriculum(recipe), []
     recent: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=LOG_EVERY)
@@ -106,14 +106,15 @@ def train(
         recent.append((nats.detach(), right))
         step, seen = step + 1, seen + batch.ids.numel()
         if step % LOG_EVERY == 0:
-            nats, right = (torch.stack(column).mean(0).tolist() for column in zip(*recent))
+            mean_nats, mean_right = (torch.stack(column).mean(0).tolist() for column in zip(*recent))
             row = {
                 "step": step, "seconds": round(time.monotonic() - began, 1), "million_tokens": round(seen / 1e6, 2),
-                "length": curriculum.tokens, "nats": [round(x, 4) for x in nats], "right": [round(x, 4) for x in right],
+                "length": curriculum.tokens, "nats": [round(x, 4) for x in mean_nats],
+                "right": [round(x, 4) for x in mean_right],
             }  # fmt: skip
             log.append(row)
             print(json.dumps(row), flush=True)
-            curriculum.move(progress, right[1])
+            curriculum.move(progress, mean_right[1])
     return log
 
 

@@ -280,3 +280,39 @@ def test_kernels_of_low_rank_compile_once_and_leave_room_for_others() -> None:
         assert programs * 256 * figures[name]["registers"] <= REGISTERS, name
         assert programs * (figures[name]["shared_bytes"] + 1024) <= SHARED_BYTES, name
     assert figures["_maps_kernel"]["shared_bytes"] <= 99 << 10, "cards of less shared memory run the same program"
+
+
+COMPILE_ANCHORS = """
+import json, sys
+import torch
+from tests.helpers.batches import random_batch
+from tests.helpers.offline_compiler import Code, Recorder, card
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.anchor_attention import method as anchors
+
+recorders = {name: Recorder(getattr(anchors, name)) for name in ("anchor_kernel", "vote_kernel", "stripes_kernel")}
+recorders["blocks_kernel"] = Recorder(anchors.blocks_kernel)
+for name, recorder in recorders.items():
+    setattr(anchors, name, recorder)
+head_dim = int(sys.argv[1])
+with card(90):
+    for lengths in ([(3000, 300)], [(0, 200), (600, 70)]):
+        method, batch = anchors.AnchorAttention(), random_batch(lengths, 8, 2, head_dim, 128, torch.float16)
+        index = SparseIndex.allocate(batch.rows, 8, 64, dict.fromkeys(range(8), method.stripe_layout(batch.rows)))
+        method.select(batch.q, batch.cache, index, torch.arange(8, dtype=torch.int32), batch.scale)
+code = Code.of(recorders["anchor_kernel"].compiled[0])
+first_exit = code.places("EXIT")[0]
+print(json.dumps({
+    "loads_before_exit": code.count(r"LDG[\\w.]*", 0, first_exit),
+    "variants": {name: len({id(compiled) for compiled in recorder.compiled}) for name, recorder in recorders.items()},
+}))
+"""
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_tile_knows_its_window_after_a_single_load(head_dim: int) -> None:
+    """The compiler moves the loads of the tile's row after the exit of tiles without candidates. If the window's start
+    depended on another load, each program would wait for memory once more before it can load its queries."""
+    report = json.loads(printed_by("-c", COMPILE_ANCHORS, str(head_dim)))
+    assert report["loads_before_exit"] == 1
+    assert report["variants"] == dict.fromkeys(report["variants"], 1)

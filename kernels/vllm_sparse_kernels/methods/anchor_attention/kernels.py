@@ -27,6 +27,12 @@ GROUP_FIELDS = Constant(4)
 FIRST_TILE, NUM_TILES, LIST_OFFSET = Constant(1), Constant(2), Constant(3)
 """Columns after the first of the groups' table."""
 
+TILE_FIELDS = Constant(2)
+"""Columns of the tiles' table: start of the window, offset of the group's list."""
+
+TILE_LIST_OFFSET = Constant(1)
+"""Column after the first of the tiles' table."""
+
 
 class VoteShape(NamedTuple):
     """Compile-time sizes of the kernels that multiply; every field is a ``tl.constexpr``."""
@@ -97,7 +103,7 @@ class GroupArgs(NamedTuple):
 
     table: Any  # [num_groups, GROUP_FIELDS] int32
     row_starts: Any  # [num_rows + 1] int32, a row's first group
-    tile_groups: Any  # [num_tiles] int32, a tile's group
+    tile_windows: Any  # [num_tiles, TILE_FIELDS] int32, what a tile needs of its group, in one load
     words: Any  # [num_heads, num_words] int32, the lowest bit for the first key
     num_words: int  # a multiple of 16, so that no batch requires a new variant of a kernel
 
@@ -132,7 +138,7 @@ def anchor_kernel(
     i_tile = num_tiles - 1 - tl.program_id(0)  # the last tiles of a group have the longest windows: they come first
     i_head = tl.load(heads + tl.program_id(1))
     i_row, token, length, first = load_tile(tiles, i_tile)
-    start = tl.load(groups.table + tl.load(groups.tile_groups + i_tile) * GROUP_FIELDS)
+    start = tl.load(groups.tile_windows + i_tile * TILE_FIELDS)
     if start > SHAPE.INITIAL:
         o_m = tl.arange(0, VOTING.BLOCK_M)
         o_d = tl.arange(0, SHAPE.BLOCK_D)
@@ -313,9 +319,9 @@ def blocks_kernel(
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
-    group = groups.table + tl.load(groups.tile_groups + i_tile) * GROUP_FIELDS
-    words = groups.words + i_head * groups.num_words + tl.load(group + LIST_OFFSET) // WORD
-    start = tl.load(group) // INDEX_N  # may be negative
+    window = groups.tile_windows + i_tile * TILE_FIELDS
+    words = groups.words + i_head * groups.num_words + tl.load(window + TILE_LIST_OFFSET) // WORD
+    start = tl.load(window) // INDEX_N  # may be negative
     _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
     target = list_of(index, i_head, i_tile)
     count = 0

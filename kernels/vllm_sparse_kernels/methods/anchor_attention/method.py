@@ -95,6 +95,7 @@ from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     GROUP_FIELDS,
+    TILE_FIELDS,
     WORD,
     GroupArgs,
     VoterArgs,
@@ -216,13 +217,14 @@ class Groups(NamedTuple):
         of_rows: Groups, by row.
         table: [num_groups, GROUP_FIELDS] int32.
         row_starts: [num_rows + 1] int32, the number of each row's first group.
-        tile_groups: [num_tiles] int32, the number of each tile's group.
+        tile_windows: [num_tiles, TILE_FIELDS] int32, each tile's window start and list offset. Kernels that run for
+            each tile would otherwise wait for the number of the tile's group before they can load them.
     """
 
     of_rows: list[list[Group]]
     table: torch.Tensor
     row_starts: torch.Tensor
-    tile_groups: torch.Tensor
+    tile_windows: torch.Tensor
 
     @property
     def num_candidates(self) -> int:
@@ -249,17 +251,17 @@ class Groups(NamedTuple):
         groups = [group for of_row in of_rows for group in of_row]
         table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
         row_starts = [0, *accumulate(len(of_row) for of_row in of_rows)]
-        tile_groups = [number for number, group in enumerate(groups) for _ in range(group.num_tiles)]
+        tile_windows = [field for group in groups for field in (group.start, group.offset) * group.num_tiles]
         # One copy for all three. Each begins at a multiple of 16 bytes, because Triton would otherwise compile new
         # variants.
         row_starts_end = len(table) + len(row_starts)
         padding = [0] * (-row_starts_end % GROUP_FIELDS.value)
-        on_device = to_device(table + row_starts + padding + tile_groups, torch.int32, rows.device)
+        on_device = to_device(table + row_starts + padding + tile_windows, torch.int32, rows.device)
         return Groups(
             of_rows,
             on_device[: len(table)].view(-1, GROUP_FIELDS.value),
             on_device[len(table) : row_starts_end],
-            on_device[row_starts_end + len(padding) :],
+            on_device[row_starts_end + len(padding) :].view(-1, TILE_FIELDS.value),
         )
 
 
@@ -403,7 +405,7 @@ class AnchorAttention(PerHead):
         voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
         words = empty(index.num_heads, num_words, dtype=torch.int32)
-        args = GroupArgs(groups.table, groups.row_starts, groups.tile_groups, words, num_words)
+        args = GroupArgs(groups.table, groups.row_starts, groups.tile_windows, words, num_words)
         self._vote(q, cache, index, heads, scale, voters, groups, args)
         self._list(index, heads, groups, args)
 
