@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from vllm_sparse_backend.serving.hooks import HOOKS, PARTS, Hook, Part
+from vllm_sparse_backend.serving.hooks import HOOKS, READ_CLASSES, Hook, ReadClass
 
 PACKAGE = Path(__file__).parents[1] / "vllm_sparse_backend"
 BACKENDS = "vllm/v1/attention/backends"
@@ -66,13 +66,18 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def check(tree: Path, package: Path = PACKAGE, hooks: Sequence[Hook] = HOOKS, parts: Sequence[Part] = PARTS) -> Checked:
+def check(
+    tree: Path,
+    package: Path = PACKAGE,
+    hooks: Sequence[Hook] = HOOKS,
+    classes: Sequence[ReadClass] = READ_CLASSES,
+) -> Checked:
     """Compare ``package`` with the sources in ``tree``."""
     names = sorted(set(imported(package)))
     missing = [f"{where}: {module} has no {name}" for where, module, name in names if not provides(tree, module, name)]
     methods = [method for override in OVERRIDES for method in overridden(tree, package, override)]
     refused = [problem for _, problem in methods if problem is not None]
-    problems = (*missing, *refused, *unfit(tree, hooks, parts))
+    problems = (*missing, *refused, *unfit(tree, hooks, classes))
     return Checked(len(names), len(methods), len(hooks), problems)
 
 
@@ -189,7 +194,7 @@ def members(tree: Path, module: str, owner: str) -> dict[str, Function | None] |
     return dict.fromkeys(target.id for target in annotated if isinstance(target, ast.Name)) | functions
 
 
-def unfit(tree: Path, hooks: Sequence[Hook], parts: Sequence[Part]) -> Iterator[str]:
+def unfit(tree: Path, hooks: Sequence[Hook], classes: Sequence[ReadClass]) -> Iterator[str]:
     """Yield everything that hooks expect but the sources lack."""
     for hook in hooks:
         name = ".".join(part for part in (hook.module, hook.owner, hook.function) if part)
@@ -201,10 +206,10 @@ def unfit(tree: Path, hooks: Sequence[Hook], parts: Sequence[Part]) -> Iterator[
         known = {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
         if lacking := [parameter for parameter in hook.expects if parameter not in known]:
             yield f"{name} has no {', '.join(lacking)}"
-    for part in parts:
-        there = members(tree, part.module, part.owner) or {}
-        if lacking := [name for name in part.names if name not in there]:
-            yield f"{part.module}.{part.owner} has no {', '.join(lacking)}"
+    for read in classes:
+        there = members(tree, read.module, read.owner) or {}
+        if lacking := [name for name in read.names if name not in there]:
+            yield f"{read.module}.{read.owner} has no {', '.join(lacking)}"
 
 
 def main(

@@ -76,7 +76,7 @@ def _constructor(type_name: str, fields: tuple[str, ...]) -> Any:
 
 
 @aggregate
-class Tile:
+class TilePointer:
     """A tile of ``Rows.tiles``, whose fields are loaded when they are read."""
 
     fields: gl.tensor  # [FIELDS] int32 by pointer
@@ -109,9 +109,9 @@ class Tile:
             num: Number of tiles to advance.
 
         Returns:
-            A ``Tile``.
+            A ``TilePointer``.
         """
-        return Tile(self.fields + num * FIELDS)
+        return TilePointer(self.fields + num * FIELDS)
 
 
 @gluon.jit
@@ -123,9 +123,9 @@ def tile_of(tiles, i_tile):
         i_tile: Number of the tile.
 
     Returns:
-        A ``Tile``.
+        A ``TilePointer``.
     """
-    return Tile(tiles + i_tile * FIELDS)
+    return TilePointer(tiles + i_tile * FIELDS)
 
 
 @aggregate
@@ -308,7 +308,7 @@ def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 
 
 __all__ = [
-    "Channel", "Counter", "TensorDescriptor", "Tile", "aggregate", "async_copy", "barrier", "bulk_descriptor",
+    "Channel", "Counter", "TensorDescriptor", "TilePointer", "aggregate", "async_copy", "barrier", "bulk_descriptor",
     "bulk_load", "bulk_steps", "fence_async_shared", "gather_load", "gl", "gluon", "larger_pairs", "mbarrier",
     "new_barriers", "new_counter", "reinterpret", "tile_of", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.rows import TILE_TOKENS
+from vllm_sparse_kernels.rows import ceil_div
 
 EDGES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 """Upper ends of all buckets but the last. A share that equals an end belongs to the bucket that ends there."""
@@ -43,16 +43,23 @@ COUNT_EVERY = 8
 a head, the kernel reads the stored shares of all blocks of the tile again."""
 
 
-def counted_head(position: int) -> int:
-    """Return which of ``COUNT_EVERY`` consecutive selected heads is counted in a tile.
+CHUNK_ROWS = 64
+"""Rows per program of ``_add_share_counts_kernel``."""
+
+
+@triton.jit
+def counted_head(position, TILE: tl.constexpr, EVERY: tl.constexpr):
+    """Return which of EVERY consecutive selected heads is counted in a tile. Host code calls ``counted_head.fn``.
 
     Args:
         position: Position of the tile's first query in its sequence.
+        TILE: ``TILE_TOKENS``.
+        EVERY: ``COUNT_EVERY``.
 
     Returns:
-        A number below ``COUNT_EVERY``.
+        A number below EVERY.
     """
-    return position // TILE_TOKENS % COUNT_EVERY
+    return position // TILE % EVERY
 
 
 def count_shares(counts: torch.Tensor, shares: torch.Tensor, lifted: int) -> None:
@@ -75,17 +82,18 @@ def count_shares(counts: torch.Tensor, shares: torch.Tensor, lifted: int) -> Non
 
 
 def merge_counts(counts: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Combine two lines of counts. Does not wait for the device.
+    """Combine pairs of lines of counts. Does not wait for the device.
 
     Args:
-        counts: [FIELDS] int64.
-        others: [FIELDS] int64.
+        counts: [..., FIELDS] int64.
+        others: [..., FIELDS] int64, of the same shape.
 
     Returns:
-        [FIELDS] int64.
+        [..., FIELDS] int64.
     """
     merged = counts + others
-    merged[LOST.value] = torch.maximum(counts[LOST.value], others[LOST.value])
+    lost = LOST.value
+    torch.maximum(counts[..., lost], others[..., lost], out=merged[..., lost])
     return merged
 
 
@@ -130,26 +138,26 @@ def add_share_counts(row_counts: torch.Tensor, totals: torch.Tensor, i_total: in
         totals: [n, FIELDS] int64 on the same device; line ``i_total`` is written.
         i_total: Number of the line.
     """
-    _add_share_counts_kernel[(1,)](row_counts, totals, i_total, row_counts.shape[0], num_warps=1)
+    num_rows = row_counts.shape[0]
+    _add_share_counts_kernel[(ceil_div(num_rows, CHUNK_ROWS),)](row_counts, totals, i_total, num_rows, CHUNK=CHUNK_ROWS)
 
 
 @triton.jit(do_not_specialize=["i_total", "num_rows"])
-def _add_share_counts_kernel(row_counts, totals, i_total, num_rows):
-    """Add the counts of all rows to ``totals[i_total]``. Grid: (1,). Bound by launch latency.
+def _add_share_counts_kernel(row_counts, totals, i_total, num_rows, CHUNK: tl.constexpr):
+    """Add the counts of CHUNK rows per program to ``totals[i_total]``.
+
+    Grid: (⌈num_rows / CHUNK⌉,). Bound by launch latency.
 
     Args:
         row_counts: [num_rows, FIELDS] int64.
         totals: [n, FIELDS] int64; written.
         i_total: Line of ``totals``.
         num_rows: Number of rows.
+        CHUNK: Rows of a program.
     """
+    o_r = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     o_f = tl.arange(0, FIELDS)
-    b_sum = tl.zeros([FIELDS], tl.int64)
-    b_most = tl.zeros([FIELDS], tl.int64)
-    for row in range(num_rows):
-        b_row = tl.load(row_counts + row * FIELDS + o_f)
-        b_sum += b_row
-        b_most = tl.maximum(b_most, b_row)
+    b_rows = tl.load(row_counts + o_r[:, None] * FIELDS + o_f[None, :], mask=(o_r < num_rows)[:, None], other=0)
     target = totals + i_total * FIELDS + o_f
-    tl.atomic_add(target, b_sum, mask=o_f != LOST, sem="relaxed")
-    tl.atomic_max(target, b_most, mask=o_f == LOST, sem="relaxed")
+    tl.atomic_add(target, tl.sum(b_rows, 0), mask=o_f != LOST, sem="relaxed")
+    tl.atomic_max(target, tl.max(b_rows, 0), mask=o_f == LOST, sem="relaxed")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.vllm_sources import check
-from vllm_sparse_backend.serving.hooks import EVERY, HOOKS, Hook, Part
+from vllm_sparse_backend.serving.hooks import EVERY, HOOKS, Hook, ReadClass
 
 SPEC = importlib.util.find_spec("vllm")
 ASKING_MORE = """\
@@ -43,7 +43,7 @@ def test_what_is_not_there_is_named(tree: Path, tmp_path: Path) -> None:
         for owner, function, expects in (("Request", "leave", ()), ("NoRequest", "__init__", ()),
                                          ("Request", "__init__", ("request_id", "moon")))
     ]  # fmt: skip
-    result = check(tree, tmp_path, hooks, [Part(EVERY, REQUEST, "Request", ("__init__", "moons"))])
+    result = check(tree, tmp_path, hooks, [ReadClass(EVERY, REQUEST, "Request", ("__init__", "moons"))])
     forward = (
         "serving/worker/impl.py: SparsePrefillImpl.forward does not take key, value, kv_cache, attn_metadata, output"
     )

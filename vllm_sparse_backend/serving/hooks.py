@@ -393,7 +393,7 @@ class Hook(NamedTuple):
     why: str
 
 
-class Part(NamedTuple):
+class ReadClass(NamedTuple):
     """A class of vLLM that wrappers read, and the fields or methods that it must have."""
 
     where: str
@@ -438,15 +438,15 @@ HOOKS = (
     Hook(UNNUMBERED, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",),
          _batch_told, "the rows of a step are mapped to requests"),
 )
-PARTS = (
-    Part(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
-    Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params", "prompt_token_ids")),
-    Part(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
+READ_CLASSES = (
+    ReadClass(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
+    ReadClass(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params", "prompt_token_ids")),
+    ReadClass(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
          ("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens")),
-    Part(WORKER, "vllm.v1.worker.gpu_worker", "Worker", FOR_NO_REQUEST),
-    Part(OLDER, "vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids",)),
-    Part(NEWER, "vllm.v1.worker.gpu.states", "RequestState", ("index_to_req_id",)),
-    Part(UNNUMBERED, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),
+    ReadClass(WORKER, "vllm.v1.worker.gpu_worker", "Worker", FOR_NO_REQUEST),
+    ReadClass(OLDER, "vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids",)),
+    ReadClass(NEWER, "vllm.v1.worker.gpu.states", "RequestState", ("index_to_req_id",)),
+    ReadClass(UNNUMBERED, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),
 )
 # fmt: on
 
@@ -544,10 +544,10 @@ def numbers_rows(vllm_config: Any) -> bool:
 
 def _install(where: str) -> None:
     """Install the hooks of a kind of process. Raises ConfigurationError if vLLM lacks anything they expect."""
-    for part in PARTS:
-        if part.where == where:
-            owner = owner_of(part.module, part.owner)
-            if missing := [name for name in part.names if name not in names_of(owner)]:
+    for read in READ_CLASSES:
+        if read.where == where:
+            owner = owner_of(read.module, read.owner)
+            if missing := [name for name in read.names if name not in names_of(owner)]:
                 raise _misfit(f"{_path(owner)} has no {', '.join(missing)}")
     for hook in HOOKS:
         if hook.where == where:

@@ -130,7 +130,7 @@ with compiling_for():
         )
         pairs = torch.tensor(pairs_of(rows, 0, rows.num_tiles, {0: 0}), dtype=torch.int32).view(-1, 3)
         scratch = hopper.room(8, rows.num_tiles, context_len + query_len, Workspace(torch.device("cpu")))
-        selected = Selected(torch.arange(8, dtype=torch.int32), torch.zeros(8), torch.zeros(8), 0.2, 4)
+        selected = Selected(torch.arange(8, dtype=torch.int32), torch.zeros(8), 0.2, 4)
         run = Run(0, rows.num_tiles, context_len + query_len, pairs)
         target = torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16)
         hopper.masses(rounded, selected, rows.tiles, run, scratch, target)

@@ -232,7 +232,7 @@ def test_rows_add_up() -> None:
     generator = torch.Generator().manual_seed(5)
     totals = torch.zeros(3, FIELDS.value, dtype=torch.int64, device=DEVICE)
     expected = torch.zeros(FIELDS.value, dtype=torch.int64)
-    for num_rows in (1, 5, 2):
+    for num_rows in (1, 5, 2, 200):
         rows = torch.randint(0, 1 << 40, (num_rows, FIELDS.value), generator=generator)
         add_share_counts(rows.to(DEVICE), totals, 1)
         for row in rows:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.batches import random_batch, random_index
@@ -30,6 +31,18 @@ from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
 from vllm_sparse_kernels import share_counts
 
 MIN_TOKENS = 120
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that launch a kernel on a device: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
 
 
 class TestTally:
@@ -94,11 +107,34 @@ class TestTally:
         for share in (0.5, 0.75, 0.875):
             counts.zero_()
             share_counts.count_shares(counts[0], torch.tensor([share]), lifted=0)
-            tally.add_pairs(index, 0)
+            add_pairs([(0, 200, tally)], index)
         counts.fill_(-1)
         assert tally.least_kept_share == 0.5
         assert tally.share_counts is not None
         assert int(tally.share_counts[: len(share_counts.EDGES) + 1].sum()) == 3
+
+    @pytest.mark.parametrize(("counts_shares", "launches_per_report"), [(False, 2), (True, 4)])
+    def test_another_report_in_a_step_costs_few_launches(self, counts_shares: bool, launches_per_report: int) -> None:
+        """The pairs of all lists are computed once, and each report adds its sums."""
+        batch = random_batch([(0, 200), (50, 300), (0, 70), (130, 129)], 4, 2, 16, 16)
+        shares = torch.arange(4 * share_counts.FIELDS.value).view(4, -1)
+        index = replace(random_index(batch, 64, 0.5), kept_shares=shares if counts_shares else None)
+        launches_by_reports = []
+        for num_reports in (1, 4):
+            tallies = [Tally(DEFAULT) for _ in range(num_reports)]
+            spans = [(first, first + 1, tally) for first, tally in zip(batch.rows.tokens, tallies)]
+            add_pairs(spans, index)
+            with Launches() as launches:
+                add_pairs(spans, index)
+            launches_by_reports.append(launches.count)
+            for row, tally in enumerate(tallies):
+                in_row = torch.tensor([tile.row == row for tile in batch.rows.tile_list])
+                assert tally.listed_pairs is not None
+                assert int(tally.listed_pairs) == 2 * int(index.listed_pairs()[:, in_row].sum())
+                twice = share_counts.merge_counts(shares[row], shares[row]) if counts_shares else None
+                assert twice is None or torch.equal(tally.share_counts, twice)
+        assert launches_by_reports[0] <= 2 + launches_per_report
+        assert launches_by_reports[1] <= 2 + 4 * launches_per_report
 
     def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
         """Clients choose the ids, which may be equal to, or begin with, the id of another request."""

@@ -45,7 +45,12 @@ COUNTER_RANGE = 1 << 64
 """Number of distinct values of a counter on the device, which wraps around."""
 
 _dummy_runs = 0
-"""Dummy runs that this process is in. vLLM does not show a metadata builder whether a step is one."""
+"""Dummy runs that this process is in.
+
+This is state of the module because vLLM has no place for it. A dummy run is known only to the wrapper of the worker's
+method (``hooks``), and vLLM passes neither this method's name nor a flag to metadata builders. Our ``Worker`` cannot
+hold it either: layers create it within the first of these runs.
+"""
 
 
 @contextmanager

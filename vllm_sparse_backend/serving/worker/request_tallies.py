@@ -67,18 +67,18 @@ class Tally:
             self.dense_tokens += dense
             self.sparse_tokens += row.query_len - dense
 
-    def add_pairs(self, index: SparseIndex, row: int) -> None:
+    def add_pairs(self, index: SparseIndex, row: int, listed_pairs: torch.Tensor) -> None:
         """Add the pairs and the kept shares of one row of an index. Does not wait for the device.
 
         Args:
             index: The keys that a layer selected.
             row: Number of the row in the index.
+            listed_pairs: ``index.listed_pairs()``, [num_heads, num_tiles] on the device.
         """
         rows = index.rows
         table = rows.block_table[row : row + 1]
         single_row = Rows((0,), rows.query_lens[row : row + 1], rows.context_lens[row : row + 1], table)
-        tiles = [i for i, tile in enumerate(rows.tile_list) if tile.row == row]
-        listed = index.listed_pairs()[:, tiles[0] : tiles[-1] + 1].sum()
+        listed = listed_pairs[:, rows.tile_starts[row] : rows.tile_starts[row + 1]].sum()
         self.listed_pairs = listed if self.listed_pairs is None else self.listed_pairs + listed
         self.masked_pairs += index.num_heads * single_row.masked_pairs(index.block_tokens)
         self.causal_pairs += index.num_heads * causal_pairs(single_row)
@@ -245,7 +245,8 @@ def add_pairs(spans: Spans, index: SparseIndex) -> None:
         spans: Tokens of the step that belong to a tally.
         index: The keys that a layer selected for rows of the step.
     """
+    listed_pairs = index.listed_pairs()
     for row, token in enumerate(index.rows.tokens):
         for first, stop, tally in spans:
             if first <= token < stop:
-                tally.add_pairs(index, row)
+                tally.add_pairs(index, row, listed_pairs)

@@ -73,7 +73,7 @@ def warm_up(
     cache, table = _cache_for_batches(spec, device, order)
     picker = EnginePicker(engine)
     with warming_up():
-        warm_ups = _warm_ups_by_kind(impls, cache, table)
+        warm_ups = _warm_ups_by_key(impls, cache, table)
         _choose_engines(warm_ups.values(), picker, gather)
         for distinct in warm_ups.values():
             distinct.run()
@@ -98,24 +98,24 @@ def _cache_for_batches(
     return cache, table
 
 
-Kind = tuple[Layer, bool]
-"""The plan of a layer at a level, and whether the layer has learnt sinks. Equal kinds get the same engines."""
+EngineKey = tuple[Layer, bool]
+"""The plan of a layer at a level, and whether the layer has learnt sinks. Equal keys get the same engines."""
 
 
-def _kind_of(impl: SparsePrefillImpl, level: LayerLevel) -> Kind:
+def _engine_key(impl: SparsePrefillImpl, level: LayerLevel) -> EngineKey:
     return level.layer, impl.sinks is not None
 
 
-def _warm_ups_by_kind(
+def _warm_ups_by_key(
     impls: Sequence[SparsePrefillImpl], cache: PagedCache, table: torch.Tensor
-) -> dict[Kind, "WarmUp"]:
-    """Return a warm-up for each kind among all levels of the layers, on the first layer of that kind."""
-    warm_ups: dict[Kind, WarmUp] = {}
+) -> dict[EngineKey, "WarmUp"]:
+    """Return a warm-up for each key among all levels of the layers, on the first layer with that key."""
+    warm_ups: dict[EngineKey, WarmUp] = {}
     for impl in impls:
         for level in impl.levels.values():
-            kind = _kind_of(impl, level)
-            if kind not in warm_ups:
-                warm_ups[kind] = WarmUp(impl, level.layer, cache, table)
+            key = _engine_key(impl, level)
+            if key not in warm_ups:
+                warm_ups[key] = WarmUp(impl, level.layer, cache, table)
     return warm_ups
 
 
@@ -130,11 +130,11 @@ def _choose_engines(
         agreed = picker.settle(gather(picker.passed_over))
 
 
-def _set_engines(impls: Sequence[SparsePrefillImpl], warm_ups: Mapping[Kind, "WarmUp"]) -> None:
-    """Give all levels of the layers the engines that were chosen for their kinds."""
+def _set_engines(impls: Sequence[SparsePrefillImpl], warm_ups: Mapping[EngineKey, "WarmUp"]) -> None:
+    """Give all levels of the layers the engines that were chosen for their keys."""
     for impl in impls:
         impl.levels = {
-            name: replace(level, layer=warm_ups[_kind_of(impl, level)].layer) for name, level in impl.levels.items()
+            name: replace(level, layer=warm_ups[_engine_key(impl, level)].layer) for name, level in impl.levels.items()
         }
 
 

@@ -50,7 +50,7 @@ class TileLists(NamedTuple):
     num_tiles: Any
 
 
-class KeySource(NamedTuple):
+class KeyValueSource(NamedTuple):
     """The keys and values of one row and kv head."""
 
     cache: Any  # KeyArgs with values
@@ -189,7 +189,7 @@ def attend_kernel(
         num_full = tl.where(length > 0, num_full, 0)
         num_blocks = tl.where(length > 0, num_blocks, 0)
     lists = TileLists(blocks, num_full, num_blocks, tile_first, first, index, i_head, i_tile, num_tiles)
-    source = KeySource(cache, k_matrix, v_matrix, matrix, table, i_kv, tile_end, smooth_matrix)
+    source = KeyValueSource(cache, k_matrix, v_matrix, matrix, table, i_kv, tile_end, smooth_matrix)
     softmax = Softmax(b_acc, b_max, b_sum)
     softmax = _walk_by_head(b_q, smooth, int8_heads, i_row, lists, source, scale, margin, softmax, SHAPE)
 

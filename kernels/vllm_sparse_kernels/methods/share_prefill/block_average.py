@@ -59,7 +59,7 @@ class Spans(NamedTuple):
         )
 
 
-class QueryArgs(NamedTuple):
+class ScaledQueries(NamedTuple):
     """Queries and the softmax's scale as arguments of kernels; head_dim is contiguous."""
 
     q: Any
@@ -112,7 +112,7 @@ class BlockAverages:
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float, spans: Spans,
         clusters: torch.Tensor,
     ) -> None:  # fmt: skip
-        self.queries = QueryArgs(q, q.stride(0), q.stride(1), scale)
+        self.queries = ScaledQueries(q, q.stride(0), q.stride(1), scale)
         keys = key_args(cache, index.rows.block_table)
         # If the kernel is compiled with this stride, it loads a page's keys by one address.
         self.keys = keys._replace(stride_token=tl.constexpr(keys.stride_token))
@@ -184,7 +184,7 @@ def _last_queries_kernel(
     Grid: (heads, rows). Bound by latency: one tile of queries with its diagonal blocks.
 
     Args:
-        queries: QueryArgs, with the scale.
+        queries: ScaledQueries.
         keys: KeyArgs.
         heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
@@ -348,7 +348,7 @@ def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
     """Average the queries of a tile, and its scores with its diagonal blocks.
 
     Args:
-        queries: QueryArgs, with the scale.
+        queries: ScaledQueries.
         keys: KeyArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         i_tile: Number of the tile.

@@ -30,7 +30,7 @@ TILES_AT_ONCE = Constant(32)
 """Tiles whose weights are loaded at a time when the weights of a row are added up."""
 
 
-class Thresholds(NamedTuple):
+class SharingThresholds(NamedTuple):
     """δ and τ as arguments of kernels."""
 
     max_sparsity: float
@@ -103,8 +103,8 @@ def decide_kernel(
         stride_last: Elements between two rows of ``args.last_rows``.
         num_heads: Number n of heads to select.
         num_rows: Rows of the step.
-        thresholds: Thresholds.
-        queries: QueryArgs, with the scale.
+        thresholds: SharingThresholds.
+        queries: ScaledQueries.
         keys: KeyArgs.
         index: IndexArgs.
         num_map_programs: Programs that make maps.

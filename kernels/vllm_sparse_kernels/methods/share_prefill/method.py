@@ -80,7 +80,7 @@ from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.kernels import (
     ShareArgs,
-    Thresholds,
+    SharingThresholds,
     apply_patterns_kernel,
     decide_kernel,
     low_weights_kernel,
@@ -363,7 +363,7 @@ def _share(
     )  # fmt: skip
     stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
     num_map_programs = len(slots) * rows.num_tiles
-    thresholds = Thresholds(method.max_sparsity, method.max_distance)
+    thresholds = SharingThresholds(method.max_sparsity, method.max_distance)
     heads = {"HEADS": triton.next_power_of_2(num_heads)}
     decide_kernel[(num_map_programs + num_heads * num_rows,)](
         args, estimates.stride(0), stride_last, num_heads, num_rows, thresholds,

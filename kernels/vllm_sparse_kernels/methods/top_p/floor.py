@@ -26,7 +26,7 @@ from vllm_sparse_kernels.methods.top_p.choice import ADDED, CHOSEN, KEY_BLOCK
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.parameters import on_device
-from vllm_sparse_kernels.share_counts import FIELDS, LIFTED, LOST, SUM
+from vllm_sparse_kernels.share_counts import FIELDS, LIFTED, LOST, SUM, counted_head
 
 QUERIES = 32
 """Queries of one program. In a tile with flat attention, every query may be below its target."""
@@ -72,6 +72,19 @@ class StoredShares(NamedTuple):
     scratch: Any  # ``Scratch`` of the engine, filled by its ``masses``
     codes: torch.Tensor  # [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16
     span_tokens: int  # keys of a span of ``scratch.parts``
+
+
+class QueryCodes(NamedTuple):
+    """The stored codes of one query for the blocks before its tile that are not always kept."""
+
+    codes: Any  # pointer to the codes of the run
+    marks: Any  # pointer to the marks of the tile and head
+    place: Any  # number of the tile and head in the run
+    num_places: Any  # rounds or blocks of ``codes``
+    i_query: Any  # query of the tile
+    begin: Any  # first block after those at the sequence's beginning that are always kept
+    end: Any  # first block of those before the query that are always kept
+    top: Any  # the query's largest score, which half-precision scores refer to
 
 
 class Histogram(NamedTuple):
@@ -190,7 +203,8 @@ def _floor_kernel(
         i_query = _next_query(b_lacks, o_q, -1)
         while i_query < TILE:
             top, total, held = _at(b_top, o_q, i_query), _at(b_total, o_q, i_query), _at(b_held, o_q, i_query)
-            _mark_heaviest(codes, row, place, num_places, i_query, begin, end, top, total, held, floor, AS_BYTES, CHUNK)
+            query = QueryCodes(codes, row, place, num_places, i_query, begin, end, top)
+            _mark_heaviest(query, total, held, floor, AS_BYTES, CHUNK)
             i_query = _next_query(b_lacks, o_q, i_query)
 
 
@@ -301,76 +315,71 @@ def _held_of_halves(
 
 
 @triton.jit
-def _mark_heaviest(
-    codes, row, place, num_places, i_query, begin, end, top, total, held, floor, AS_BYTES: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+def _mark_heaviest(query, total, held, floor, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr):
     """Mark the fewest blocks of [begin, end), heaviest first, with which a query reaches the floor.
 
     Codes of blocks that are already kept are 0. ``held`` and ``total`` are in units of the exponentials.
     """
     LEAST: tl.constexpr = 1 if AS_BYTES else LEAST_HALF
-    b_first = _codes(codes, row, place, num_places, i_query, 0, begin, end, AS_BYTES, CHUNK)
+    b_first = _codes(query, 0, AS_BYTES, CHUNK)
     low, highest = LEAST, tl.max(b_first, 0)
-    for first in range(CHUNK, end, CHUNK):
-        b_codes = _codes(codes, row, place, num_places, i_query, first, begin, end, AS_BYTES, CHUNK)
+    for first in range(CHUNK, query.end, CHUNK):
+        b_codes = _codes(query, first, AS_BYTES, CHUNK)
         highest = tl.maximum(highest, tl.max(b_codes, 0))
-    left = _sum_from(codes, b_first, row, place, num_places, i_query, begin, end, low, top, AS_BYTES, CHUNK)
+    left = _sum_from(query, b_first, low, AS_BYTES, CHUNK)
     lack = floor * tl.minimum(total, held + left) - held
     if (lack > 0) & (highest >= low):
         too_high = highest + 1
         while too_high - low > 1:
             middle = (low + too_high) // 2
-            sum_here = _sum_from(
-                codes, b_first, row, place, num_places, i_query, begin, end, middle, top, AS_BYTES, CHUNK
-            )
-            reached = sum_here >= lack
+            reached = _sum_from(query, b_first, middle, AS_BYTES, CHUNK) >= lack
             low = tl.where(reached, middle, low)
             too_high = tl.where(reached, too_high, middle)
-        above = _sum_from(codes, b_first, row, place, num_places, i_query, begin, end, low + 1, top, AS_BYTES, CHUNK)
-        size = _value(low, top, AS_BYTES)
+        above = _sum_from(query, b_first, low + 1, AS_BYTES, CHUNK)
+        size = _value(low, query.top, AS_BYTES)
         num_equal = tl.ceil(tl.minimum((lack - above) / tl.maximum(size, 1e-37), 1e9)).to(tl.int32)
         seen = 0
-        for first in range(0, end, CHUNK):
+        for first in range(0, query.end, CHUNK):
             b_codes = b_first
             if first > 0:
-                b_codes = _codes(codes, row, place, num_places, i_query, first, begin, end, AS_BYTES, CHUNK)
+                b_codes = _codes(query, first, AS_BYTES, CHUNK)
             b_equal = (b_codes == low).to(tl.int32)
             b_added = (b_codes > low) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
             seen += tl.sum(b_equal, 0)
-            tl.store(row + first + tl.arange(0, CHUNK), tl.full([CHUNK], ADDED, tl.uint8), mask=b_added)
+            tl.store(query.marks + first + tl.arange(0, CHUNK), tl.full([CHUNK], ADDED, tl.uint8), mask=b_added)
 
 
 @triton.jit
-def _sum_from(
-    codes, b_first, row, place, num_places, i_query, begin, end, least, top, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Sum the exponentials of one query in blocks whose codes are at least ``least``."""
-    total = tl.sum(tl.where(b_first >= least, _value(b_first, top, AS_BYTES), 0.0), 0)
-    for first in range(CHUNK, end, CHUNK):
-        b_codes = _codes(codes, row, place, num_places, i_query, first, begin, end, AS_BYTES, CHUNK)
-        total += tl.sum(tl.where(b_codes >= least, _value(b_codes, top, AS_BYTES), 0.0), 0)
+def _sum_from(query, b_first, least, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr):
+    """Sum the exponentials of one query in blocks whose codes are at least ``least``.
+
+    ``b_first`` [CHUNK] int32 are its first codes, which stay in registers.
+    """
+    total = tl.sum(tl.where(b_first >= least, _value(b_first, query.top, AS_BYTES), 0.0), 0)
+    for first in range(CHUNK, query.end, CHUNK):
+        b_codes = _codes(query, first, AS_BYTES, CHUNK)
+        total += tl.sum(tl.where(b_codes >= least, _value(b_codes, query.top, AS_BYTES), 0.0), 0)
     return total
 
 
 @triton.jit
-def _codes(
-    codes, row, place, num_places, i_query, first, begin, end, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
+def _codes(query, first, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr):
     """Load the codes of one query for blocks from ``first`` on, 0 for blocks that are already kept: [CHUNK] int32.
 
     A byte is its own code. The code of a half-precision number is its bits, mapped so that codes and numbers have the
     same order.
     """
     o_b = first + tl.arange(0, CHUNK)
-    b_inner = (o_b >= begin) & (o_b < end)
-    b_free = tl.load(row + o_b, mask=b_inner, other=CHOSEN) != CHOSEN
+    b_inner = (o_b >= query.begin) & (o_b < query.end)
+    b_free = tl.load(query.marks + o_b, mask=b_inner, other=CHOSEN) != CHOSEN
     if AS_BYTES:
-        o_byte = i_query * 16 + o_b % 4 * 4 + o_b % 16 // 4  # a word for each place in a step, a byte for each step
-        source = codes + place * num_places * (TILE * 16) + o_b // ROUND_BLOCKS * (TILE * 16) + o_byte
+        # A word for each place in a step, a byte for each step.
+        o_byte = query.i_query * 16 + o_b % 4 * 4 + o_b % 16 // 4
+        first_byte = query.place * query.num_places * (TILE * 16)
+        source = query.codes + first_byte + o_b // ROUND_BLOCKS * (TILE * 16) + o_byte
         return tl.where(b_free, tl.load(source, mask=b_inner, other=0).to(tl.int32), 0)
     else:
-        source = codes + place * num_places * TILE + o_b * TILE + i_query
+        source = query.codes + query.place * query.num_places * TILE + o_b * TILE + query.i_query
         b_u = tl.load(source, mask=b_inner, other=float("-inf"))
         b_u = tl.where(b_u == 0.0, 0.0, b_u).to(tl.float16)  # turn -0 into 0
         b_bits = b_u.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
@@ -416,7 +425,7 @@ def _count_kernel(
     """
     i_tile, first_query = tl.program_id(0), tl.program_id(2) * QUERIES
     i_row, _, length, position = load_tile(tiles, first_tile + i_tile)
-    i_selected = tl.program_id(1) * EVERY + position // TILE % EVERY
+    i_selected = tl.program_id(1) * EVERY + counted_head(position, TILE, EVERY)
     is_head = i_selected < num_selected
     floor = tl.load(shares.floors + i_selected, mask=is_head, other=0.0)
     selects = (floor > 0) & (tl.load(shares.kept_mass + i_selected, mask=is_head, other=1.0) < 1)

@@ -86,7 +86,7 @@ PERMUTED = True
 WIDEST = 256
 """Maximum number of channels for which a program's queries and keys fit into shared memory."""
 
-LEAST_EXPONENT, EXPONENTS = Constant(-24.0), Constant(63.75)
+LEAST_EXPONENT, EXPONENT_RANGE = Constant(-24.0), Constant(63.75)
 """Least exponent of a byte, and the range of exponents above it. The largest exponent rounds to the last byte,
 1.75 · 2^39."""
 
@@ -399,7 +399,7 @@ def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
     tile = work.place + W
     b_factor = gl.load(rounded.factors + work.query + W * TILE + o_m, valid, 0.0)
     b_top = gl.load(scratch.tops + tile * TILE + o_m, valid, 0.0)
-    b_factor, b_shift = b_factor / EXPONENTS, (-LEAST_EXPONENT - b_top) / EXPONENTS
+    b_factor, b_shift = b_factor / EXPONENT_RANGE, (-LEAST_EXPONENT - b_top) / EXPONENT_RANGE
     b_sum = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     b_word = gl.zeros([TILE, STEP_BLOCKS], gl.int32, layout)
     words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (TILE * 4)
@@ -417,7 +417,7 @@ def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
         keys.release(step)
         # Saturating between 0 and 1 clamps the exponent, also for a product that is not finite.
         b_share = _saturated(_block_maxima(b_s), b_factor[:, None] * b_step[None, :], b_shift[:, None])
-        b_x = gl.exp2(b_share * EXPONENTS + LEAST_EXPONENT)
+        b_x = gl.exp2(b_share * EXPONENT_RANGE + LEAST_EXPONENT)
         b_sum += b_x
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):

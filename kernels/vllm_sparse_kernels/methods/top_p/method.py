@@ -317,10 +317,10 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
         compact_blocks(None, index, heads)
         return
     device, workspace = inputs.q.device, index.workspace
-    most_share = on_device(tuple(head.most_share for head in methods), device)
     floors = tuple(head.floor for head in methods)
     floors_on_device = on_device(floors, device) if any(floors) else None
-    selected = Selected(heads, on_device(kept_mass, device), most_share, method.least_peak, inputs.group)
+    selected = Selected(heads, on_device(kept_mass, device), method.least_peak, inputs.group)
+    shares = Shares(selected.kept_mass, on_device(tuple(head.most_share for head in methods), device))
     kept_d, low_rank = method.kept_channels(inputs.cache.head_dim), method.is_low_rank(inputs.cache.head_dim)
     storage = Storage(kept_d, low_rank, stored_dtype(device))
     with workspace.frame():
@@ -332,19 +332,18 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
                 rounded = Rounded(queries, factors, queries.shape[1], keys, steps, keys.shape[1])
                 for run in slab.runs:
                     with workspace.frame():
-                        _select_run(kernels, method, rounded, selected, floors_on_device, index, run)
+                        _select_run(kernels, method, rounded, selected, shares, floors_on_device, index, run)
 
 
 def _select_run(
-    kernels: ModuleType, method: TopP, rounded: Rounded, selected: Selected, floors: torch.Tensor | None,
-    index: SparseIndex, run: Run,
+    kernels: ModuleType, method: TopP, rounded: Rounded, selected: Selected, shares: Shares,
+    floors: torch.Tensor | None, index: SparseIndex, run: Run,
 ) -> None:  # fmt: skip
     """Write the lists of a run. ``floors`` [n] float32; None if no head has a floor."""
     num_selected, workspace = selected.heads.shape[0], index.workspace
     scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    shares = Shares(selected.kept_mass, selected.most_share)
     choice = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
     if floors is None:
         write_block_lists(*choice)

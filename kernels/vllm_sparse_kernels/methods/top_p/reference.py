@@ -55,7 +55,8 @@ def select_top_p(
         tile = index.rows.tile_list[i_tile]
         chosen = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
         kept = chosen | below_floor(settings[head], shares, chosen)
-        if index.kept_shares is not None and turns[head] == share_counts.counted_head(tile.position):
+        turn = share_counts.counted_head.fn(tile.position, TILE_TOKENS, share_counts.COUNT_EVERY)
+        if index.kept_shares is not None and turns[head] == turn:
             count_kept_shares(settings[head], shares, chosen, kept, index.kept_shares[tile.row])
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))

@@ -64,7 +64,6 @@ class Selected(NamedTuple):
 
     heads: Any  # [num_selected] int32
     kept_mass: Any  # [num_selected] float32, p of each head
-    most_share: Any  # [num_selected] float32
     peak: float  # minimum share of a query's attention that keeps a block
     group: int  # query heads that share a kv head
 
