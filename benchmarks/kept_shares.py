@@ -46,6 +46,7 @@ from vllm_sparse_kernels.methods.top_p.reference import (
     fewest,
     peaks,
     round_to_e4m3,
+    scored_queries,
 )
 from vllm_sparse_kernels.rows import Rows
 
@@ -138,7 +139,8 @@ class _Step:
             }
             for method, result in zip(methods, results, strict=True):
                 estimate = shares[method.channels]
-                kept = _kept_blocks(method, estimate, tile.position)[:, None]
+                scored = scored_queries(method, tile.length_tokens).to(estimate.device)
+                kept = _kept_blocks(method, estimate[:, scored], tile.position)[:, None]
                 result.estimated.append(((estimate * kept).sum(-1) / estimate.sum(-1)).flatten())
                 result.true.append(((masses * kept).sum(-1) / masses.sum(-1)).flatten())
 
@@ -153,11 +155,13 @@ class _Step:
         """Return the scores of a tile [num_heads, queries, keys in whole blocks]; see ``causal_scores``."""
         tile = queries[:, :, first : first + length]
         products = tile.flatten(1, 2) @ keys[:, : position + length].mT
-        return causal_scores(products.unflatten(1, tile.shape[1:3]).flatten(0, 1), position, self.scale)
+        positions = torch.arange(position, position + length, device=queries.device)
+        return causal_scores(products.unflatten(1, tile.shape[1:3]).flatten(0, 1), positions, self.scale)
 
 
 def _kept_blocks(method: TopP, shares: torch.Tensor, position: int) -> torch.Tensor:
-    """Return the blocks [num_heads, blocks] that a tile keeps, from its shares [num_heads, queries, blocks]."""
+    """Return the blocks [num_heads, blocks] that a tile keeps, from the shares [num_heads, queries, blocks] of its
+    scored queries."""
     kept = fewest(method, shares.mean(1), position) | peaks(method, shares)
     if not method.floor:
         return kept

@@ -236,11 +236,26 @@ def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM
         HEAD_DIM: Elements of a query.
         BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
     """
-    o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    o_q = (token + o_m).to(tl.int64)
+    o_m = tl.arange(0, BLOCK_M)
+    return load_queries_at(queries, i_head, token + o_m, o_m < length, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def load_queries_at(queries, i_head, o_q, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load queries [len(o_q), BLOCK_D] of a head.
+
+    Args:
+        queries: ``QueryArgs``.
+        i_head: Number of the query head.
+        o_q: Indices of the queries in q.
+        mask: Queries to load; the others are zero.
+        HEAD_DIM: Elements of a query.
+        BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
+    """
+    o_d = tl.arange(0, BLOCK_D)
     return tl.load(
-        queries.q + o_q[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
-        mask=(o_m < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0,
+        queries.q + o_q.to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
+        mask=mask[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
 
 

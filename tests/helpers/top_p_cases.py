@@ -14,7 +14,14 @@ from vllm_sparse_kernels.methods.top_p.method import TopP, hopper
 from vllm_sparse_kernels.rows import Rows, ceil_div
 
 METHOD = TopP(
-    kept_mass=0.2, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0, floor=0.5
+    kept_mass=0.2,
+    sink_tokens=32,
+    local_tokens=128,
+    most_share=1.0,
+    channels="all",
+    queries="all",
+    peak_share=1.0,
+    floor=0.5,
 )
 WITHOUT = replace(METHOD, floor=0.0)
 LENGTHS = [(0, 1), (700, 63), (130, 140), (321, 1)]

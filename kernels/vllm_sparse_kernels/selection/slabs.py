@@ -28,7 +28,8 @@ RUN_BYTES = 272 << 20
 """Bytes of one launch's tiles, unless a single tile needs more. For top_p with 32 heads on Hopper, these are 64 tiles
 at 32,768 tokens, or 16 at 131,072. Smaller launches leave a card idle at their end."""
 
-PAIR_FIELDS = 3
+SET_FIELDS = 3
+"""Numbers of a tile set: first tile, tiles, and where the row's keys begin in the slab."""
 
 
 TileBytes = Callable[[int, int], int]
@@ -41,7 +42,7 @@ class Run(NamedTuple):
     first_tile: int
     end_tile: int
     reach: int  # keys in the longest causal reach of these tiles
-    pairs: torch.Tensor  # [num_pairs, PAIR_FIELDS] int32: ``pairs_of``
+    tile_sets: torch.Tensor  # [num_sets, SET_FIELDS] int32: ``tile_sets_of``
 
     @property
     def num_tiles(self) -> int:
@@ -72,20 +73,21 @@ class TileRange(NamedTuple):
         return self.end_tile - self.first_tile
 
 
-def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes) -> list[KeySlab]:
+def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes, set_tiles: int = 2) -> list[KeySlab]:
     """Return the slabs of a step, computed once for all layers of a pass with equal arguments.
 
     Args:
         rows: The rows of a step.
         num_selected: Number of query heads to select.
         tile_bytes: Returns the bytes of one tile.
+        set_tiles: Maximum number of tiles that one program scores.
 
     Returns:
         Slabs in the order of their rows.
     """
     return rows.once(
-        (slabs_of, num_selected, tile_bytes),
-        lambda: [_slab(rows, *row_range, num_selected, tile_bytes) for row_range in rows_of_slabs(rows)],
+        (slabs_of, num_selected, tile_bytes, set_tiles),
+        lambda: [_slab(rows, *row_range, num_selected, tile_bytes, set_tiles) for row_range in rows_of_slabs(rows)],
     )
 
 
@@ -210,32 +212,37 @@ def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: Ti
     return min(num_tiles * of_tile, max(RUN_BYTES, of_tile))
 
 
-def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int]) -> list[int]:
-    """Pair the tiles of each row.
+def tile_sets_of(
+    rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int], set_tiles: int
+) -> list[int]:
+    """Divide the tiles of each row into sets of neighbours that one program scores.
 
     Args:
         rows: The rows of a step.
         first_tile: First tile of the run.
         end_tile: The tile after the last tile of the run.
         key_starts: Offset of each row's keys in the slab.
+        set_tiles: Maximum number of tiles of a set.
 
     Returns:
-        For each two tiles: first tile, tiles, and where the row's keys begin in the slab; flat.
+        For each set: first tile, tiles, and where the row's keys begin in the slab; flat.
     """
     flat: list[int] = []
     for row, start in key_starts.items():
         end = min(end_tile, rows.tile_starts[row + 1])
-        for tile in range(max(first_tile, rows.tile_starts[row]), end, 2):
-            flat += [tile, min(2, end - tile), start]
+        for tile in range(max(first_tile, rows.tile_starts[row]), end, set_tiles):
+            flat += [tile, min(set_tiles, end - tile), start]
     return flat
 
 
-def _slab(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes) -> KeySlab:
+def _slab(
+    rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes, set_tiles: int
+) -> KeySlab:
     seq_lens = rows.seq_lens[first_row:end_row]
     *starts, num_keys = accumulate(map(padded, seq_lens), initial=0)
     runs = []
     for first_tile, end_tile, reach in ranges_of_runs(rows, first_row, end_row, num_selected, tile_bytes):
-        flat = pairs_of(rows, first_tile, end_tile, dict(enumerate(starts, first_row)))
-        pairs = to_device(flat, torch.int32, rows.device).view(-1, PAIR_FIELDS)
-        runs.append(Run(first_tile, end_tile, reach, pairs))
+        flat = tile_sets_of(rows, first_tile, end_tile, dict(enumerate(starts, first_row)), set_tiles)
+        tile_sets = to_device(flat, torch.int32, rows.device).view(-1, SET_FIELDS)
+        runs.append(Run(first_tile, end_tile, reach, tile_sets))
     return KeySlab(first_row, to_device(starts, torch.int32, rows.device), num_keys, max(seq_lens), runs)

@@ -110,12 +110,12 @@ import torch
 from benchmarks.compile_matrix import barriers_in_data, hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
-from vllm_sparse_kernels.selection.slabs import Run, pairs_of
+from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run, tile_sets_of
 from vllm_sparse_kernels.rows import Rows
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
 from vllm_sparse_kernels.workspace import Workspace
 
-kept_d = int(sys.argv[1])
+kept_d, scored = map(int, sys.argv[1:])
 names = ("_diagonal_kernel", "_scores_kernel", "_masses_kernel")
 recorders = {name: Recorder(getattr(hopper, name)) for name in names}
 for name, recorder in recorders.items():
@@ -123,15 +123,16 @@ for name, recorder in recorders.items():
 with compiling_for():
     for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
         rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
-        num_queries, num_keys = rows.num_tiles * 128, -(-(context_len + query_len) // 128) * 128
+        num_queries, num_keys = rows.num_tiles * scored, -(-(context_len + query_len) // 128) * 128
         rounded = Rounded(
             torch.zeros(8, num_queries, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(8, num_queries), num_queries,
             torch.zeros(2, num_keys, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(2, num_keys // 32), num_keys,
         )
-        pairs = torch.tensor(pairs_of(rows, 0, rows.num_tiles, {0: 0}), dtype=torch.int32).view(-1, 3)
-        scratch = hopper.room(8, rows.num_tiles, context_len + query_len, Workspace(torch.device("cpu")))
+        flat = tile_sets_of(rows, 0, rows.num_tiles, {0: 0}, hopper.set_tiles(scored))
+        sets = torch.tensor(flat, dtype=torch.int32).view(-1, SET_FIELDS)
+        scratch = hopper.room(8, rows.num_tiles, scored, context_len + query_len, Workspace(torch.device("cpu")))
         selected = Selected(torch.arange(8, dtype=torch.int32), torch.zeros(8), 0.2, 4)
-        run = Run(0, rows.num_tiles, context_len + query_len, pairs)
+        run = Run(0, rows.num_tiles, context_len + query_len, sets)
         target = torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16)
         hopper.masses(rounded, selected, rows.tiles, run, scratch, target)
 found = {}
@@ -148,10 +149,10 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module", params=[32, 64, 128])
+@pytest.fixture(scope="module", params=[(32, 128), (64, 128), (128, 128), (32, 64), (64, 64)])
 def of_top_p(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
     """Return the figures of each compiled kernel, by name."""
-    by_kernel = json.loads(printed_by("-c", COMPILE_TOP_P, str(request.param)))
+    by_kernel = json.loads(printed_by("-c", COMPILE_TOP_P, *map(str, request.param)))
     return {name: dict(figures) for name, figures in by_kernel.items()}
 
 
@@ -190,7 +191,7 @@ with compiling_for():
     for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
         rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
         reach = context_len + query_len
-        scratch = hopper.room(8, rows.num_tiles, reach, Workspace(torch.device("cpu")))
+        scratch = hopper.room(8, rows.num_tiles, 64, reach, Workspace(torch.device("cpu")))
         marks = torch.zeros(8, rows.num_tiles, mass_width(reach), dtype=torch.uint8)
         numbers = torch.zeros(8)
         stored = hopper.stored(scratch)
@@ -199,7 +200,7 @@ with compiling_for():
         floor.count_kept_shares(stored, marks, shares, rows.tiles, 0, by_row)
         share_counts.add_share_counts(by_row, by_row.clone(), 0)
     num_by_bytes = len(counts.compiled)
-    scratch = portable.room(8, rows.num_tiles, reach, Workspace(torch.device("cpu")))
+    scratch = portable.room(8, rows.num_tiles, 64, reach, Workspace(torch.device("cpu")))
     floor.count_kept_shares(portable.stored(scratch), marks, shares, rows.tiles, 0, by_row)
     share_counts.add_share_counts(by_row.expand(5, -1), by_row, 3)
 assert len(counts.compiled) == num_by_bytes + 1

@@ -18,15 +18,19 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
 from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
+from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, scored_queries, tile_shares
 from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 from vllm_sparse_kernels.selection.slabs import slabs_of
 from vllm_sparse_kernels.workspace import Workspace
 
-METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0)
+METHOD = TopP(
+    kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", queries="all", peak_share=1.0
+)  # fmt: skip
 HALF = replace(METHOD, channels="half")
 LOW_RANK = replace(METHOD, channels="low_rank")
+FEW_QUERIES = replace(METHOD, queries="half")
+FEWEST = replace(HALF, queries="half")
 MASS_ERROR = 5e-3
 """Total error of a tile's masses: half precision rounds scores up to 32 by up to 2^-7; exponentials err by as much."""
 
@@ -77,7 +81,10 @@ LONG = [(8100, 150), (0, 2049), (0, 1)]
     ("method", "heads", "dtype", "page_size", "lengths"),
     [
         *by_turns([METHOD, HALF] * 2, SHAPES, DTYPES, [16, 48, 128], [LENGTHS]),
+        *by_turns([FEW_QUERIES, FEWEST] * 2, SHAPES, DTYPES, [48, 128, 16], [LENGTHS]),
         pytest.param(METHOD, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
+        pytest.param(FEW_QUERIES, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
+        (replace(LOW_RANK, queries="half"), (4, 2, 128), torch.float16, 48, [(300, 63), (130, 1), (0, 2)]),
         (LOW_RANK, (4, 2, 128), torch.float16, 48, [(300, 63), (130, 1)]),
         (LOW_RANK, (2, 1, 80), torch.float32, 16, [(0, 1), (170, 140)]),
         (LOW_RANK, (2, 1, 64), torch.float32, 128, [(321, 1)]),
@@ -103,15 +110,15 @@ def rounded_by(batch: Batch, method: TopP, permuted: bool) -> list[torch.Tensor]
     """Return rounded queries, factors, keys and steps of all rows, with 7 wherever nothing is written."""
     workspace = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
     inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-    storage = rounding.Storage(method.kept_channels(batch.cache.head_dim), False, torch.float16)
+    storage = method.storage(batch.cache.head_dim, torch.float16)
     moments = rounding.row_moments(inputs, storage, Workspace(batch.q.device))
     heads = int32(range(batch.num_heads))
-    (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes)
+    (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes(storage.num_scored))
     queries = rounding.round_queries(inputs, moments, heads, storage, workspace)
     return [*queries, *rounding.round_keys(inputs, slab, moments, storage, permuted, workspace)]
 
 
-@pytest.mark.parametrize(("method", "permuted"), [(METHOD, False), (HALF, True)])
+@pytest.mark.parametrize(("method", "permuted"), [(METHOD, False), (HALF, True), (FEW_QUERIES, True)])
 def test_smaller_programs_round_to_the_same(method, permuted, monkeypatch) -> None:
     """GPUs without shared memory for 128 float32 vectors round 64 or 32 at a time."""
     batch = make_batch(heads=(2, 1, 64))
@@ -152,10 +159,11 @@ def check_fewest(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
                 assert float(chosen.min()) >= float(left.max())
 
 
+@pytest.mark.parametrize("queries", ["all", "half"])
 @pytest.mark.parametrize("kept_mass", [0.02, 0.5, 0.9, 0.999999])
-def test_the_fewest_blocks_that_hold_p_are_kept(kept_mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fewest_blocks_that_hold_p_are_kept(kept_mass: float, queries: str, monkeypatch: Any) -> None:
     batch = make_batch([(900, 130), (0, 63), (500, 1)])
-    method = replace(METHOD, kept_mass=kept_mass)
+    method = replace(METHOD, kept_mass=kept_mass, queries=queries)
     check_fewest(method, batch, masses_of(method, batch, monkeypatch))
 
 
@@ -197,11 +205,12 @@ def test_no_more_than_the_most_are_kept(share: float, held: int, monkeypatch: py
                 assert sorted(chosen) == sorted(expected)
 
 
+@pytest.mark.parametrize("queries", ["all", "half"])
 @pytest.mark.parametrize("lengths", [[(900, 130), (0, 63), (500, 1)], [(2000, 49)]])
-def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, queries: str, monkeypatch: Any) -> None:
     """All other kept blocks are the same as without peaks: a block kept for a peak does not count towards p."""
     batch = make_batch(lengths)
-    method = replace(METHOD, kept_mass=0.3, peak_share=0.1)
+    method = replace(METHOD, kept_mass=0.3, peak_share=0.1, queries=queries)
     monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 32)
     index, without = select(method, batch, 32), select(replace(method, peak_share=1.0), batch, 32)
     several = 0
@@ -231,13 +240,33 @@ def test_scores_beyond_half_precision_give_numbers(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(masses_of(METHOD, batch, monkeypatch).sum(2), torch.ones(2, 1, device=DEVICE))
 
 
+@pytest.mark.parametrize("num_queries", [1, 2, 3, 63, 64, 127, 128])
+def test_every_second_query_is_scored_and_always_the_last(num_queries: int) -> None:
+    places = scored_queries(FEW_QUERIES, num_queries).tolist()
+    assert places == [*range(1, num_queries, 2), *([num_queries - 1] if num_queries % 2 else [])]
+    assert scored_queries(METHOD, num_queries).tolist() == list(range(num_queries))
+
+
+def test_queries_that_are_not_scored_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if they are NaN. The mean key and the channels come from keys, since all channels are multiplied."""
+    batch = make_batch([(700, 255), (0, 63), (500, 1)], (2, 1, 64))
+    expected = masses_of(FEW_QUERIES, batch, monkeypatch)
+    for tile in batch.rows.tile_list:
+        scored = set(scored_queries(FEW_QUERIES, tile.length_tokens).tolist())
+        first = batch.rows.tokens[tile.row] + tile.position - batch.rows.context_lens[tile.row]
+        for place in set(range(tile.length_tokens)) - scored:
+            batch.q[first + place] = torch.nan
+    assert torch.equal(masses_of(FEW_QUERIES, batch, monkeypatch), expected)
+
+
 def fails(error: Exception) -> Any:
     """Return a module of kernels whose first launch fails."""
 
     def masses(*arguments: Any) -> None:
         raise error
 
-    return SimpleNamespace(PERMUTED=False, tile_bytes=portable.tile_bytes, room=portable.room, masses=masses)
+    sizes = {"tile_bytes": portable.tile_bytes, "set_tiles": portable.set_tiles, "room": portable.room}
+    return SimpleNamespace(PERMUTED=False, masses=masses, **sizes)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no such instruction")])

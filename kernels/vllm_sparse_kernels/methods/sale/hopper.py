@@ -26,7 +26,7 @@ from vllm_sparse_kernels.gluon_compat import (
 )
 from vllm_sparse_kernels.selection import slabs
 
-PAIR_FIELDS = Constant(slabs.PAIR_FIELDS)
+SET_FIELDS = Constant(slabs.SET_FIELDS)
 
 STAGES = Constant(4)
 """Number of steps of keys that shared memory holds and that each round of the loop handles."""
@@ -219,7 +219,7 @@ def half_kernel(
         log_taus: [num_selected] float32, minus infinity for heads that keep everything.
         kept: uint8 flags, laid out as ``index.block_ids``; a 1 is stored for blocks with an element that passes.
         index: ``IndexArgs``.
-        pairs: [num_pairs, PAIR_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
+        pairs: [num_pairs, SET_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
         sink_tokens: Tokens at a sequence's start that are always kept.
         local_tokens: Tokens before a query that are always kept.
         left: uint8, one for each program: 1 where half precision does not fit and nothing has been tested.
@@ -228,7 +228,7 @@ def half_kernel(
         SPAN: Keys of one program, a multiple of 128.
     """
     i_selected = gl.program_id(2)
-    pair = pairs + gl.program_id(0) * PAIR_FIELDS
+    pair = pairs + gl.program_id(0) * SET_FIELDS
     i_tile = gl.load(pair)
     num_tiles = gl.load(pair + 1)
     tile = tile_of(index.tiles, i_tile)

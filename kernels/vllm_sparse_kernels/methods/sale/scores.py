@@ -40,7 +40,7 @@ TEST_WARPS = 4
 SPAN_TOKENS = 8192
 """Keys that a program tests: enough to hide its start (256 queries to load), and few enough to fill a card."""
 
-PAIR_FIELDS = Constant(slabs.PAIR_FIELDS)
+SET_FIELDS = Constant(slabs.SET_FIELDS)
 
 try:
     from vllm_sparse_kernels.gluon_compat import bulk_steps
@@ -147,8 +147,8 @@ def flag_blocks(
         run: The tiles.
         by_half: Whether to compare in half precision, by ``hopper.py``, if that is exact.
     """
-    num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
-    args = (*selected[:2], kept, index.args, run.pairs, *regions)
+    num_pairs, num_spans, num_heads = len(run.tile_sets), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
+    args = (*selected[:2], kept, index.args, run.tile_sets, *regions)
     group = index.num_heads // keys.integers.shape[0]
     kept_d = keys.integers.shape[2]
     num_stages = _test_stages(kept_d, shared_bytes(keys.integers.device))
@@ -273,7 +273,7 @@ def _test_pair(args, i_span, SHAPE):
     """Run step 3 for up to TILES tiles of one head and up to SPAN keys."""
     index = args.index
     i_selected = tl.program_id(2)
-    pair = args.pairs + tl.program_id(0) * PAIR_FIELDS
+    pair = args.pairs + tl.program_id(0) * SET_FIELDS
     i_tile = tl.load(pair)
     num_tiles = tl.load(pair + 1)
     o_t = tl.minimum(tl.arange(0, SHAPE.TILES), num_tiles - 1) + i_tile

@@ -23,7 +23,8 @@ import triton.language as tl
 from vllm_sparse_kernels import share_counts
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import ADDED, CHOSEN, KEY_BLOCK
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.methods.top_p.scored import TILE, num_scored
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.parameters import on_device
 from vllm_sparse_kernels.share_counts import FIELDS, LIFTED, LOST, SUM, counted_head
@@ -41,7 +42,6 @@ HELD_BLOCKS = 1024
 """Codes of a query that stay in registers during the search. More codes would leave too few registers for other
 programs."""
 
-TILE = Constant(TILE_TOKENS)
 ROUND_BLOCKS = Constant(16)
 """Blocks whose bytes are stored together, for all queries of a tile (``hopper.py``)."""
 
@@ -70,7 +70,7 @@ class StoredShares(NamedTuple):
     """Shares of single queries in a run of tiles, as an engine stored them."""
 
     scratch: Any  # ``Scratch`` of the engine, filled by its ``masses``
-    codes: torch.Tensor  # [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16
+    codes: torch.Tensor  # [n, tiles, rounds, SCORED, 16] uint8, or [n, tiles, blocks, SCORED] float16
     span_tokens: int  # keys of a span of ``scratch.parts``
 
 
@@ -85,6 +85,7 @@ class QueryCodes(NamedTuple):
     begin: Any  # first block after those at the sequence's beginning that are always kept
     end: Any  # first block of those before the query that are always kept
     top: Any  # the query's largest score, which half-precision scores refer to
+    scored: Any  # scored queries of a whole tile
 
 
 class Histogram(NamedTuple):
@@ -112,10 +113,10 @@ def add_for_floor(
     """
     num_selected, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
-    _floor_kernel[(num_tiles, num_selected, TILE_TOKENS // QUERIES)](
+    _floor_kernel[(num_tiles, num_selected, scratch.parts.shape[-1] // QUERIES)](
         scratch, codes, marks, width, FloorShares(kept_mass, floors), tiles, first_tile, sink_tokens, local_tokens,
         scratch.parts.shape[2], codes.shape[2],
-        QUERIES=QUERIES, STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,
+        SCORED=scratch.parts.shape[-1], QUERIES=QUERIES, STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,
         SPAN=span_tokens, CHUNK=HELD_BLOCKS, num_warps=4,
     )  # fmt: skip
 
@@ -142,10 +143,10 @@ def count_kept_shares(
     scratch, codes, span_tokens = stored
     as_bytes = codes.dtype == torch.uint8
     every = share_counts.COUNT_EVERY
-    _count_kernel[(num_tiles, ceil_div(num_selected, every), TILE_TOKENS // QUERIES)](
+    _count_kernel[(num_tiles, ceil_div(num_selected, every), scratch.parts.shape[-1] // QUERIES)](
         scratch, marks, width, shares, tiles, first_tile, num_selected, scratch.parts.shape[2], codes.shape[2],
         Histogram(on_device(share_counts.EDGES, marks.device), counts),
-        AS_BYTES=as_bytes, QUERIES=QUERIES, STEP=STEP_ROUNDS if as_bytes else STEP_BLOCKS, SPAN=span_tokens,
+        AS_BYTES=as_bytes, SCORED=scratch.parts.shape[-1], QUERIES=QUERIES, STEP=STEP_ROUNDS if as_bytes else STEP_BLOCKS, SPAN=span_tokens,
         EVERY=every, num_warps=4,
     )  # fmt: skip
 
@@ -153,17 +154,17 @@ def count_kept_shares(
 @triton.jit(do_not_specialize=["width", "first_tile", "sink", "local", "num_spans", "num_places"])
 def _floor_kernel(
     scratch, codes, marks, width, shares, tiles, first_tile, sink, local, num_spans, num_places,
-    QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    SCORED: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Mark the blocks that QUERIES queries of one tile and head add to reach the floor.
 
-    Grid: (tiles of the run, n, 128 / QUERIES). Bound by memory if no query is below its target: it reads the stored
+    Grid: (tiles of the run, n, SCORED / QUERIES). Bound by memory if no query is below its target: it reads the stored
     shares of marked blocks until each query has reached its target. Otherwise bound by the search for each query's
     heaviest blocks, one query after another.
 
     Args:
         scratch: Scratch of the engine.
-        codes: Stored shares or scores: [n, tiles, rounds, 128, 16] uint8, or [n, tiles, blocks, 128] float16.
+        codes: Stored shares or scores: [n, tiles, rounds, SCORED, 16] uint8, or [n, tiles, blocks, SCORED] float16.
         marks: [n, tiles, width] uint8; written.
         width: Blocks of a tile in ``marks``, a multiple of 16.
         shares: FloorShares.
@@ -173,6 +174,7 @@ def _floor_kernel(
         local: Minimum number of keys before a query that are always kept.
         num_spans: Spans of ``scratch.parts``.
         num_places: Rounds or blocks of ``codes``.
+        SCORED: Scored queries of a whole tile.
         QUERIES: Queries of a program.
         STEP: Rounds or blocks that are summed at a time.
         SPAN: Keys of a span.
@@ -185,25 +187,26 @@ def _floor_kernel(
     end = tl.maximum(position - local, 0) // KEY_BLOCK
     floor = tl.load(shares.floors + i_selected)
     selects = (floor > 0) & (tl.load(shares.kept_mass + i_selected) < 1)
-    if selects & (first_query < length) & (begin < end):
+    scored = num_scored(length, SCORED)
+    if selects & (first_query < scored) & (begin < end):
         place = i_selected.to(tl.int64) * tl.num_programs(0) + i_tile
         row = marks + place * tl.multiple_of(width, 16)
         o_q = first_query + tl.arange(0, QUERIES)
         if AS_BYTES:
             b_top = tl.zeros([QUERIES], tl.float32)
-            b_total = _total_of_bytes(scratch, place, position, num_spans, o_q, SPAN)
-            b_goal = tl.where(o_q < length, b_total * floor, 0.0)
-            b_held = _held_of_bytes(scratch, row, place, position, num_places, o_q, b_goal, QUERIES, STEP)
+            b_total = _total_of_bytes(scratch, place, position, num_spans, o_q, SCORED, SPAN)
+            b_goal = tl.where(o_q < scored, b_total * floor, 0.0)
+            b_held = _held_of_bytes(scratch, row, place, position, num_places, o_q, b_goal, SCORED, STEP)
         else:
             reach = position + length
-            b_top, b_total = _total_of_halves(scratch, place, reach, num_spans, o_q, QUERIES, SPAN)
-            b_goal = tl.where(o_q < length, b_total * floor, 0.0)
-            b_held = _held_of_halves(scratch, row, place, reach, num_places, o_q, b_top, b_goal, QUERIES, STEP)
+            b_top, b_total = _total_of_halves(scratch, place, reach, num_spans, o_q, SCORED, SPAN)
+            b_goal = tl.where(o_q < scored, b_total * floor, 0.0)
+            b_held = _held_of_halves(scratch, row, place, reach, num_places, o_q, b_top, b_goal, SCORED, STEP)
         b_lacks = b_held < b_goal
         i_query = _next_query(b_lacks, o_q, -1)
         while i_query < TILE:
             top, total, held = _at(b_top, o_q, i_query), _at(b_total, o_q, i_query), _at(b_held, o_q, i_query)
-            query = QueryCodes(codes, row, place, num_places, i_query, begin, end, top)
+            query = QueryCodes(codes, row, place, num_places, i_query, begin, end, top, SCORED)
             _mark_heaviest(query, total, held, floor, AS_BYTES, CHUNK)
             i_query = _next_query(b_lacks, o_q, i_query)
 
@@ -221,37 +224,37 @@ def _at(b_x, o_q, i_query):
 
 
 @triton.jit
-def _total_of_bytes(scratch, place, position, num_spans, o_q, SPAN: tl.constexpr):
+def _total_of_bytes(scratch, place, position, num_spans, o_q, SCORED: tl.constexpr, SPAN: tl.constexpr):
     """Return the sum of exponentials of each query, before rounding."""
-    b_total = tl.load(scratch.diagonal + place * TILE + o_q)
+    b_total = tl.load(scratch.diagonal + place * SCORED + o_q)
     for i in range((position // TILE * TILE + SPAN - 1) // SPAN):
-        b_total += tl.load(scratch.parts + (place * num_spans + i) * TILE + o_q)
+        b_total += tl.load(scratch.parts + (place * num_spans + i) * SCORED + o_q)
     return b_total
 
 
 @triton.jit
 def _held_of_bytes(
-    scratch, row, place, position, num_rounds, o_q, b_goal, QUERIES: tl.constexpr, ROUNDS: tl.constexpr
+    scratch, row, place, position, num_rounds, o_q, b_goal, SCORED: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
     """Sum the exponentials of each query in marked blocks and in the tile's own keys.
 
     Begins with the first rounds, and continues from the last round backwards, because most attention is there. Stops
     when each query has reached its goal. The sum is therefore complete only if a query is below its goal.
     """
-    b_held = tl.load(scratch.diagonal + place * TILE + o_q)
+    b_held = tl.load(scratch.diagonal + place * SCORED + o_q)
     num_blocks = position // TILE * 4  # before the tile's own keys
     num_rounds_here = (num_blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
     num_steps = (num_rounds_here + ROUNDS - 1) // ROUNDS
     o_t = tl.arange(0, 4)
-    words = scratch.bytes + place * num_rounds * (TILE * 4) + o_q[None, :, None] * 4 + o_t[None, None, :]
+    words = scratch.bytes + place * num_rounds * (SCORED * 4) + o_q[None, :, None] * 4 + o_t[None, None, :]
     i, lacking = 0, tl.sum((b_held < b_goal).to(tl.int32), 0)
     b_marks = _marks_of_words(row, _step(0, num_steps), num_blocks, ROUNDS)
     while (i < num_steps) & (lacking > 0):
         o_r = _step(i, num_steps) * ROUNDS + tl.arange(0, ROUNDS)
         b_some = tl.max(b_marks, 1) != 0
-        b_words = tl.load(words + o_r[:, None, None] * (TILE * 4), mask=b_some[:, None, None], other=0)
+        b_words = tl.load(words + o_r[:, None, None] * (SCORED * 4), mask=b_some[:, None, None], other=0)
         b_next = _marks_of_words(row, _step(i + 1, num_steps), num_blocks, ROUNDS)
-        b_sum = tl.zeros([ROUNDS, QUERIES, 4], tl.float32)
+        b_sum = tl.zeros([ROUNDS, o_q.shape[0], 4], tl.float32)
         for slot in tl.static_range(4):
             b_bits = (b_words << (21 - 8 * slot)) if slot < 3 else (b_words >> 3)
             b_x = (b_bits & BYTE_BITS).to(tl.float32, bitcast=True)
@@ -281,33 +284,33 @@ def _marks_of_words(row, i_step, num_blocks, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def _total_of_halves(scratch, place, reach, num_spans, o_q, QUERIES: tl.constexpr, SPAN: tl.constexpr):
+def _total_of_halves(scratch, place, reach, num_spans, o_q, SCORED: tl.constexpr, SPAN: tl.constexpr):
     """Return the largest score of each query, and its sum of exponentials relative to this score."""
-    parts = scratch.parts + place * num_spans * (2 * TILE) + o_q
-    b_top = tl.full([QUERIES], float("-inf"), tl.float32)
+    parts = scratch.parts + place * num_spans * (2 * SCORED) + o_q
+    b_top = tl.full(o_q.shape, float("-inf"), tl.float32)
     for i in range((reach + SPAN - 1) // SPAN):
-        b_top = tl.maximum(b_top, tl.load(parts + i * (2 * TILE)))
+        b_top = tl.maximum(b_top, tl.load(parts + i * (2 * SCORED)))
     b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_total = tl.zeros([QUERIES], tl.float32)
+    b_total = tl.zeros(o_q.shape, tl.float32)
     for i in range((reach + SPAN - 1) // SPAN):
-        b_total += tl.load(parts + i * (2 * TILE) + TILE) * tl.exp2(tl.load(parts + i * (2 * TILE)) - b_top)
+        b_total += tl.load(parts + i * (2 * SCORED) + SCORED) * tl.exp2(tl.load(parts + i * (2 * SCORED)) - b_top)
     return b_top, b_total
 
 
 @triton.jit
 def _held_of_halves(
-    scratch, row, place, reach, num_blocks_stored, o_q, b_top, b_goal, QUERIES: tl.constexpr, BLOCKS: tl.constexpr
+    scratch, row, place, reach, num_blocks_stored, o_q, b_top, b_goal, SCORED: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     """Sum the exponentials of each query in marked blocks, in the order of ``_held_of_bytes``."""
     num_blocks = (reach + KEY_BLOCK - 1) // KEY_BLOCK
     num_steps = (num_blocks + BLOCKS - 1) // BLOCKS
-    scores = scratch.scores + place * num_blocks_stored * TILE + o_q[None, :]
-    b_held = tl.zeros([QUERIES], tl.float32)
+    scores = scratch.scores + place * num_blocks_stored * SCORED + o_q[None, :]
+    b_held = tl.zeros(o_q.shape, tl.float32)
     i, lacking = 0, tl.sum((b_held < b_goal).to(tl.int32), 0)
     while (i < num_steps) & (lacking > 0):
         o_b = _step(i, num_steps) * BLOCKS + tl.arange(0, BLOCKS)
         b_chosen = tl.load(row + o_b, mask=o_b < num_blocks, other=0) == CHOSEN
-        b_u = tl.load(scores + o_b[:, None] * TILE, mask=b_chosen[:, None], other=float("-inf")).to(tl.float32)
+        b_u = tl.load(scores + o_b[:, None] * SCORED, mask=b_chosen[:, None], other=float("-inf")).to(tl.float32)
         b_held += tl.sum(tl.exp2(b_u - b_top[None, :]), 0)
         lacking = tl.sum((b_held < b_goal).to(tl.int32), 0)
         i += 1
@@ -375,11 +378,11 @@ def _codes(query, first, AS_BYTES: tl.constexpr, CHUNK: tl.constexpr):
     if AS_BYTES:
         # A word for each place in a step, a byte for each step.
         o_byte = query.i_query * 16 + o_b % 4 * 4 + o_b % 16 // 4
-        first_byte = query.place * query.num_places * (TILE * 16)
-        source = query.codes + first_byte + o_b // ROUND_BLOCKS * (TILE * 16) + o_byte
+        first_byte = query.place * query.num_places * (query.scored * 16)
+        source = query.codes + first_byte + o_b // ROUND_BLOCKS * (query.scored * 16) + o_byte
         return tl.where(b_free, tl.load(source, mask=b_inner, other=0).to(tl.int32), 0)
     else:
-        source = query.codes + query.place * query.num_places * TILE + o_b * TILE + query.i_query
+        source = query.codes + query.place * query.num_places * query.scored + o_b * query.scored + query.i_query
         b_u = tl.load(source, mask=b_inner, other=float("-inf"))
         b_u = tl.where(b_u == 0.0, 0.0, b_u).to(tl.float16)  # turn -0 into 0
         b_bits = b_u.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
@@ -400,11 +403,12 @@ def _value(code, top, AS_BYTES: tl.constexpr):
 @triton.jit(do_not_specialize=["width", "first_tile", "num_selected", "num_spans", "num_places"])
 def _count_kernel(
     scratch, marks, width, shares, tiles, first_tile, num_selected, num_spans, num_places, histogram,
-    AS_BYTES: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, EVERY: tl.constexpr,
+    AS_BYTES: tl.constexpr, SCORED: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
     """Count the kept shares of QUERIES queries of one tile, for the head that is counted in this tile.
 
-    Grid: (tiles of the run, ⌈n / EVERY⌉, 128 / QUERIES). Bound by memory: it reads the stored shares of all blocks.
+    Grid: (tiles of the run, ⌈n / EVERY⌉, SCORED / QUERIES). Bound by memory: it reads the stored shares of all blocks.
 
     Args:
         scratch: Scratch of the engine.
@@ -418,6 +422,7 @@ def _count_kernel(
         num_places: Rounds of ``scratch.bytes``, or blocks of ``scratch.scores``.
         histogram: Histogram; its counts are increased.
         AS_BYTES: Whether the scratch has bytes, not scores.
+        SCORED: Scored queries of a whole tile.
         QUERIES: Queries of a program.
         STEP: Rounds or blocks that are summed at a time.
         SPAN: Keys of a span.
@@ -429,20 +434,21 @@ def _count_kernel(
     is_head = i_selected < num_selected
     floor = tl.load(shares.floors + i_selected, mask=is_head, other=0.0)
     selects = (floor > 0) & (tl.load(shares.kept_mass + i_selected, mask=is_head, other=1.0) < 1)
-    if selects & (first_query < length):
+    scored = num_scored(length, SCORED)
+    if selects & (first_query < scored):
         place = i_selected.to(tl.int64) * tl.num_programs(0) + i_tile
         row = marks + place * tl.multiple_of(width, 16)
         o_q = first_query + tl.arange(0, QUERIES)
         if AS_BYTES:
-            b_total = _total_of_bytes(scratch, place, position, num_spans, o_q, SPAN)
-            b_all, b_chosen, b_kept = _sums_of_bytes(scratch, row, place, position, num_places, o_q, QUERIES, STEP)
+            b_total = _total_of_bytes(scratch, place, position, num_spans, o_q, SCORED, SPAN)
+            b_all, b_chosen, b_kept = _sums_of_bytes(scratch, row, place, position, num_places, o_q, SCORED, STEP)
         else:
             reach = position + length
-            b_top, b_total = _total_of_halves(scratch, place, reach, num_spans, o_q, QUERIES, SPAN)
-            b_all, b_chosen, b_kept = _sums_of_halves(scratch, row, place, reach, num_places, o_q, b_top, QUERIES, STEP)
+            b_top, b_total = _total_of_halves(scratch, place, reach, num_spans, o_q, SCORED, SPAN)
+            b_all, b_chosen, b_kept = _sums_of_halves(scratch, row, place, reach, num_places, o_q, b_top, SCORED, STEP)
         b_whole = tl.minimum(b_total, b_all)  # the sum that the target refers to
         b_share = tl.minimum(b_kept / b_whole, 1.0)
-        b_counted = (o_q < length) & (b_kept / b_whole >= 0)  # false for NaN
+        b_counted = (o_q < scored) & (b_kept / b_whole >= 0)  # false for NaN
         b_lifted = (b_counted & (b_chosen < b_whole * floor)).to(tl.int32)
         b_units = (tl.where(b_counted, b_share, 0.0) * SHARE_UNIT + 0.5).to(tl.int32)
         o_f = tl.arange(0, FIELDS)
@@ -460,19 +466,21 @@ def _count_kernel(
 
 @triton.jit
 def _sums_of_bytes(
-    scratch, row, place, position, num_rounds, o_q, QUERIES: tl.constexpr, ROUNDS: tl.constexpr
+    scratch, row, place, position, num_rounds, o_q, SCORED: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
     """Sum the exponentials of each query in all blocks, in chosen blocks, and in chosen or added blocks."""
-    b_own = tl.load(scratch.diagonal + place * TILE + o_q)  # sum over the tile's own keys, which are kept
-    b_all = tl.zeros([ROUNDS, QUERIES, 4], tl.float32)
+    b_own = tl.load(scratch.diagonal + place * SCORED + o_q)  # sum over the tile's own keys, which are kept
+    b_all = tl.zeros([ROUNDS, o_q.shape[0], 4], tl.float32)
     b_chosen, b_kept = b_all, b_all
     num_blocks = position // TILE * 4  # before the tile's own keys
     num_rounds_here = (num_blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
     o_t = tl.arange(0, 4)
-    words = scratch.bytes + place * num_rounds * (TILE * 4) + o_q[None, :, None] * 4 + o_t[None, None, :]
+    words = scratch.bytes + place * num_rounds * (SCORED * 4) + o_q[None, :, None] * 4 + o_t[None, None, :]
     for first in range(0, num_rounds_here, ROUNDS):
         o_r = first + tl.arange(0, ROUNDS)
-        b_words = tl.load(words + o_r[:, None, None] * (TILE * 4), mask=(o_r < num_rounds_here)[:, None, None], other=0)
+        b_words = tl.load(
+            words + o_r[:, None, None] * (SCORED * 4), mask=(o_r < num_rounds_here)[:, None, None], other=0
+        )
         for slot in tl.static_range(4):
             o_block = o_r[:, None] * ROUND_BLOCKS + slot * 4 + o_t[None, :]
             b_inside = o_block < num_blocks
@@ -493,17 +501,17 @@ def _per_query(b_x):
 
 @triton.jit
 def _sums_of_halves(
-    scratch, row, place, reach, num_blocks_stored, o_q, b_top, QUERIES: tl.constexpr, BLOCKS: tl.constexpr
+    scratch, row, place, reach, num_blocks_stored, o_q, b_top, SCORED: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     """Sum the exponentials of each query as ``_sums_of_bytes`` does."""
     num_blocks = (reach + KEY_BLOCK - 1) // KEY_BLOCK
-    scores = scratch.scores + place * num_blocks_stored * TILE + o_q[None, :]
-    b_all = tl.zeros([QUERIES], tl.float32)
+    scores = scratch.scores + place * num_blocks_stored * SCORED + o_q[None, :]
+    b_all = tl.zeros(o_q.shape, tl.float32)
     b_chosen, b_kept = b_all, b_all
     for first in range(0, num_blocks, BLOCKS):
         o_b = first + tl.arange(0, BLOCKS)
         b_mark = tl.load(row + o_b, mask=o_b < num_blocks, other=0)[:, None]
-        b_u = tl.load(scores + o_b[:, None] * TILE, mask=(o_b < num_blocks)[:, None], other=float("-inf"))
+        b_u = tl.load(scores + o_b[:, None] * SCORED, mask=(o_b < num_blocks)[:, None], other=float("-inf"))
         b_x = tl.exp2(b_u.to(tl.float32) - b_top[None, :])
         b_all += tl.sum(b_x, 0)
         b_chosen += tl.sum(tl.where(b_mark == CHOSEN, b_x, 0.0), 0)

@@ -7,31 +7,28 @@ from triton import next_power_of_2
 
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.methods.top_p.low_rank import sums_bytes
-from vllm_sparse_kernels.methods.top_p.rounding import SPLIT_TOKENS
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.methods.top_p.rounding import SPLIT_TOKENS, Storage
+from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection.slabs import TileBytes, most_run_bytes, padded, rows_of_slabs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
-def most_bytes(
-    rows: Rows, shape: LayerShape, num_selected: int, kept_d: int, low_rank: bool, engines: Sequence[TileBytes]
-) -> int:
+def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, storage: Storage, engines: Sequence[TileBytes]) -> int:
     """Return an upper bound of the memory of selection. The bound never decreases as tiles or keys are added.
 
     Args:
         rows: The rows that are selected together.
         shape: Sizes of the layer.
         num_selected: Heads that are selected together.
-        kept_d: Channels that are multiplied. Elements of e4m3 count as two bytes: some cards store them in fp16.
-        low_rank: Whether these are combinations of channels.
+        storage: Sizes of rounded queries and keys. Elements of e4m3 count as two bytes: some cards store them in fp16.
         engines: For each engine that may run, the function that returns the bytes of a tile.
 
     Returns:
         Bytes.
     """
-    dim = next_power_of_2(shape.head_dim)
-    queries = num_selected * rows.num_tiles * TILE_TOKENS * (2 * kept_d + 4)
-    if low_rank:
+    dim, kept_d = next_power_of_2(shape.head_dim), storage.kept_d
+    queries = num_selected * rows.num_tiles * storage.num_scored * (2 * kept_d + 4)
+    if storage.low_rank:
         moments = rows.num_rows * shape.num_kv_heads * kept_d * (4 + 2 * dim * max(shape.element_bytes, 2))
         sums = sums_bytes(rows.num_rows, shape.num_kv_heads, dim)
     else:

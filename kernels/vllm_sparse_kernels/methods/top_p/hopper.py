@@ -4,8 +4,9 @@
 1. ``_diagonal_kernel`` handles each tile's diagonal keys, the only keys that need a mask. For each query it computes
    the reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
 2. ``_scores_kernel``, in Gluon, handles all earlier keys: one maximum per query and block, one exponential, one byte. A
-   producer loads keys. Each of two consumer groups holds the scores of one tile, and they do not wait for each other.
-   Two such programs fit a multiprocessor, so that the products of one group run while another processes its scores.
+   producer loads keys. Each of two consumer groups holds the scores of 128 queries: of one tile, or of two neighbouring
+   tiles if half of their queries are scored. The groups do not wait for each other. Two such programs fit a
+   multiprocessor, so that the products of one group run while another processes its scores.
 3. ``_masses_kernel`` converts bytes to numbers, divides them by each query's sum, averages them over the tile's
    queries, and tests whether one of them reaches the peak.
 
@@ -17,11 +18,12 @@ product and that arrival; a test checks this in the machine code (see ``attentio
 
 A byte has six bits of exponent and two of mantissa. It covers 2^-24 to 2^39 relative to the query's reference, which is
 the largest score of the keys near the query and of the first 128 keys. Rounding changes a number by up to a ninth, and
-the sum over 128 queries averages these errors out. Bytes of [128 queries, 16 blocks] are stored together, query by
-query. The 16 bytes of a query are in four words, by the block's place in its step: each thread of the matrix product
+the sum over a tile's queries averages these errors out. Bytes of [SCORED queries, 16 blocks] are stored together, query
+by query. The 16 bytes of a query are in four words, by the block's place in its step: each thread of the matrix product
 has one of them.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +51,8 @@ from vllm_sparse_kernels.gluon_compat import (
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.floor import BYTE_BITS, UNIT, StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, scored_offsets
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
@@ -61,14 +64,12 @@ MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, Constant(104), Const
 """Registers per thread: at the start, so that two programs fit on an SM; then of consumers and of the producer's
 group."""
 
-TILE = Constant(TILE_TOKENS)
-
 STEP = Constant(128)
 """Keys of one step, which are multiplied and copied together."""
 
 STEP_BLOCKS = Constant(STEP.value // KEY_BLOCK.value)
 
-HALF_TILE = Constant(TILE_TOKENS // 2)
+DIAGONAL_QUERIES = Constant(64)
 """Queries of a program of ``_diagonal_kernel``."""
 
 ROUND = Constant(512)
@@ -78,7 +79,7 @@ SPAN_TOKENS = 8192
 """Keys of a program: enough to hide its start, and few enough to fill a card."""
 
 SPAN = Constant(SPAN_TOKENS)
-PAIR_FIELDS = Constant(slabs.PAIR_FIELDS)
+SET_FIELDS = Constant(slabs.SET_FIELDS)
 
 PERMUTED = True
 """Whether keys are stored permuted within steps."""
@@ -97,32 +98,49 @@ MASS_ROUNDS = 32
 class Scratch(NamedTuple):
     """Tensors that the launches of a run pass to each other."""
 
-    tops: Any  # [num_selected, num_tiles, 128] float32
-    diagonal: Any  # [num_selected, num_tiles, 128] float32, sums over the tile's own keys
-    parts: Any  # [num_selected, num_tiles, num_spans, 128] float32, sums over the keys of spans
-    bytes: Any  # [num_selected, num_tiles, num_rounds, 128, 4] int32
+    tops: Any  # [num_selected, num_tiles, SCORED] float32
+    diagonal: Any  # [num_selected, num_tiles, SCORED] float32, sums over the tile's own keys
+    parts: Any  # [num_selected, num_tiles, num_spans, SCORED] float32, sums over the keys of spans
+    bytes: Any  # [num_selected, num_tiles, num_rounds, SCORED, 4] int32
 
 
-def tile_bytes(num_selected: int, reach: int) -> int:
-    """Return the memory of one tile's scratch and masses.
+@cache
+def tile_bytes(num_scored: int) -> slabs.TileBytes:
+    """Return the function that computes the memory of one tile's scratch and masses, always the same object.
 
     Args:
-        num_selected: Number of query heads to select.
-        reach: Keys in the tile's causal reach.
+        num_scored: Queries of a whole tile that are scored.
 
     Returns:
-        Bytes.
+        A function from the number of query heads to select and the keys in the tile's causal reach to bytes.
     """
-    rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
-    return num_selected * TILE_TOKENS * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
+
+    def bytes_of_tile(num_selected: int, reach: int) -> int:
+        rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
+        return num_selected * num_scored * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
+
+    return bytes_of_tile
 
 
-def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+def set_tiles(num_scored: int) -> int:
+    """Return the maximum number of tiles of a tile set, which one program scores.
+
+    Args:
+        num_scored: Queries of a whole tile that are scored.
+
+    Returns:
+        The tiles of two consumer groups.
+    """
+    return 2 * TILES_OF_GROUP[num_scored]
+
+
+def room(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
     """Allocate the scratch of a run.
 
     Args:
         num_selected: Number of query heads to select.
         num_tiles: Tiles of the run.
+        num_scored: Queries of a whole tile that are scored.
         reach: Keys in the longest causal reach of these tiles.
         workspace: Memory of temporary tensors.
 
@@ -131,9 +149,9 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
     """
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
-        workspace.empty(num_selected, num_tiles, TILE_TOKENS), workspace.empty(num_selected, num_tiles, TILE_TOKENS),
-        workspace.empty(num_selected, num_tiles, spans, TILE_TOKENS),
-        workspace.empty(num_selected, num_tiles, rounds, TILE_TOKENS, 4, dtype=torch.int32),
+        workspace.empty(num_selected, num_tiles, num_scored), workspace.empty(num_selected, num_tiles, num_scored),
+        workspace.empty(num_selected, num_tiles, spans, num_scored),
+        workspace.empty(num_selected, num_tiles, rounds, num_scored, 4, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -165,59 +183,64 @@ def masses(
         target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept_mass, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
-    num_selected, num_pairs, kept_d = heads.shape[0], run.pairs.shape[0], rounded.keys.shape[2]
-    num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
-    _diagonal_kernel[(num_pairs, 4, num_selected)](
-        rounded, heads, kept_mass, tiles, first_tile, run.pairs, scratch, num_tiles,
-        GROUP=group, KEPT_D=kept_d, num_warps=4,
+    num_selected, num_sets, kept_d = heads.shape[0], run.tile_sets.shape[0], rounded.keys.shape[2]
+    num_tiles, num_spans, num_scored = scratch.parts.shape[1:]
+    num_rounds = scratch.bytes.shape[2]
+    _diagonal_kernel[(num_sets, set_tiles(num_scored) * num_scored // DIAGONAL_QUERIES.value, num_selected)](
+        rounded, heads, kept_mass, tiles, first_tile, run.tile_sets, scratch, num_tiles,
+        SCORED=num_scored, GROUP=group, KEPT_D=kept_d, num_warps=4,
     )  # fmt: skip
-    _scores_kernel[(num_pairs, num_spans, num_selected)](
+    _scores_kernel[(num_sets, num_spans, num_selected)](
         rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept_mass, tiles, first_tile,
-        run.pairs, scratch, num_tiles, num_spans, num_rounds,
-        GROUP=group, num_warps=4, maxnreg=MAX_REGISTERS,
+        run.tile_sets, scratch, num_tiles, num_spans, num_rounds,
+        SCORED=num_scored, GROUP=group, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
         kept_mass, selected.peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target,
-        *target.stride()[:2], ROUNDS=MASS_ROUNDS, num_warps=4,
+        *target.stride()[:2], SCORED=num_scored, ROUNDS=MASS_ROUNDS, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles"])
 def _diagonal_kernel(
-    rounded, heads, kept_mass, tiles, first_tile, pairs, scratch, num_tiles, GROUP: tl.constexpr, KEPT_D: tl.constexpr
+    rounded, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, SCORED: tl.constexpr,
+    GROUP: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """Score half a tile of one head with the keys of the step that contains its first query, and of later steps.
+    """Score queries of a tile of one head with the keys of the step that contains its first query, and of later steps.
 
-    Grid: (pairs of tiles, 4 halves, selected heads), 4 warps. The arguments are those of ``_scores_kernel``. Writes
-    ``scratch.tops`` and ``scratch.diagonal``. It takes little time compared with that kernel: a few steps, with masks.
+    Grid: (tile sets, parts of their tiles, selected heads), 4 warps. The arguments are those of ``_scores_kernel``.
+    Writes ``scratch.tops`` and ``scratch.diagonal``. It takes little time compared with that kernel: a few steps, with
+    masks.
     """
+    PARTS: tl.constexpr = SCORED // DIAGONAL_QUERIES  # of a tile
     i_selected = tl.program_id(2)
-    pair = pairs + tl.program_id(0) * PAIR_FIELDS
-    i_tile = tl.load(pair) + tl.program_id(1) // 2
-    if (tl.program_id(1) // 2 < tl.load(pair + 1)) & (tl.load(kept_mass + i_selected) < 1):
+    tile_set = tile_sets + tl.program_id(0) * SET_FIELDS
+    i_tile = tl.load(tile_set) + tl.program_id(1) // PARTS
+    if (tl.program_id(1) // PARTS < tl.load(tile_set + 1)) & (tl.load(kept_mass + i_selected) < 1):
         _, _, length, position = load_tile(tiles, i_tile)
-        o_m = tl.program_id(1) % 2 * HALF_TILE + tl.arange(0, HALF_TILE)
+        o_m = tl.program_id(1) % PARTS * DIAGONAL_QUERIES + tl.arange(0, DIAGONAL_QUERIES)
+        o_query = position + scored_offsets(o_m, length, SCORED)
         o_d = tl.arange(0, KEPT_D)
-        o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * TILE + o_m
+        o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
         b_factor = tl.load(rounded.factors + o_q)
-        first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
+        first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(tile_set + 2)
         diagonal = position // STEP
         num_diagonal = (position + length - 1) // STEP - diagonal + 1
-        b_top = tl.full([HALF_TILE], float("-inf"), tl.float32)
-        b_sum = tl.zeros([HALF_TILE], tl.float32)
+        b_top = tl.full([DIAGONAL_QUERIES], float("-inf"), tl.float32)
+        b_sum = tl.zeros([DIAGONAL_QUERIES], tl.float32)
         # The first step, the step before the tile's own steps, and then the tile's own steps.
         for i in range(tl.where(diagonal == 0, 2, 0), num_diagonal + 2):
             i_step = tl.where(i == 0, 0, diagonal + i - 2)
             first = i_step * STEP
-            b_u = _step_maxima(rounded, first_key + first, b_q, b_factor, position + o_m - first, KEPT_D)
+            b_u = _step_maxima(rounded, first_key + first, b_q, b_factor, o_query - first, KEPT_D)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite)
             if i >= 2:
                 b_sum += tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
             b_top = b_new
-        o_t = (i_selected * num_tiles + i_tile - first_tile) * TILE + o_m
+        o_t = (i_selected * num_tiles + i_tile - first_tile) * SCORED + o_m
         tl.store(scratch.tops + o_t, b_top)
         tl.store(scratch.diagonal + o_t, b_sum)
 
@@ -286,14 +309,14 @@ class Shared:
 
 
 @aggregate
-class Pair:
-    """Work of one program of ``_scores_kernel``: up to two tiles of one head, and one span of keys."""
+class TileSet:
+    """Work of one program of ``_scores_kernel``: up to two groups of tiles of one head, and one span of keys."""
 
-    query: gl.tensor  # place of the first tile's first query among all heads' queries
+    query: gl.tensor  # place of the first tile's first scored query among all heads' queries
     key: gl.tensor  # place of the span's first key among all heads' keys
     place: gl.tensor  # of the first tile among all heads' tiles of the launch
     i_span: gl.tensor
-    num_tiles: gl.tensor  # 1 or 2
+    num_tiles: gl.tensor  # 1 to 4
 
 
 @aggregate
@@ -308,15 +331,15 @@ class ScoreTensors:
 
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds"])
 def _scores_kernel(
-    rounded, bulk_queries, bulk_keys, heads, kept_mass, tiles, first_tile, pairs, scratch, num_tiles, num_spans,
-    num_rounds, GROUP: gl.constexpr,
+    rounded, bulk_queries, bulk_keys, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans,
+    num_rounds, SCORED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Score two tiles of one head, one per consumer group, with one span of keys.
+    """Score a set of tiles of one head with one span of keys: 128 queries per consumer group.
 
-    The keys are in the causal reach of all queries of these tiles.
+    A group has one tile, or two neighbouring tiles if half of their queries are scored. The keys are in the causal
+    reach of all queries of a tile; the second tile of a group has one more step than the first.
 
-    Grid: (pairs of tiles, spans, selected heads), with 4 warps in each of the two consumer groups and one producer
-    warp. Two programs fit on an SM. Bound by the instructions that process scores: maxima of half-precision pairs.
+    Grid: (tile sets, spans, selected heads), with 4 warps in each of the two consumer groups and one producer warp. Two programs fit on an SM. Bound by the instructions that process scores: maxima of half-precision pairs.
 
     Args:
         rounded: ``Rounded``: queries [num_selected, num_queries, KEPT_D] and keys [num_kv_heads, num_keys, KEPT_D],
@@ -327,23 +350,28 @@ def _scores_kernel(
         kept_mass: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not scored.
         tiles: ``Rows.tiles``.
         first_tile: The launch's first tile.
-        pairs: [num_pairs, PAIR_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
+        tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
         scratch: ``Scratch``: ``tops`` is read, ``parts`` and ``bytes`` are written.
         num_tiles: Tiles of the launch.
         num_spans: Spans of ``scratch.parts``.
         num_rounds: Rounds of ``scratch.bytes``.
+        SCORED: Scored queries of a whole tile.
         GROUP: Query heads of a kv head.
     """
     i_span, i_selected = gl.program_id(1), gl.program_id(2)
-    pair = pairs + gl.program_id(0) * PAIR_FIELDS
-    i_tile = gl.load(pair)
-    num_pair = gl.load(pair + 1)
+    tile_set = tile_sets + gl.program_id(0) * SET_FIELDS
+    i_tile = gl.load(tile_set)
+    num_set = gl.load(tile_set + 1)
     first_step = i_span * (SPAN // STEP)
     most = gl.where(gl.load(kept_mass + i_selected) < 1, SPAN // STEP, 0)
-    steps_a = gl.minimum(tile_of(tiles, i_tile).position() // STEP - first_step, most)
-    steps_b = gl.minimum(tile_of(tiles, i_tile + num_pair - 1).position() // STEP - first_step, most)
-    key = gl.load(heads + i_selected) // GROUP * rounded.num_keys + gl.load(pair + 2) + first_step * STEP
-    query = i_selected * rounded.num_queries + i_tile * TILE
+    GROUP_TILES: gl.constexpr = TILE // SCORED
+    # A group that has no tile takes the set's last one, and stores nothing.
+    steps_a = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set) - 1, first_step, most)
+    steps_b = _steps_of(tiles, i_tile, num_set - 1, first_step, most)
+    first_a = _steps_of(tiles, i_tile, 0, first_step, most)
+    first_b = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set - 1), first_step, most)
+    key = gl.load(heads + i_selected) // GROUP * rounded.num_keys + gl.load(tile_set + 2) + first_step * STEP
+    query = i_selected * rounded.num_queries + i_tile * SCORED
 
     KEPT_D: gl.constexpr = bulk_keys.block_type.shape[1]
     q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, TILE, KEPT_D], bulk_queries.layout)
@@ -356,11 +384,11 @@ def _scores_kernel(
     place = i_selected * num_tiles + i_tile - first_tile
     shared = Shared(q_tiles, q_full, Channel(k_steps, full, empty))
     tensors = ScoreTensors(rounded, scratch, num_spans, num_rounds)
-    work = Pair(query, key, place, i_span, num_pair)
+    work = TileSet(query, key, place, i_span, num_set)
     gl.warp_specialize(
         [
-            (_consume, (shared, tensors, work, steps_a, 0)),
-            (_consume, (shared, tensors, work, steps_b, 1)),
+            (_consume, (shared, tensors, work, first_a, steps_a, SCORED, 0)),
+            (_consume, (shared, tensors, work, first_b, steps_b, SCORED, 1)),
             (_produce, (shared, bulk_queries, bulk_keys, query, key, steps_b)),
         ],
         [4, 1],
@@ -369,8 +397,14 @@ def _scores_kernel(
 
 
 @gluon.jit
+def _steps_of(tiles, i_tile, i_member, first_step, most):
+    """Return the steps of a program that lie before the first query of tile ``i_member`` of a set."""
+    return gl.minimum(tile_of(tiles, i_tile + i_member).position() // STEP - first_step, most)
+
+
+@gluon.jit
 def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
-    """Load the queries of both tiles, then the span's keys. The second tile reaches at least as many keys."""
+    """Load the queries of both groups, then the span's keys. The last tile reaches at least as many keys as others."""
     q_tiles, keys = shared.q_tiles, shared.keys
     q_full = shared.q_full.index(0)
     mbarrier.expect(q_full, 2 * TILE * q_tiles.shape[2])
@@ -385,8 +419,13 @@ def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
 
 
 @gluon.jit
-def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
-    """Score tile W of the pair. If it does not exist, keys are scored and nothing is stored."""
+def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr, W: gl.constexpr):
+    """Score the tiles of group W. If they do not exist, keys are scored and nothing is stored.
+
+    ``first_steps`` are the steps of the group's first tile, and ``num_steps`` those of its last tile, at most one more.
+    The first tile's bytes of that additional step are never read.
+    """
+    GROUP_TILES: gl.constexpr = TILE // SCORED
     keys = shared.keys
     rounded, scratch = tensors.rounded, tensors.scratch
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
@@ -395,15 +434,17 @@ def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
     layout: gl.constexpr = _block_maxima(zero).type.layout
     o_m = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     o_t = gl.arange(0, STEP_BLOCKS, gl.SliceLayout(0, layout))
-    valid = o_m < gl.where(work.num_tiles > W, TILE, 0)
-    tile = work.place + W
+    valid = o_m < (work.num_tiles - W * GROUP_TILES) * SCORED
+    tile = work.place + W * GROUP_TILES
+    o_tile, o_query = o_m // SCORED, o_m % SCORED
     b_factor = gl.load(rounded.factors + work.query + W * TILE + o_m, valid, 0.0)
-    b_top = gl.load(scratch.tops + tile * TILE + o_m, valid, 0.0)
+    b_top = gl.load(scratch.tops + tile * SCORED + o_m, valid, 0.0)
     b_factor, b_shift = b_factor / EXPONENT_RANGE, (-LEAST_EXPONENT - b_top) / EXPONENT_RANGE
     b_sum = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     b_word = gl.zeros([TILE, STEP_BLOCKS], gl.int32, layout)
-    words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (TILE * 4)
-    words = words + (o_m[:, None] * 4 + o_t[None, :])
+    b_previous = b_sum  # without the last step
+    words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (SCORED * 4)
+    words = words + ((o_tile * (tensors.num_rounds * SCORED) + o_query)[:, None] * 4 + o_t[None, :])
     steps = rounded.steps + work.key // KEY_BLOCK + o_t
     b_step = gl.load(steps)
     mbarrier.wait(shared.q_full.index(0), 0)
@@ -418,12 +459,17 @@ def _consume(shared, tensors, work, num_steps, W: gl.constexpr):
         # Saturating between 0 and 1 clamps the exponent, also for a product that is not finite.
         b_share = _saturated(_block_maxima(b_s), b_factor[:, None] * b_step[None, :], b_shift[:, None])
         b_x = gl.exp2(b_share * EXPONENT_RANGE + LEAST_EXPONENT)
+        if GROUP_TILES > 1:
+            b_previous = b_sum
         b_sum += b_x
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
-            gl.store(words + i // 4 * (TILE * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
+            gl.store(words + i // 4 * (SCORED * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
         b_step = b_next
-    part = scratch.parts + (tile * tensors.num_spans + work.i_span) * TILE + o_m
+    if GROUP_TILES > 1:
+        b_sum = gl.where((o_tile == 0)[:, None] & (first_steps < num_steps), b_previous, b_sum)
+    part = scratch.parts + (tile * tensors.num_spans + work.i_span) * SCORED
+    part += o_tile * (tensors.num_spans * SCORED) + o_query
     gl.store(part, gl.sum(b_sum, 1), mask=valid & (o_m < num_steps * STEP))
 
 
@@ -452,9 +498,10 @@ def _append_byte(b_word, b_x):
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds", "stride_head", "stride_tile"])
 def _masses_kernel(
     kept_mass, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
-    ROUNDS: gl.constexpr,
+    SCORED: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Convert up to ROUNDS rounds of one tile and head to masses. A warp handles one round, and each thread 16 words.
+    """Convert up to ROUNDS rounds of one tile and head to masses. A warp handles one round, and each thread several
+    words.
 
     Grid: (parts of ROUNDS rounds, tiles, selected heads), 4 warps. Bound by reading ``scratch.bytes``, a byte for each
     query and block. The previous launch has left a part of it in the L2 cache.
@@ -471,11 +518,13 @@ def _masses_kernel(
         target: [num_selected, num_tiles, width] float32.
         stride_head: Elements between two heads of ``target``.
         stride_tile: Elements between two tiles of ``target``.
+        SCORED: Scored queries of a whole tile.
         ROUNDS: Rounds of one program.
     """
     i_place, i_selected = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
     tile = tile_of(tiles, first_tile + i_place)
     length, position = tile.length(), tile.position()
+    scored = (length + TILE // SCORED - 1) // (TILE // SCORED)
     num_blocks = position // STEP * STEP_BLOCKS  # before the tile's own keys
     begin = gl.program_id(0) * ROUNDS
     end = gl.minimum(begin + ROUNDS, (num_blocks + 15) // 16)
@@ -486,13 +535,13 @@ def _masses_kernel(
         per_block: gl.constexpr = gl.SliceLayout(1, layout)
         place = i_selected * num_tiles + i_place
         line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        o_m = gl.arange(0, TILE, line)
-        b_diagonal = gl.load(scratch.diagonal + place * TILE + o_m)
+        o_m = gl.arange(0, SCORED, line)
+        b_diagonal = gl.load(scratch.diagonal + place * SCORED + o_m)
         spans = (position // STEP * STEP + SPAN - 1) // SPAN
-        b_weight = _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m)
+        b_weight = _weights(scratch, num_spans, place, b_diagonal, spans, scored, o_m, SCORED)
         out = target + i_selected.to(gl.int64) * stride_head + i_place * stride_tile
         if begin == 0:
-            mass = gl.sum(gl.where(o_m < length, b_diagonal, 0.0) * b_weight, 0)
+            mass = gl.sum(gl.where(o_m < scored, b_diagonal, 0.0) * b_weight, 0)
             num_diagonal = (position + length - 1) // KEY_BLOCK + 1 - num_blocks
             gl.store(out + num_blocks + o_m, gl.where(o_m == 0, mass, 0.0), mask=o_m < num_diagonal)
         b_weight = gl.convert_layout(b_weight * UNIT, per_query)
@@ -500,30 +549,30 @@ def _masses_kernel(
         o_t = gl.arange(0, 4, gl.SliceLayout(0, per_block))
         o_b = o_r[:, None] * 16 + o_t[None, :]
         o_round = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-        o_word = gl.arange(0, TILE, per_query)[None, :, None] * 4
+        o_word = gl.arange(0, SCORED, per_query)[None, :, None] * 4
         o_word = o_word + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-        words = scratch.bytes + place.to(gl.int64) * num_rounds * (TILE * 4) + o_word
-        b_next = gl.load(words + gl.minimum(begin + o_round, gl.maximum(end - 1, 0)) * (TILE * 4))
+        words = scratch.bytes + place.to(gl.int64) * num_rounds * (SCORED * 4) + o_word
+        b_next = gl.load(words + gl.minimum(begin + o_round, gl.maximum(end - 1, 0)) * (SCORED * 4))
         for i in range(begin, end, WARPS):
             b_word = b_next
-            b_next = gl.load(words + gl.minimum(i + WARPS + o_round, end - 1) * (TILE * 4))
+            b_next = gl.load(words + gl.minimum(i + WARPS + o_round, end - 1) * (SCORED * 4))
             for slot in gl.static_range(4):
                 # The byte is placed at a float's lowest exponents, so the result is multiplied by ``UNIT``.
                 b_bits = (b_word << (21 - 8 * slot)) if slot < 3 else (b_word >> 3)
                 b_x = (b_bits & BYTE_BITS).to(gl.float32, bitcast=True)
                 b_x = b_x * b_weight[None, :, None]
                 b_mass = gl.sum(b_x, 1)
-                b_mass = gl.where(gl.max(b_x, 1) * length.to(gl.float32) >= peak, -b_mass, b_mass)
+                b_mass = gl.where(gl.max(b_x, 1) * scored.to(gl.float32) >= peak, -b_mass, b_mass)
                 o_block = i * 16 + slot * 4 + o_b
                 gl.store(out + o_block, b_mass, mask=o_block < num_blocks)
 
 
 @gluon.jit
-def _weights(scratch, num_spans, place, b_diagonal, spans, length, o_m):
-    """Return the factor of a query's exponentials in the tile's mean: 1 / (its sum · number of queries)."""
+def _weights(scratch, num_spans, place, b_diagonal, spans, scored, o_m, SCORED: gl.constexpr):
+    """Return the factor of a query's exponentials in the tile's mean: 1 / (its sum · number of scored queries)."""
     b_sum = b_diagonal
-    parts = scratch.parts + place * num_spans * TILE + o_m
+    parts = scratch.parts + place * num_spans * SCORED + o_m
     for i in range(0, spans, 8):
         for j in gl.static_range(8):  # eight loads in flight
-            b_sum += gl.load(parts + (i + j) * TILE, mask=o_m < (spans - i - j) * TILE, other=0.0)
-    return gl.where(o_m < length, 1.0 / (b_sum * length.to(gl.float32)), 0.0)
+            b_sum += gl.load(parts + (i + j) * SCORED, mask=o_m < (spans - i - j) * SCORED, other=0.0)
+    return gl.where(o_m < scored, 1.0 / (b_sum * scored.to(gl.float32)), 0.0)

@@ -13,7 +13,7 @@ scale s:
    one exponential for 32 products. The query's share in the block is a[q, b] = exp(m[q, b]) / Σ_b' exp(m[q, b']). The
    sum is over all blocks. If it were estimated from sampled keys, a query with heavy keys outside the sample would
    outweigh its tile; this lost answers.
-3. Average over the tile's queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other blocks with
+3. Average over the tile's scored queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other blocks with
    which the kept blocks hold p of Σ_b A[b]. Ties go to the first blocks. At most the share ``most_share`` of the tile's
    blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
@@ -23,6 +23,10 @@ scale s:
    Ties go to the first blocks. Then no query keeps less than ``floor`` of Σ_b a[q, b].
 
 docs/quality.md has densities and losses on trained models, also for other rules.
+
+* ``queries`` "half" scores the second of each two neighbouring queries (``scored.py``), and halves the time of the
+  product and of everything after it. Neighbours look at similar blocks, so the means hardly change. Steps 4 and 5 then
+  hold for scored queries. A quarter of the queries is too few: answers are lost.
 
 * ``channels`` "half" multiplies only the half of each kv head's channels that affects scores most in this step, by
   variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
@@ -73,6 +77,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
     rounding_bytes,
     row_moments,
 )
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
 from vllm_sparse_kernels.paged import PagedCache, padded_dim
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.channels import kept_channels
@@ -97,6 +102,7 @@ else:
     MISSING_GLUON = None
 
 CHANNELS = Literal["low_rank", "half", "all"]
+QUERIES = Literal["half", "all"]
 
 
 @dataclass(frozen=True)
@@ -123,12 +129,16 @@ class TopP(PerHead):
     ``low_rank`` combines the channels into a quarter as many in each step, and multiplies these. The minimum is 64
     channels, so all three are the same for a head_dim of 64."""
 
+    queries: QUERIES = "half"
+    """Queries of a tile that are scored: ``all``, or the second of each two neighbours, which halves the time of
+    scoring. The kept blocks are for all queries of the tile."""
+
     peak_share: float = 0.2
-    """Blocks with at least this share, in (0, 1], of a single query's attention are kept. 1 turns this off."""
+    """Blocks with at least this share, in (0, 1], of a single scored query's attention are kept. 1 turns this off."""
 
     floor: float = 0.0
-    """Share, in [0, 1), of its own estimated attention that every query keeps. A query below it adds its own heaviest
-    blocks. With 0, no query adds blocks."""
+    """Share, in [0, 1), of its own estimated attention that every scored query keeps. A query below it adds its own
+    heaviest blocks. With 0, no query adds blocks."""
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
@@ -139,6 +149,7 @@ class TopP(PerHead):
         require(0 < self.peak_share <= 1, "peak_share", self.peak_share, "a number in (0, 1]")
         require(0 <= self.floor < 1, "floor", self.floor, "a number in [0, 1)")
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
+        require(self.queries in get_args(QUERIES), "queries", self.queries, f"one of {get_args(QUERIES)}")
 
     @property
     def share_kept(self) -> float:
@@ -174,6 +185,11 @@ class TopP(PerHead):
         """Whether ``channels`` is "low_rank". For a head_dim that keeps all channels, nothing is counted."""
         return self.channels == "low_rank"
 
+    @property
+    def num_scored(self) -> int:
+        """Queries of a whole tile that are scored, 128 or 64."""
+        return ALL_SCORED if self.queries == "all" else HALF_SCORED
+
     def kept_channels(self, head_dim: int) -> int:
         """Return the number of channels that the estimate multiplies.
 
@@ -198,6 +214,18 @@ class TopP(PerHead):
         """
         return self.channels == "low_rank" and rank_of(head_dim) < padded_dim(head_dim)
 
+    def storage(self, head_dim: int, dtype: torch.dtype) -> Storage:
+        """Return sizes and format of the rounded queries and keys.
+
+        Args:
+            head_dim: Elements of a head's query or key.
+            dtype: Type in which e4m3 numbers are stored.
+
+        Returns:
+            The storage of all heads.
+        """
+        return Storage(self.kept_channels(head_dim), self.is_low_rank(head_dim), self.num_scored, dtype)
+
     @property
     def least_peak(self) -> float:
         """Minimum share of a peak; 2 if ``peak_share`` is 1, because an 8-bit share may slightly exceed 1."""
@@ -215,9 +243,9 @@ class TopP(PerHead):
         Returns:
             Bytes.
         """
-        tile_bytes = [kernels.tile_bytes for kernels in (hopper, portable) if kernels is not None]
-        kept_d, low_rank = self.kept_channels(shape.head_dim), self.is_low_rank(shape.head_dim)
-        return most_bytes(rows, shape, num_selected, kept_d, low_rank, tile_bytes)
+        tile_bytes = [kernels.tile_bytes(self.num_scored) for kernels in (hopper, portable) if kernels is not None]
+        storage = self.storage(shape.head_dim, torch.float16)  # the wider of the two types
+        return most_bytes(rows, shape, num_selected, storage, tile_bytes)
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
@@ -321,12 +349,12 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
     floors_on_device = on_device(floors, device) if any(floors) else None
     selected = Selected(heads, on_device(kept_mass, device), method.least_peak, inputs.group)
     shares = Shares(selected.kept_mass, on_device(tuple(head.most_share for head in methods), device))
-    kept_d, low_rank = method.kept_channels(inputs.cache.head_dim), method.is_low_rank(inputs.cache.head_dim)
-    storage = Storage(kept_d, low_rank, stored_dtype(device))
+    storage = method.storage(inputs.cache.head_dim, stored_dtype(device))
+    tile_bytes, set_tiles = kernels.tile_bytes(storage.num_scored), kernels.set_tiles(storage.num_scored)
     with workspace.frame():
         moments = row_moments(inputs, storage, workspace, index.variance_shares)
         queries, factors = round_queries(inputs, moments, heads, storage, workspace)
-        for slab in slabs_of(index.rows, num_selected, kernels.tile_bytes):
+        for slab in slabs_of(index.rows, num_selected, tile_bytes, set_tiles):
             with workspace.frame():
                 keys, steps = round_keys(inputs, slab, moments, storage, kernels.PERMUTED, workspace)
                 rounded = Rounded(queries, factors, queries.shape[1], keys, steps, keys.shape[1])
@@ -341,7 +369,7 @@ def _select_run(
 ) -> None:  # fmt: skip
     """Write the lists of a run. ``floors`` [n] float32; None if no head has a floor."""
     num_selected, workspace = selected.heads.shape[0], index.workspace
-    scratch = kernels.room(num_selected, run.num_tiles, run.reach, workspace)
+    scratch = kernels.room(num_selected, run.num_tiles, method.num_scored, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
     choice = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)

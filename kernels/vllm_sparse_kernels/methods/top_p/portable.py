@@ -7,6 +7,7 @@
    whether one of them reaches the peak.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.floor import StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.methods.top_p.scored import TILES_OF_GROUP, num_scored, scored_offsets
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
 from vllm_sparse_kernels.workspace import Workspace
@@ -26,8 +28,7 @@ from vllm_sparse_kernels.workspace import Workspace
 PERMUTED = False
 """Whether keys are stored permuted within steps."""
 
-TILE = Constant(TILE_TOKENS)
-PAIR_FIELDS = Constant(slabs.PAIR_FIELDS)
+SET_FIELDS = Constant(slabs.SET_FIELDS)
 
 STEP = Constant(128)
 """Keys of one matrix product."""
@@ -47,22 +48,38 @@ MOST = Constant(60000.0)
 class Scratch(NamedTuple):
     """Tensors that the launches of a run pass to each other."""
 
-    scores: Any  # [num_selected, num_tiles, num_blocks, 128] float16; undefined past a tile's causal blocks
-    parts: Any  # [num_selected, num_tiles, num_spans, 2, 128] float32: largest score, sum; undefined past its spans
+    scores: Any  # [num_selected, num_tiles, num_blocks, SCORED] float16; undefined past a tile's causal blocks
+    parts: Any  # [num_selected, num_tiles, num_spans, 2, SCORED] float32: largest score, sum; undefined past its spans
 
 
-def tile_bytes(num_selected: int, reach: int) -> int:
-    """Return the memory of one tile's scratch and masses.
+@cache
+def tile_bytes(num_scored: int) -> slabs.TileBytes:
+    """Return the function that computes the memory of one tile's scratch and masses, always the same object.
 
     Args:
-        num_selected: Number of query heads to select.
-        reach: Keys in the tile's causal reach.
+        num_scored: Queries of a whole tile that are scored.
 
     Returns:
-        Bytes.
+        A function from the number of query heads to select and the keys in the tile's causal reach to bytes.
     """
-    scores, parts = 2 * blocks_of(reach), 2 * 4 * ceil_div(reach, SPAN_TOKENS)
-    return num_selected * TILE_TOKENS * (scores + parts) + mass_bytes(num_selected, reach)
+
+    def bytes_of_tile(num_selected: int, reach: int) -> int:
+        scores, parts = 2 * blocks_of(reach), 2 * 4 * ceil_div(reach, SPAN_TOKENS)
+        return num_selected * num_scored * (scores + parts) + mass_bytes(num_selected, reach)
+
+    return bytes_of_tile
+
+
+def set_tiles(num_scored: int) -> int:
+    """Return the maximum number of tiles of a tile set; each program scores one of them.
+
+    Args:
+        num_scored: Queries of a whole tile that are scored.
+
+    Returns:
+        As many as on Hopper, so that both engines cut runs alike.
+    """
+    return 2 * TILES_OF_GROUP[num_scored]
 
 
 def blocks_of(reach: int) -> int:
@@ -77,12 +94,13 @@ def blocks_of(reach: int) -> int:
     return ceil_div(reach, STEP.value) * STEP_BLOCKS.value
 
 
-def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+def room(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
     """Allocate the scratch of a run.
 
     Args:
         num_selected: Number of query heads to select.
         num_tiles: Tiles of the run.
+        num_scored: Queries of a whole tile that are scored.
         reach: Keys in the longest causal reach of these tiles.
         workspace: Memory of temporary tensors.
 
@@ -91,8 +109,8 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
     """
     blocks, spans = blocks_of(reach), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
-        workspace.empty(num_selected, num_tiles, blocks, TILE_TOKENS, dtype=torch.float16),
-        workspace.empty(num_selected, num_tiles, spans, 2, TILE_TOKENS),
+        workspace.empty(num_selected, num_tiles, blocks, num_scored, dtype=torch.float16),
+        workspace.empty(num_selected, num_tiles, spans, 2, num_scored),
     )  # fmt: skip
 
 
@@ -111,7 +129,7 @@ def stored(scratch: Scratch) -> StoredShares:
 def masses(
     rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
-    """Compute, for each tile and block, the mean share of the tile's queries in the block.
+    """Compute, for each tile and block, the mean share of the tile's scored queries in the block.
 
     Args:
         rounded: Queries of all tiles and keys of the slab.
@@ -122,19 +140,21 @@ def masses(
         target: [num_selected, tiles of the run, width] float32; receives the masses, negative where the share of some
             query is at least ``selected.peak``. Undefined past a tile's causal blocks.
     """
-    num_selected, num_tiles, num_spans = scratch.parts.shape[:3]
+    num_selected, num_tiles, num_spans, _, scored = scratch.parts.shape
     num_blocks = scratch.scores.shape[2]
-    _scores_kernel[(len(run.pairs) * 2, num_spans, num_selected)](
-        rounded, selected.heads, selected.kept_mass, tiles, run.first_tile, run.pairs, scratch, num_tiles, num_spans,
-        num_blocks,
+    _scores_kernel[(len(run.tile_sets) * set_tiles(scored), num_spans, num_selected)](
+        rounded, selected.heads, selected.kept_mass, tiles, run.first_tile, run.tile_sets, scratch, num_tiles,
+        num_spans, num_blocks, SCORED=scored, SET_TILES=set_tiles(scored),
         GROUP=selected.group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, BLOCK=KEY_BLOCK.value,
         WIDEN=_must_widen(rounded.keys), num_warps=8,
-        num_stages=_num_stages(rounded.keys.shape[2] * rounded.keys.element_size(), shared_bytes(rounded.keys.device)),
+        num_stages=_num_stages(
+            scored, rounded.keys.shape[2] * rounded.keys.element_size(), shared_bytes(rounded.keys.device)
+        ),
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
         selected.kept_mass, selected.peak, tiles, run.first_tile, scratch, num_spans, num_blocks, target,
         *target.stride()[:2],
-        SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, num_warps=8,
+        SCORED=scored, SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, num_warps=8,
     )  # fmt: skip
 
 
@@ -143,28 +163,29 @@ def _must_widen(keys: torch.Tensor) -> bool:
     return not keys.is_cuda
 
 
-def _num_stages(key_bytes: int, limit_bytes: int) -> int:
+def _num_stages(num_scored: int, key_bytes: int, limit_bytes: int) -> int:
     """Return the pipeline stages of the loop over keys in ``_scores_kernel``.
 
     Args:
+        num_scored: Queries of a program.
         key_bytes: Size of a rounded key, which is also the size of a rounded query.
         limit_bytes: Shared memory of a program.
 
     Returns:
         3 if two buffers of a step's keys fit the GPU next to the tile's queries, otherwise 2, for one buffer.
     """
-    return 3 if (TILE_TOKENS + 2 * STEP.value) * key_bytes <= limit_bytes else 2
+    return 3 if (num_scored + 2 * STEP.value) * key_bytes <= limit_bytes else 2
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_blocks"])
 def _scores_kernel(
-    rounded, heads, kept_mass, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_blocks,
-    GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    WIDEN: tl.constexpr,
+    rounded, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans, num_blocks,
+    SCORED: tl.constexpr, SET_TILES: tl.constexpr, GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
 
-    Grid: (pairs · 2, spans, n). Bound by the matrix units, and by the maxima of the products.
+    Grid: (tile sets · SET_TILES, spans, n). Bound by the matrix units, and by the maxima of the products.
 
     Args:
         rounded: Rounded.
@@ -172,11 +193,13 @@ def _scores_kernel(
         kept_mass: [n] float32, p; heads with 1 or more are left out.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         first_tile: First tile of the run.
-        pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
+        tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, where the row's keys begin in the slab.
         scratch: Scratch, tensors that the launches pass to each other.
         num_tiles: Tiles of the run.
         num_spans: Spans of keys.
         num_blocks: Blocks of 32 keys of the furthest tile.
+        SCORED: Scored queries of a whole tile.
+        SET_TILES: Maximum number of tiles of a set.
         GROUP: Query heads of a kv head.
         KEPT_D: Number of channels that the estimate multiplies.
         SPAN: Keys of a program.
@@ -184,23 +207,24 @@ def _scores_kernel(
         WIDEN: Whether to multiply in float32, as the interpreter does.
     """
     i_span, i_selected = tl.program_id(1), tl.program_id(2)
-    pair, i_second = pairs + tl.program_id(0) // 2 * PAIR_FIELDS, tl.program_id(0) % 2
-    i_tile = tl.load(pair) + i_second
-    length = tl.load(tiles + i_tile * FIELDS + 2, mask=i_second < tl.load(pair + 1), other=0)
+    tile_set, i_member = tile_sets + tl.program_id(0) // SET_TILES * SET_FIELDS, tl.program_id(0) % SET_TILES
+    i_tile = tl.load(tile_set) + i_member
+    length = tl.load(tiles + i_tile * FIELDS + 2, mask=i_member < tl.load(tile_set + 1), other=0)
     position = tl.load(tiles + i_tile * FIELDS + 3, mask=length > 0, other=0)
     begin = i_span * SPAN
     end = tl.minimum(begin + SPAN, position + length)
     if (length > 0) & (begin < end) & (tl.load(kept_mass + i_selected) < 1):
-        o_m, o_n, o_d = tl.arange(0, TILE), tl.arange(0, STEP), tl.arange(0, KEPT_D)
+        o_m, o_n, o_d = tl.arange(0, SCORED), tl.arange(0, STEP), tl.arange(0, KEPT_D)
+        o_query = position + scored_offsets(o_m, length, SCORED)
         o_block = tl.arange(0, STEP_BLOCKS)
-        o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * TILE + o_m
+        o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
         b_factor = tl.load(rounded.factors + o_q)
-        first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
+        first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(tile_set + 2)
         place = (i_selected * num_tiles + i_tile - first_tile).to(tl.int64)
-        target = scratch.scores + place * num_blocks * TILE + o_m[:, None]
-        b_top = tl.full([TILE], float("-inf"), tl.float32)
-        b_sum = tl.zeros([TILE], tl.float32)
+        target = scratch.scores + place * num_blocks * SCORED + o_m[:, None]
+        b_top = tl.full([SCORED], float("-inf"), tl.float32)
+        b_sum = tl.zeros([SCORED], tl.float32)
         for i in range(begin, end, STEP):
             b_k = tl.load(rounded.keys + (first_key + i + o_n)[:, None] * KEPT_D + o_d[None, :])
             b_step = tl.load(rounded.steps + (first_key + i) // BLOCK + o_block)
@@ -208,26 +232,26 @@ def _scores_kernel(
                 b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
             else:
                 b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
-            b_s = tl.where((i + o_n)[None, :] <= (position + o_m)[:, None], b_s, float("-inf"))
-            b_s = tl.max(tl.reshape(b_s, [TILE, STEP_BLOCKS, BLOCK]), 2)
+            b_s = tl.where((i + o_n)[None, :] <= o_query[:, None], b_s, float("-inf"))
+            b_s = tl.max(tl.reshape(b_s, [SCORED, STEP_BLOCKS, BLOCK]), 2)
             # No product with minus infinity, because factors past the row's end are 0.
             b_u = tl.maximum(b_s, -65504.0) * (b_factor[:, None] * b_step[None, :])
             b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MOST), MOST)).to(tl.float16)
-            tl.store(target + (i // BLOCK + o_block)[None, :] * TILE, b_u)
+            tl.store(target + (i // BLOCK + o_block)[None, :] * SCORED, b_u)
             b_u = b_u.to(tl.float32)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
             b_top = b_new
-        parts = scratch.parts + (place * num_spans + i_span) * (2 * TILE) + o_m
+        parts = scratch.parts + (place * num_spans + i_span) * (2 * SCORED) + o_m
         tl.store(parts, b_top)
-        tl.store(parts + TILE, b_sum)
+        tl.store(parts + SCORED, b_sum)
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
 def _masses_kernel(
     kept_mass, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
-    SPAN: tl.constexpr, BLOCKS: tl.constexpr,
+    SCORED: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Average the queries' shares in some blocks of one tile and head.
 
@@ -244,6 +268,7 @@ def _masses_kernel(
         target: [n, tiles, width] float32; written.
         stride_head: Elements between two heads of ``target``.
         stride_tile: Elements between two tiles of ``target``.
+        SCORED: Scored queries of a whole tile.
         SPAN: Keys of a span.
         BLOCKS: Blocks of a program.
     """
@@ -253,25 +278,26 @@ def _masses_kernel(
     num_causal = (reach + KEY_BLOCK - 1) // KEY_BLOCK
     o_b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept_mass + i_selected) < 1):
-        o_m = tl.arange(0, TILE)
+        o_m = tl.arange(0, SCORED)
         place = i_selected * tl.num_programs(1) + i_tile
-        parts = scratch.parts + place * num_spans * (2 * TILE) + o_m
-        b_top = tl.full([TILE], float("-inf"), tl.float32)
-        b_sum = tl.zeros([TILE], tl.float32)
+        parts = scratch.parts + place * num_spans * (2 * SCORED) + o_m
+        b_top = tl.full([SCORED], float("-inf"), tl.float32)
+        b_sum = tl.zeros([SCORED], tl.float32)
         for i in range((reach + SPAN - 1) // SPAN):
-            b_part = tl.load(parts + i * (2 * TILE))
+            b_part = tl.load(parts + i * (2 * SCORED))
             b_new = tl.maximum(b_top, b_part)
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_other = tl.load(parts + i * (2 * TILE) + TILE) * tl.exp2(b_part - b_finite)
+            b_other = tl.load(parts + i * (2 * SCORED) + SCORED) * tl.exp2(b_part - b_finite)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + b_other
             b_top = b_new
-        in_row = o_m < length
-        b_weight = tl.where(in_row, 1 / (b_sum * length), 0.0)
-        scores = scratch.scores + (place * num_blocks + o_b)[:, None] * TILE + o_m[None, :]
+        scored = num_scored(length, SCORED)
+        in_row = o_m < scored
+        b_weight = tl.where(in_row, 1 / (b_sum * scored), 0.0)
+        scores = scratch.scores + (place * num_blocks + o_b)[:, None] * SCORED + o_m[None, :]
         is_score = (o_b < num_causal)[:, None] & in_row[None, :]
         b_u = tl.load(scores, mask=is_score, other=float("-inf")).to(tl.float32)
         b_share = tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :]
         b_mass = tl.sum(b_share, 1)
-        b_mass = tl.where(tl.max(b_share, 1) * length >= peak, -b_mass, b_mass)
+        b_mass = tl.where(tl.max(b_share, 1) * scored >= peak, -b_mass, b_mass)
         out = target + i_selected * stride_head + i_tile.to(tl.int64) * stride_tile
         tl.store(out + o_b, b_mass, mask=o_b < num_causal)

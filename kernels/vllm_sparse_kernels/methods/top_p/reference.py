@@ -145,7 +145,7 @@ def count_kept_shares(
 def tile_shares(
     method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Compute the share of each query in each causal block of 32 keys.
+    """Compute the share of each scored query in each causal block of 32 keys.
 
     Args:
         method: The method of the heads, possibly merged.
@@ -156,7 +156,7 @@ def tile_shares(
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
 
     Returns:
-        (head, tile, [queries, blocks]).
+        (head, tile, [scored queries, blocks]).
     """
     group = q.shape[1] // cache.num_kv_heads
     for row, queries, keys in rows_of(q, cache, rows):
@@ -167,26 +167,41 @@ def tile_shares(
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 first = tile.position - rows.context_lens[row]
-                b_q = head_queries[first : first + tile.length_tokens]
+                places = scored_queries(method, tile.length_tokens).to(q.device)
                 b_k = rounded[: tile.last_position + 1, head // group]
-                scores = causal_scores(b_q @ b_k.T, tile.position, scale)
+                scores = causal_scores(head_queries[first + places] @ b_k.T, tile.position + places, scale)
                 yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1)
 
 
-def causal_scores(products: torch.Tensor, position: int, scale: float) -> torch.Tensor:
+def scored_queries(method: "TopP", num_queries: int) -> torch.Tensor:
+    """Return the places in their tile of the queries that are scored: all, or the second of each two neighbours.
+
+    The last query of a tile with an odd number of queries has no second neighbour, and is scored itself.
+
+    Args:
+        method: The method of the heads, possibly merged.
+        num_queries: Queries of the tile.
+
+    Returns:
+        Ascending places, int64.
+    """
+    period = 1 if method.queries == "all" else 2
+    return torch.arange(period - 1, num_queries + period - 1, period).clamp_max(num_queries - 1)
+
+
+def causal_scores(products: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
     """Turn products of a tile's queries with all keys up to its last query into scores of whole blocks.
 
     Args:
         products: [..., queries, keys] float32.
-        position: Position of the tile's first query.
+        positions: [queries] int64, positions of the queries.
         scale: Factor from q·k to scores.
 
     Returns:
         [..., queries, keys rounded up to whole blocks] float32, -inf for keys after the query and for missing keys.
     """
-    num_queries, num_keys = products.shape[-2:]
-    o_m = torch.arange(position, position + num_queries, device=products.device)[:, None]
-    future = torch.arange(num_keys, device=products.device) > o_m
+    num_keys = products.shape[-1]
+    future = torch.arange(num_keys, device=products.device) > positions[:, None]
     scores = (products * scale).masked_fill_(future, -torch.inf)
     return pad(scores, (0, -num_keys % KEY_BLOCK), value=-torch.inf)
 

@@ -25,8 +25,18 @@ from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, query_args, wide_dtype, widen
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.methods.top_p.scored import num_scored, scored_offsets
+from vllm_sparse_kernels.paged import (
+    key_args,
+    load_keys,
+    load_queries,
+    load_queries_at,
+    padded_dim,
+    query_args,
+    wide_dtype,
+    widen,
+)
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
@@ -69,17 +79,18 @@ class Selected(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """Format in which e4m3 numbers are stored."""
+    """Sizes and format of rounded queries and keys."""
 
     kept_d: int  # channels that are multiplied
     low_rank: bool  # whether they are combinations of channels
+    num_scored: int  # queries of a whole tile that are scored (``scored.py``)
     dtype: torch.dtype  # e4m3, or fp16 on devices without instructions for e4m3
 
 
 class Rounded(NamedTuple):
     """Queries and keys of a slab in e4m3. They are scaled so that scores are logarithms to base 2."""
 
-    queries: Any  # [num_selected, num_queries, KEPT_D]
+    queries: Any  # [num_selected, num_queries, KEPT_D], the scored ones
     factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
     num_queries: int  # whole tiles
     keys: Any  # [num_kv_heads, num_keys, KEPT_D]
@@ -135,30 +146,31 @@ def row_moments(
 def round_queries(
     inputs: LayerInputs, moments: Moments, heads: torch.Tensor, storage: Storage, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round the queries of all rows.
+    """Round the scored queries of all rows.
 
     Args:
         inputs: Queries and rows of the step.
         moments: Moments of the same rows.
         heads: [num_selected] int32, query heads.
-        storage: Channels and type of the result.
+        storage: Channels and type of the result, and its queries per tile.
         workspace: Memory of both results.
 
     Returns:
-        Values [num_selected, num_tiles · 128, kept_d] of ``storage.dtype``, and their factors
-        [num_selected, num_tiles · 128] float32, 0 past a row's end.
+        Values [num_selected, num_tiles · num_scored, kept_d] of ``storage.dtype``, and their factors
+        [num_selected, num_tiles · num_scored] float32, 0 past a row's end.
     """
     q, rows = inputs.q, inputs.rows
-    num_queries = rows.num_tiles * TILE_TOKENS
+    num_scored = storage.num_scored
+    num_queries = rows.num_tiles * num_scored
     num_selected = heads.shape[0]
     values = workspace.empty(num_selected, num_queries, storage.kept_d, dtype=storage.dtype)
     factors = workspace.empty(num_selected, num_queries)
     block_d = padded_dim(q.shape[2])
-    num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device))
-    _round_queries_kernel[(rows.num_tiles * (TILE_TOKENS // num_rounded), num_selected)](
+    num_rounded = min(vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device)), num_scored)
+    _round_queries_kernel[(rows.num_tiles * (num_scored // num_rounded), num_selected)](
         query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E.value, values, factors, num_queries,
         HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
-        KV_HEADS=moments.means.shape[1], TILE=TILE_TOKENS, ROUNDED=num_rounded, num_warps=8,
+        KV_HEADS=moments.means.shape[1], SCORED=num_scored, ROUNDED=num_rounded, num_warps=8,
     )  # fmt: skip
     return values, factors
 
@@ -386,11 +398,11 @@ def in_e4m3(b_x, dtype: tl.constexpr):
 def _round_queries_kernel(
     queries, tiles, row_moments, heads, factor, values, factors, num_queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr, ROUNDED: tl.constexpr,
+    SCORED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Round ROUNDED queries of one tile and head to e4m3.
+    """Round ROUNDED of the scored queries of one tile and head to e4m3.
 
-    Grid: (tiles · TILE / ROUNDED, n). Bound by memory: it reads each query once and writes half as much.
+    Grid: (tiles · SCORED / ROUNDED, n). Bound by memory: it reads each scored query once and writes half as much.
 
     Args:
         queries: QueryArgs.
@@ -398,24 +410,26 @@ def _round_queries_kernel(
         row_moments: Moments.
         heads: [n] int32 on the device, numbers of the selected query heads.
         factor: The softmax's scale, in base 2.
-        values: [n, num_tiles · 128, KEPT_D]; written.
-        factors: [n, num_tiles · 128] float32, 0 past the row's end; written.
-        num_queries: num_tiles · 128.
+        values: [n, num_tiles · SCORED, KEPT_D]; written.
+        factors: [n, num_tiles · SCORED] float32, 0 past the row's end; written.
+        num_queries: num_tiles · SCORED.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         KEPT_D: Number of channels that the estimate multiplies.
         GROUP: Query heads of a kv head.
         KV_HEADS: Number of kv heads.
-        TILE: Queries of a tile.
+        SCORED: Scored queries of a whole tile.
         ROUNDED: Queries of a program.
     """
     i_selected = tl.program_id(1)
     i_head = tl.load(heads + i_selected)
-    i_row, token, length, _ = load_tile(tiles, tl.program_id(0) // (TILE // ROUNDED))
-    first = tl.program_id(0) % (TILE // ROUNDED) * ROUNDED
-    length -= first
+    i_row, token, length, _ = load_tile(tiles, tl.program_id(0) // (SCORED // ROUNDED))
     o_m, o_c = tl.arange(0, ROUNDED), tl.arange(0, KEPT_D)
-    b_q = widen(load_queries(queries, i_head, token + first, length, ROUNDED, HEAD_DIM, BLOCK_D))
+    o_s = tl.program_id(0) % (SCORED // ROUNDED) * ROUNDED + o_m
+    in_row = o_s < num_scored(length, SCORED)
+    b_q = widen(
+        load_queries_at(queries, i_head, token + scored_offsets(o_s, length, SCORED), in_row, HEAD_DIM, BLOCK_D)
+    )
     i_moments = i_row * KV_HEADS + i_head // GROUP
     if row_moments.maps is None:
         b_q = kept_of(b_q, row_moments.channels + i_moments * KEPT_D, KEPT_D)
@@ -425,7 +439,7 @@ def _round_queries_kernel(
     o_r = i_selected.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
     b_q = b_q * (1.0 / b_step)[:, None]
     tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
-    tl.store(factors + o_r, tl.where(o_m < length, b_step * factor, 0.0))
+    tl.store(factors + o_r, tl.where(in_row, b_step * factor, 0.0))
 
 
 @triton.jit(do_not_specialize=["first_row"])
