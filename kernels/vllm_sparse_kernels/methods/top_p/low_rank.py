@@ -61,9 +61,10 @@ MAX_REGISTERS = 128
 JITTER = Constant(1e-6)
 """Added to the diagonal of the matrix that is factorised, which has a diagonal of 1."""
 
-LEAST_PIVOT = Constant(2e-6)
-"""Columns with a smaller pivot are combinations of earlier columns, apart from ``JITTER`` and rounding. They become 0:
-otherwise, each would multiply rounding errors by its reciprocal. Rows with few different queries or keys have many."""
+LEAST_PIVOT = Constant(5e-7)
+"""Minimum pivot of a column that is kept. Without rounding, no pivot would be below ``JITTER``. A smaller pivot belongs
+to a column that depends on earlier columns, and consists of rounding errors, which its reciprocal would multiply. Such
+columns become 0. Rows with fewer different queries or keys than channels have many of them."""
 
 TINY = Constant(1e-30)  # replaces sums of zeros
 
