@@ -40,7 +40,9 @@ def test_uniform_attention(floor: float, tmp_path: Path) -> None:
     A query keeps the blocks from 128 keys before its tile, and those that the tile's last query adds to reach the
     floor, which are the first blocks of the sequence.
     """
-    method = TopP(kept_mass=1e-6, sink_tokens=0, local_tokens=128, peak_share=1.0, channels="all", floor=floor)
+    method = TopP(
+        kept_mass=1e-6, sink_tokens=0, local_tokens=128, peak_share=1.0, channels="all", queries="all", floor=floor
+    )
     num_tokens, layers = 1000, 2
     capture = captured(tmp_path, torch.zeros(num_tokens, 2, 64), torch.ones(num_tokens, 1, 64), layers)
     (shares,) = measure(capture, [method], num_tokens, 512, 256, "cpu")
@@ -57,7 +59,9 @@ def test_uniform_attention(floor: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [TopP(), TopP(kept_mass=0.3, floor=0.7), TopP(channels="low_rank", floor=0.5)], ids=str
+    "method",
+    [TopP(), TopP(kept_mass=0.3, queries="all", floor=0.7), TopP(channels="low_rank", queries="all", floor=0.5)],
+    ids=str,
 )
 @pytest.mark.parametrize("chunk_tokens", [4096, 640])
 def test_true_shares_are_the_softmax_over_the_selected_index(method: TopP, chunk_tokens: int, tmp_path: Path) -> None:
@@ -102,8 +106,10 @@ def test_statistics() -> None:
 
 
 def test_settings() -> None:
-    assert settings((), 64) == [TopP(), TopP(floor=0.5)]  # low_rank keeps all channels of head dim 64
-    assert settings((), 128)[2:] == [TopP(channels="low_rank"), TopP(channels="low_rank", floor=0.5)]
+    assert settings((), 64) == [TopP(), TopP(queries="all", floor=0.5)]  # low_rank keeps all channels of head dim 64
+    assert settings((), 128)[2:] == [
+        TopP(channels="low_rank"), TopP(channels="low_rank", queries="all", floor=0.5)
+    ]  # fmt: skip
     assert settings(["default"], 64) == [TopP()]
     with pytest.raises(BenchError, match="given 'sale', expected top_p or default"):
         settings(["sale"], 64)

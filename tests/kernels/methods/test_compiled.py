@@ -216,13 +216,10 @@ print(json.dumps(figures))
 """
 
 
-def test_the_floor_over_bytes_compiles_once_and_six_programs_fit() -> None:
-    """The kernels wait for memory, so other programs of the multiprocessor must have loads in flight.
-
-    Five programs of the kernel that counts fit, because it keeps three sums.
-    """
+def test_the_floor_over_bytes_compiles_once_and_five_programs_fit() -> None:
+    """The kernels wait for memory, so other programs of the multiprocessor must have loads in flight."""
     by_kernel = json.loads(printed_by("-c", COMPILE_FLOOR))
-    for kernel, programs in (("adds", 6), ("counts", 5), ("sums", 6)):
+    for kernel, programs in (("adds", 5), ("counts", 5), ("sums", 6)):
         figures = by_kernel[kernel]
         assert figures["variants"] == 1, kernel
         assert figures["spills"] == 0, kernel

@@ -29,7 +29,7 @@ from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.parameters import on_device
 from vllm_sparse_kernels.share_counts import FIELDS, LIFTED, LOST, SUM, counted_head
 
-QUERIES = 32
+QUERIES = Constant(32)
 """Queries of one program. In a tile with flat attention, every query may be below its target."""
 
 STEP_BLOCKS = 64
@@ -41,6 +41,9 @@ STEP_ROUNDS = 8
 HELD_BLOCKS = 1024
 """Codes of a query that stay in registers during the search. More codes would leave too few registers for other
 programs."""
+
+MAX_REGISTERS = 96
+"""Register cap per thread with which five programs of ``_floor_kernel`` fit a multiprocessor."""
 
 ROUND_BLOCKS = Constant(16)
 """Blocks whose bytes are stored together, for all queries of a tile (``hopper.py``)."""
@@ -113,11 +116,11 @@ def add_for_floor(
     """
     num_selected, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
-    _floor_kernel[(num_tiles, num_selected, scratch.parts.shape[-1] // QUERIES)](
+    _floor_kernel[(num_tiles, num_selected, scratch.parts.shape[-1] // QUERIES.value)](
         scratch, codes, marks, width, FloorShares(kept_mass, floors), tiles, first_tile, sink_tokens, local_tokens,
         scratch.parts.shape[2], codes.shape[2],
-        SCORED=scratch.parts.shape[-1], QUERIES=QUERIES, STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,
-        SPAN=span_tokens, CHUNK=HELD_BLOCKS, num_warps=4,
+        SCORED=scratch.parts.shape[-1], STEP=STEP_ROUNDS if codes.dtype == torch.uint8 else STEP_BLOCKS,
+        SPAN=span_tokens, CHUNK=HELD_BLOCKS, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
@@ -143,10 +146,11 @@ def count_kept_shares(
     scratch, codes, span_tokens = stored
     as_bytes = codes.dtype == torch.uint8
     every = share_counts.COUNT_EVERY
-    _count_kernel[(num_tiles, ceil_div(num_selected, every), scratch.parts.shape[-1] // QUERIES)](
+    _count_kernel[(num_tiles, ceil_div(num_selected, every), scratch.parts.shape[-1] // QUERIES.value)](
         scratch, marks, width, shares, tiles, first_tile, num_selected, scratch.parts.shape[2], codes.shape[2],
         Histogram(on_device(share_counts.EDGES, marks.device), counts),
-        AS_BYTES=as_bytes, SCORED=scratch.parts.shape[-1], QUERIES=QUERIES, STEP=STEP_ROUNDS if as_bytes else STEP_BLOCKS, SPAN=span_tokens,
+        AS_BYTES=as_bytes, SCORED=scratch.parts.shape[-1], STEP=STEP_ROUNDS if as_bytes else STEP_BLOCKS,
+        SPAN=span_tokens,
         EVERY=every, num_warps=4,
     )  # fmt: skip
 
@@ -154,7 +158,7 @@ def count_kept_shares(
 @triton.jit(do_not_specialize=["width", "first_tile", "sink", "local", "num_spans", "num_places"])
 def _floor_kernel(
     scratch, codes, marks, width, shares, tiles, first_tile, sink, local, num_spans, num_places,
-    SCORED: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
+    SCORED: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Mark the blocks that QUERIES queries of one tile and head add to reach the floor.
 
@@ -175,7 +179,6 @@ def _floor_kernel(
         num_spans: Spans of ``scratch.parts``.
         num_places: Rounds or blocks of ``codes``.
         SCORED: Scored queries of a whole tile.
-        QUERIES: Queries of a program.
         STEP: Rounds or blocks that are summed at a time.
         SPAN: Keys of a span.
         CHUNK: Codes that stay in registers.
@@ -254,7 +257,7 @@ def _held_of_bytes(
         b_some = tl.max(b_marks, 1) != 0
         b_words = tl.load(words + o_r[:, None, None] * (SCORED * 4), mask=b_some[:, None, None], other=0)
         b_next = _marks_of_words(row, _step(i + 1, num_steps), num_blocks, ROUNDS)
-        b_sum = tl.zeros([ROUNDS, o_q.shape[0], 4], tl.float32)
+        b_sum = tl.zeros([ROUNDS, QUERIES, 4], tl.float32)
         for slot in tl.static_range(4):
             b_bits = (b_words << (21 - 8 * slot)) if slot < 3 else (b_words >> 3)
             b_x = (b_bits & BYTE_BITS).to(tl.float32, bitcast=True)
@@ -287,11 +290,11 @@ def _marks_of_words(row, i_step, num_blocks, ROUNDS: tl.constexpr):
 def _total_of_halves(scratch, place, reach, num_spans, o_q, SCORED: tl.constexpr, SPAN: tl.constexpr):
     """Return the largest score of each query, and its sum of exponentials relative to this score."""
     parts = scratch.parts + place * num_spans * (2 * SCORED) + o_q
-    b_top = tl.full(o_q.shape, float("-inf"), tl.float32)
+    b_top = tl.full([QUERIES], float("-inf"), tl.float32)
     for i in range((reach + SPAN - 1) // SPAN):
         b_top = tl.maximum(b_top, tl.load(parts + i * (2 * SCORED)))
     b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_total = tl.zeros(o_q.shape, tl.float32)
+    b_total = tl.zeros([QUERIES], tl.float32)
     for i in range((reach + SPAN - 1) // SPAN):
         b_total += tl.load(parts + i * (2 * SCORED) + SCORED) * tl.exp2(tl.load(parts + i * (2 * SCORED)) - b_top)
     return b_top, b_total
@@ -305,7 +308,7 @@ def _held_of_halves(
     num_blocks = (reach + KEY_BLOCK - 1) // KEY_BLOCK
     num_steps = (num_blocks + BLOCKS - 1) // BLOCKS
     scores = scratch.scores + place * num_blocks_stored * SCORED + o_q[None, :]
-    b_held = tl.zeros(o_q.shape, tl.float32)
+    b_held = tl.zeros([QUERIES], tl.float32)
     i, lacking = 0, tl.sum((b_held < b_goal).to(tl.int32), 0)
     while (i < num_steps) & (lacking > 0):
         o_b = _step(i, num_steps) * BLOCKS + tl.arange(0, BLOCKS)
@@ -403,8 +406,7 @@ def _value(code, top, AS_BYTES: tl.constexpr):
 @triton.jit(do_not_specialize=["width", "first_tile", "num_selected", "num_spans", "num_places"])
 def _count_kernel(
     scratch, marks, width, shares, tiles, first_tile, num_selected, num_spans, num_places, histogram,
-    AS_BYTES: tl.constexpr, SCORED: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
-    EVERY: tl.constexpr,
+    AS_BYTES: tl.constexpr, SCORED: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Count the kept shares of QUERIES queries of one tile, for the head that is counted in this tile.
 
@@ -423,7 +425,6 @@ def _count_kernel(
         histogram: Histogram; its counts are increased.
         AS_BYTES: Whether the scratch has bytes, not scores.
         SCORED: Scored queries of a whole tile.
-        QUERIES: Queries of a program.
         STEP: Rounds or blocks that are summed at a time.
         SPAN: Keys of a span.
         EVERY: In each tile, one of this many heads is counted.
@@ -470,7 +471,7 @@ def _sums_of_bytes(
 ):  # fmt: skip
     """Sum the exponentials of each query in all blocks, in chosen blocks, and in chosen or added blocks."""
     b_own = tl.load(scratch.diagonal + place * SCORED + o_q)  # sum over the tile's own keys, which are kept
-    b_all = tl.zeros([ROUNDS, o_q.shape[0], 4], tl.float32)
+    b_all = tl.zeros([ROUNDS, QUERIES, 4], tl.float32)
     b_chosen, b_kept = b_all, b_all
     num_blocks = position // TILE * 4  # before the tile's own keys
     num_rounds_here = (num_blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
@@ -506,7 +507,7 @@ def _sums_of_halves(
     """Sum the exponentials of each query as ``_sums_of_bytes`` does."""
     num_blocks = (reach + KEY_BLOCK - 1) // KEY_BLOCK
     scores = scratch.scores + place * num_blocks_stored * SCORED + o_q[None, :]
-    b_all = tl.zeros(o_q.shape, tl.float32)
+    b_all = tl.zeros([QUERIES], tl.float32)
     b_chosen, b_kept = b_all, b_all
     for first in range(0, num_blocks, BLOCKS):
         o_b = first + tl.arange(0, BLOCKS)

@@ -339,7 +339,8 @@ def _scores_kernel(
     A group has one tile, or two neighbouring tiles if half of their queries are scored. The keys are in the causal
     reach of all queries of a tile; the second tile of a group has one more step than the first.
 
-    Grid: (tile sets, spans, selected heads), with 4 warps in each of the two consumer groups and one producer warp. Two programs fit on an SM. Bound by the instructions that process scores: maxima of half-precision pairs.
+    Grid: (tile sets, spans, selected heads), with 4 warps in each of the two consumer groups and one producer warp.
+    Two programs fit on an SM. Bound by the instructions that process scores: maxima of half-precision pairs.
 
     Args:
         rounded: ``Rounded``: queries [num_selected, num_queries, KEPT_D] and keys [num_kv_heads, num_keys, KEPT_D],
@@ -500,8 +501,9 @@ def _masses_kernel(
     kept_mass, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
     SCORED: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Convert up to ROUNDS rounds of one tile and head to masses. A warp handles one round, and each thread several
-    words.
+    """Convert up to ROUNDS rounds of one tile and head to masses.
+
+    A warp handles one round, and a thread an eighth of its queries.
 
     Grid: (parts of ROUNDS rounds, tiles, selected heads), 4 warps. Bound by reading ``scratch.bytes``, a byte for each
     query and block. The previous launch has left a part of it in the L2 cache.

@@ -13,9 +13,9 @@ scale s:
    one exponential for 32 products. The query's share in the block is a[q, b] = exp(m[q, b]) / Σ_b' exp(m[q, b']). The
    sum is over all blocks. If it were estimated from sampled keys, a query with heavy keys outside the sample would
    outweigh its tile; this lost answers.
-3. Average over the tile's scored queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other blocks with
-   which the kept blocks hold p of Σ_b A[b]. Ties go to the first blocks. At most the share ``most_share`` of the tile's
-   blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
+3. Average over the tile's scored queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other
+   blocks with which the kept blocks hold p of Σ_b A[b]. Ties go to the first blocks. At most the share ``most_share``
+   of the tile's blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
 5. With a ``floor`` above 0, each query whose kept blocks hold less than this share of its own estimated attention adds

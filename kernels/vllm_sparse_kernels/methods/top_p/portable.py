@@ -19,7 +19,7 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.floor import StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
-from vllm_sparse_kernels.methods.top_p.scored import TILES_OF_GROUP, num_scored, scored_offsets
+from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, num_scored, scored_offsets
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
@@ -37,6 +37,8 @@ STEP_BLOCKS = Constant(STEP.value // KEY_BLOCK.value)
 
 SPAN_TOKENS = 8192
 """Keys of one program."""
+
+SPAN = Constant(SPAN_TOKENS)
 
 MASS_BLOCKS = 64
 """Blocks of one program of ``_masses_kernel``."""
@@ -144,8 +146,8 @@ def masses(
     num_blocks = scratch.scores.shape[2]
     _scores_kernel[(len(run.tile_sets) * set_tiles(scored), num_spans, num_selected)](
         rounded, selected.heads, selected.kept_mass, tiles, run.first_tile, run.tile_sets, scratch, num_tiles,
-        num_spans, num_blocks, SCORED=scored, SET_TILES=set_tiles(scored),
-        GROUP=selected.group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, BLOCK=KEY_BLOCK.value,
+        num_spans, num_blocks, SCORED=scored,
+        GROUP=selected.group, KEPT_D=rounded.keys.shape[2], BLOCK=KEY_BLOCK.value,
         WIDEN=_must_widen(rounded.keys), num_warps=8,
         num_stages=_num_stages(
             scored, rounded.keys.shape[2] * rounded.keys.element_size(), shared_bytes(rounded.keys.device)
@@ -154,7 +156,7 @@ def masses(
     _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
         selected.kept_mass, selected.peak, tiles, run.first_tile, scratch, num_spans, num_blocks, target,
         *target.stride()[:2],
-        SCORED=scored, SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, num_warps=8,
+        SCORED=scored, BLOCKS=MASS_BLOCKS, num_warps=8,
     )  # fmt: skip
 
 
@@ -180,12 +182,11 @@ def _num_stages(num_scored: int, key_bytes: int, limit_bytes: int) -> int:
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_blocks"])
 def _scores_kernel(
     rounded, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans, num_blocks,
-    SCORED: tl.constexpr, SET_TILES: tl.constexpr, GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    SCORED: tl.constexpr, GROUP: tl.constexpr, KEPT_D: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
 
-    Grid: (tile sets · SET_TILES, spans, n). Bound by the matrix units, and by the maxima of the products.
+    Grid: (tile sets · ``set_tiles``, spans, n). Bound by the matrix units, and by the maxima of the products.
 
     Args:
         rounded: Rounded.
@@ -199,13 +200,12 @@ def _scores_kernel(
         num_spans: Spans of keys.
         num_blocks: Blocks of 32 keys of the furthest tile.
         SCORED: Scored queries of a whole tile.
-        SET_TILES: Maximum number of tiles of a set.
         GROUP: Query heads of a kv head.
         KEPT_D: Number of channels that the estimate multiplies.
-        SPAN: Keys of a program.
         BLOCK: Keys of a block.
         WIDEN: Whether to multiply in float32, as the interpreter does.
     """
+    SET_TILES: tl.constexpr = 2 * (TILE // SCORED)
     i_span, i_selected = tl.program_id(1), tl.program_id(2)
     tile_set, i_member = tile_sets + tl.program_id(0) // SET_TILES * SET_FIELDS, tl.program_id(0) % SET_TILES
     i_tile = tl.load(tile_set) + i_member
@@ -251,7 +251,7 @@ def _scores_kernel(
 @triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
 def _masses_kernel(
     kept_mass, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
-    SCORED: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr,
+    SCORED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Average the queries' shares in some blocks of one tile and head.
 
@@ -269,7 +269,6 @@ def _masses_kernel(
         stride_head: Elements between two heads of ``target``.
         stride_tile: Elements between two tiles of ``target``.
         SCORED: Scored queries of a whole tile.
-        SPAN: Keys of a span.
         BLOCKS: Blocks of a program.
     """
     i_tile, i_selected = tl.program_id(1), tl.program_id(2).to(tl.int64)
