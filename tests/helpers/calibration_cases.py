@@ -91,7 +91,7 @@ class LookupCapturer(StructuredCapturer):
         for block in blocks[15:21].tolist():
             k[32 * block : 32 * block + 32] += 4.6 * looked_up
             v[32 * block : 32 * block + 32, :, ::2] = -1.0
-        q[64::128, ::2] = looked_up
+        q[65::128, ::2] = looked_up  # a query that is scored, as every second one is
         return LayerTensors(q, k, v), 1.0
 
 

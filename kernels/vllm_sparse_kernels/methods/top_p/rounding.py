@@ -90,7 +90,7 @@ class Storage(NamedTuple):
 class Rounded(NamedTuple):
     """Queries and keys of a slab in e4m3. They are scaled so that scores are logarithms to base 2."""
 
-    queries: Any  # [num_selected, num_queries, KEPT_D], the scored ones
+    queries: Any  # [num_selected, num_queries, KEPT_D], of scored queries
     factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
     num_queries: int  # whole tiles
     keys: Any  # [num_kv_heads, num_keys, KEPT_D]
