@@ -125,7 +125,7 @@ def test_the_program_adds_rows_to_a_results_file(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(out.read_text())}
     assert len(rows) == 2 * 2 * 2 * 5  # lengths, settings, kinds of share, statistics
-    name = "top_p queries=\"all\" floor=0.5, tiny, 600 tokens, float32: estimated kept share of a query, least"
+    name = 'top_p queries="all" floor=0.5, tiny, 600 tokens, float32: estimated kept share of a query, least'
     assert rows[name]["bar"] == 0.5 <= rows[name]["value"] <= 1
     assert {row["device"] for row in rows.values()} == {"CPU"}
     assert all(row["bar"] is None for name, row in rows.items() if "true" in name or "floor" not in name)

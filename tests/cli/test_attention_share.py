@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.hybrid import SHAPES, make_folder
 from tests.helpers.folders import LLAMA_8B
-from vllm_sparse_backend.cli.attention_share import LINEAR_FLOPS, prefill_share
+from vllm_sparse_backend.cli.attention_share import LINEAR_FLOPS, RECURRENCE_ELEMENTS, prefill_share
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_check import read_config
 
@@ -70,3 +70,19 @@ def test_hybrids_count_the_weights_that_their_layers_have(name: str, tmp_path: P
     }
     share = prefill_share(read_config(folder), 65536)
     assert share.linear_s * LINEAR_FLOPS / (2 * 65536) == pytest.approx(sum(matrices.values()), rel=0.01)
+
+
+def test_a_hybrids_forecast_is_what_was_measured(tmp_path: Path) -> None:
+    """Measured with stock vLLM 0.33 on an H100: TTFT, and the speed-up at a density of 0.013 (results/cards.json)."""
+    share = prefill_share(read_config(make_folder("qwen3-next", tmp_path / "model", 65536, small=False)), 65536)
+    assert share.linear_s + share.sparse_s + share.recurrence_s == pytest.approx(1.664, rel=0.07)
+    assert 0.9 * share.best_speedup < 1.515 < share.best_speedup
+    assert share.attention == share.sparse_s / (share.linear_s + share.sparse_s + share.recurrence_s)
+
+
+def test_recurrences_of_mamba_count() -> None:
+    state = {"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8}
+    mixed = {"layer_types": ["mamba", "full_attention"] * 16}
+    share = prefill_share(LLAMA_8B | mixed | state, 8192)
+    assert share.recurrence_s == pytest.approx(16 * 128 * 64 * 128 * 8192 / RECURRENCE_ELEMENTS)
+    assert prefill_share(LLAMA_8B, 8192).recurrence_s == 0

@@ -9,9 +9,10 @@ The estimate needs only a model's config. A prompt of N tokens costs
 floating-point operations: N (N + 1) / 2 pairs, or the pairs within the layer's window or chunk. Both are divided by the
 rates measured on an H100 in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
 ``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16 at head_dim 128. Norms, rotary positions, the output
-head (applied to one token) and communication are left out. For linear attention and Mamba layers, the estimate counts
-the projections but not the recurrence. Experts of a MoE model count as dense layers, but run slower. Both
-simplifications overstate the speed-up. Another device changes the result only if the ratio of the two rates differs.
+head (applied to one token) and communication are left out. Layers of linear attention and Mamba also update a state of
+(key, value) elements per head for each token, at ``RECURRENCE_ELEMENTS`` elements per second. Experts of a MoE model
+count as dense layers, but run slower, which overstates the speed-up. Another device changes the result only if the
+ratios of the rates differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,21 +29,34 @@ from vllm_sparse_backend.config.ranges import MOST_COUNT
 LINEAR_FLOPS = 650e12
 ATTENTION_FLOPS = 600e12
 
+RECURRENCE_ELEMENTS = 3.0e12
+"""Elements of states that a recurrence updates per second, on an H100: what Qwen3-Next's shape leaves of stock's TTFT at
+65,536 tokens after linear layers and attention (vLLM 0.33, Triton's gated delta rule; docs/results/cards.json). The rate
+of Mamba 2 is assumed to be the same."""
+
 LENGTHS_TOKENS = (32_768, 131_072, 1_048_576)
 
 
 @dataclass(frozen=True)
 class PrefillShare:
-    """Seconds on an H100 that a prompt spends in linear layers, sparse attention layers and dense attention layers."""
+    """Seconds on an H100 that a prompt spends in parts of a model.
+
+    Attributes:
+        linear_s: In linear layers.
+        sparse_s: In attention that can run sparse.
+        dense_s: In attention that stays dense.
+        recurrence_s: In recurrences of linear attention and Mamba layers.
+    """
 
     linear_s: float
     sparse_s: float
     dense_s: float
+    recurrence_s: float = 0.0
 
     @property
     def attention(self) -> float:
         """Share of prefill time that is spent in attention that can run sparse."""
-        return self.sparse_s / (self.linear_s + self.sparse_s + self.dense_s)
+        return self.sparse_s / (self.linear_s + self.sparse_s + self.dense_s + self.recurrence_s)
 
     @property
     def of_pairs(self) -> float:
@@ -69,8 +83,9 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
         if reason is not Fallback.NOT_DECODER:
             pairs = (near if reason is Fallback.SLIDING_WINDOW else Reach()).pairs(0, num_tokens)
             seconds["dense" if reason else "sparse"] += per_pair * pairs / ATTENTION_FLOPS
-    weights = sum(_layer_weights(config, shape, source))
-    return PrefillShare(2 * weights * num_tokens / LINEAR_FLOPS, seconds["sparse"], seconds["dense"])
+    weights, state_elements = map(sum, zip(*_layer_sizes(config, shape, source), strict=True))
+    linear_s, recurrence_s = 2 * weights * num_tokens / LINEAR_FLOPS, state_elements * num_tokens / RECURRENCE_ELEMENTS
+    return PrefillShare(linear_s, seconds["sparse"], seconds["dense"], recurrence_s)
 
 
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
@@ -83,8 +98,11 @@ def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
     return widths
 
 
-def _layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[int]:
-    """Yield for each layer the number of weights that apply to each token: projections and active experts."""
+def _layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int]]:
+    """Yield for each layer the weights that apply to each token, and the elements of its recurrence's state.
+
+    Weights are those of projections and active experts.
+    """
     widths = _widths(config, source)
     hidden = widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
     model_type = config.get("model_type")
@@ -97,15 +115,17 @@ def _layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str) ->
     # Nemotron-H lists feed-forward layers as separate layers.
     is_split = any(kind in FEED_FORWARD_KINDS for kind in kinds)
     for layer, kind in enumerate(kinds):
-        weights = 0
+        weights = state_elements = 0
         if kind == "hybrid":
-            weights = attention + recurrence
+            weights, state_elements = attention + recurrence, _state_elements(widths)
+        elif "linear" in kind or "mamba" in kind:
+            weights, state_elements = recurrence, _state_elements(widths)
         elif kind not in FEED_FORWARD_KINDS:
-            weights = recurrence if "linear" in kind or "mamba" in kind else attention
+            weights = attention
         if kind in FEED_FORWARD_KINDS or not is_split:
             has_experts = kind == "moe" or (not is_split and layer >= widths["first_k_dense_replace"])
             weights += matrices * hidden * _inner_width(widths, hidden, has_experts)
-        yield weights
+        yield weights, state_elements
 
 
 def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:
@@ -117,6 +137,12 @@ def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:
     inner = widths["mamba_num_heads"] * widths["mamba_head_dim"]
     states = 2 * widths["n_groups"] * widths["ssm_state_size"]
     return hidden * (3 * inner + states + widths["mamba_num_heads"]) if inner else 0
+
+
+def _state_elements(widths: Mapping[str, int]) -> int:
+    """Return the elements of the state of a gated delta rule or Mamba 2 layer; 0 if the config describes none."""
+    gated = widths["linear_num_value_heads"] * widths["linear_key_head_dim"] * widths["linear_value_head_dim"]
+    return gated or widths["mamba_num_heads"] * widths["mamba_head_dim"] * widths["ssm_state_size"]
 
 
 def _inner_width(widths: Mapping[str, int], hidden: int, has_experts: bool) -> int:
