@@ -105,14 +105,18 @@ class MlaPrefill:
         self.head_dims, self.dtype, self.device = (qk_head_dim, v_head_dim), dtype, device
         self.max_query_tokens = max_query_tokens
         self.max_key_tokens = max(max_key_tokens, max_query_tokens)
-        self.by_kernels = device.type == "cuda" or not isinstance(attend_kernel, triton.JITFunction)
         # Whole tiles, so that the sums of every head are aligned.
         num_state_tokens = ceil_div(max_query_tokens, TILE_TOKENS) * TILE_TOKENS
         self.sums = RunningSums.zeros(num_heads, num_state_tokens, device)
-        self._selection: Selection | None = None
-        if self.by_kernels:
-            self._selection = Selection(num_heads, max_query_tokens, self.max_key_tokens, qk_head_dim, device)
+        self._selection: Selection | None = None  # None to run the reference
+        if device.type == "cuda" or not isinstance(attend_kernel, triton.JITFunction):
+            self.use_kernels()
         self._calls: dict[tuple[MlaRow, ...], Call] = {}
+
+    def use_kernels(self) -> None:
+        """Run kernels from now on, and allocate their scratch memory. The constructor calls this if kernels can run."""
+        sizes = (self.num_heads, self.max_query_tokens, self.max_key_tokens, self.head_dims[0])
+        self._selection = Selection(*sizes, self.device)
 
     def attend(
         self,
@@ -150,7 +154,7 @@ class MlaPrefill:
         self._check(method, q, k, v, rows, is_causal, out, lse, kept_pairs)
         if not rows:
             return
-        if not self.by_kernels:
+        if self._selection is None:
             num_kept = reference.attend(
                 method, q, k, v, rows, scale=self.scale, is_causal=is_causal, sums=self.sums, out=out, lse=lse
             )
@@ -162,7 +166,6 @@ class MlaPrefill:
         elif isinstance(method, MlaAShape):
             self._attend_window(method, Tensors.of(q, k, v, out, lse), rows, is_causal, kept_pairs)
         else:
-            assert self._selection is not None
             self._selection.attend(
                 method, Tensors.of(q, k, v, out, lse), self._call(rows), self.sums, self.scale, is_causal, kept_pairs
             )

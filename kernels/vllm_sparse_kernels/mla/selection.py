@@ -476,7 +476,7 @@ def _masses_kernel(scratch, tiles, sums, width, CAUSAL: tl.constexpr, BLOCKS: tl
         o_sum = i_head * sums.stride_head + tl.load(fields + 4) + o_m
         b_top = tl.load(sums.top + o_sum, mask=o_m < length, other=0.0)
         b_total = tl.load(sums.total + o_sum, mask=o_m < length, other=0.0)
-        b_weight = tl.where(b_total > 0, 1 / (b_total * length), 0.0)
+        b_weight = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total * length, 1.0), 0.0)
         b_e = _load_estimates(scratch.scores + place * TILE, first, num_blocks, length, b_top, BLOCKS)
         o_b = first + tl.arange(0, BLOCKS)
         tl.store(scratch.masses + place + o_b, tl.sum(b_e * b_weight[None, :], 1), mask=o_b < num_blocks)
