@@ -9,7 +9,8 @@ after a context of 65,536, which comes as a single chunk. Queries and keys are s
 
 For each method, first the results of sampled tiles and heads are compared with float64 attention over the same keys.
 Then come the times of the new tokens and of the chunk, each the median of calls between CUDA events. Time of selection
-is that of ``top_p`` without attention. A table of each kernel's time is printed, and is not part of the results.
+is that of ``top_p`` without attention. The times of single kernels, and of other launches of the attention kernel, are
+printed, and are not part of the results.
 
 If a check fails, the other parts still run, and the exit code is 1.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -30,7 +32,7 @@ from benchmarks.figures import Report
 from tests.helpers.structured import structured
 from vllm_sparse_backend.evaluation.vllm_server import device_name, has_cuda
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.mla import MlaAShape, MlaMethod, MlaPrefill, MlaRow, MlaTopP
+from vllm_sparse_kernels.mla import MlaAShape, MlaMethod, MlaPrefill, MlaRow, MlaTopP, attention
 from vllm_sparse_kernels.mla.attention import Tensors
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, EVERYTHING, Call, TileFields
 from vllm_sparse_kernels.mla.reference import kept_by_a_shape
@@ -43,11 +45,20 @@ KEY_DIM, VALUE_DIM = 192, 128
 LARGEST_ERROR = 0.01
 """Bar of errors: of a tile's output relative to its norm, and of log-sum-exp in natural units."""
 
+LAUNCHES = tuple(
+    attention.LaunchOptions(step, num_warps, num_stages)
+    for step, num_warps, num_stages in
+    ((64, 8, 3), (64, 8, 2), (64, 8, 4), (64, 4, 3), (64, 4, 2), (32, 8, 4), (32, 4, 3), (32, 4, 2))
+)  # fmt: skip
+"""Launches of the attention kernel whose times are printed; the first is the default of an H100."""
+
 METHODS: dict[str, MlaMethod] = {
     "dense": MlaTopP(1.0),
     "A-shape": MlaAShape(AShape().sink_tokens, AShape().local_tokens),
     "top_p 0.9": MlaTopP(0.9),
-    "top_p 0.9 of a quarter": MlaTopP(0.9, 0.25),
+    "top_p 0.9, 128 channels": MlaTopP(0.9, channels=128),
+    "top_p 0.9, 64 channels": MlaTopP(0.9, channels=64),
+    "top_p 0.9, 64 channels, at most a quarter": MlaTopP(0.9, 0.25, channels=64),
 }
 
 
@@ -281,14 +292,31 @@ def print_kernels(step: Step, about: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     for part in step.parts:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            step.attend(METHODS["top_p 0.9"], part)
-            torch.cuda.synchronize()
-        times: dict[str, float] = defaultdict(float)
-        for event in profiler.events():
-            times[event.name] += event.device_time_total
-        heaviest = sorted(times.items(), key=lambda item: -item[1])[:8]
-        print(f"{about}, top_p 0.9, {part.name}:", ", ".join(f"{name} {us / 1e3:.3f} ms" for name, us in heaviest))
+        for method in MlaTopP(0.9), MlaTopP(0.9, channels=64):
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                step.attend(method, part)
+                torch.cuda.synchronize()
+            times: dict[str, float] = defaultdict(float)
+            for event in profiler.events():
+                times[event.name] += event.device_time_total
+            heaviest = sorted(times.items(), key=lambda item: -item[1])[:10]
+            print(f"{about}, {method}, {part.name}:", ", ".join(f"{name} {us / 1e3:.3f} ms" for name, us in heaviest))
+
+
+def print_launches(step: Step, about: str, repeats: int) -> None:
+    """Print the time of dense attention to the chunk with each of ``LAUNCHES``."""
+    chunk = step.parts[1]
+    for options in LAUNCHES if step.device.type == "cuda" else LAUNCHES[:1]:
+        with patch.object(attention, "launch_options", return_value=options):
+            try:
+                seconds = seconds_of(
+                    lambda: step.attend(MlaTopP(1.0), chunk), lambda: None, step.device, min(repeats, 3)
+                )
+            except Exception as error:  # a launch may need more memory than the card has
+                print(f"{about}, {options}: {type(error).__name__}: {error}")
+                continue
+        rate = 2.0 * (KEY_DIM + VALUE_DIM) * step.num_heads * chunk.pairs / seconds
+        print(f"{about}, dense, {chunk.name}, {options}: {seconds * 1e3:.3f} ms, {rate / 1e12:.0f} TFLOP/s", flush=True)
 
 
 def main(
@@ -313,6 +341,7 @@ def main(
             *((label, lambda s, m=method, n=label: check(s, m, n, about, report)) for label, method in METHODS.items()),
             ("times", lambda s: measure_times(s, about, report, repeats)),
             ("kernels", lambda s: print_kernels(s, about)),
+            ("launches", lambda s: print_launches(s, about, repeats)),
         ]
         for label, run in parts:
             if time.monotonic() - begin > budget_s:

@@ -61,7 +61,7 @@ def compiled_kernels(capability: int) -> dict[str, Usage]:
         kept_pairs = torch.zeros(1, dtype=torch.int64)
         for rows in STEPS:
             new = [row._replace(key_start=0, num_keys=row.num_queries, key_position=row.query_position) for row in rows]
-            for method in MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25):
+            for method in MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25), MlaTopP(0.9, channels=64):
                 for is_causal, part in (True, new), (False, rows):
                     engine.attend(
                         method, q, k, up[..., 128:], part, is_causal=is_causal, out=out, lse=lse, kept_pairs=kept_pairs

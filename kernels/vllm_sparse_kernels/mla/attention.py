@@ -98,6 +98,14 @@ class Softmax(NamedTuple):
     b_sum: Any  # [BLOCK_M] float32, Σ 2^(S - max)
 
 
+class LaunchOptions(NamedTuple):
+    """Options of a launch of ``attend_kernel``, which do not affect what it computes."""
+
+    step: int  # keys of a product
+    num_warps: int
+    num_stages: int
+
+
 def run_attention(
     tensors: Tensors,
     run: Run,
@@ -121,21 +129,29 @@ def run_attention(
     """
     num_heads, main_d = tensors.q.shape[1], triton.next_power_of_2(tensors.q.shape[2] + 1) // 2
     device, is_float32 = tensors.q.device, tensors.q.dtype == torch.float32
-    has_room = shared_bytes(device) > 128 << 10
+    options = launch_options(shared_bytes(device))
     shape = AttendShape(
         main_d, tensors.q.shape[2] - main_d, tensors.v.shape[2], TILE_TOKENS, BLOCK_TOKENS,
-        STEP=BLOCK_TOKENS if has_room else BLOCK_TOKENS // 2, CAUSAL=is_causal,
-        PRECISION="ieee" if is_float32 else "tf32",
+        STEP=options.step, CAUSAL=is_causal, PRECISION="ieee" if is_float32 else "tf32",
     )  # fmt: skip
     attend_kernel[(run.num_tiles, num_heads)](
         tensors, run.tiles, lists, run.width, scale * LOG2_E.value, sink_tokens, local_tokens, compile_time(shape),
-        num_warps=8, num_stages=_num_stages(shared_bytes(device)),
+        num_warps=options.num_warps, num_stages=options.num_stages,
     )  # fmt: skip
 
 
-def _num_stages(limit_bytes: int) -> int:
-    """Return the pipeline stages of the loops over keys: three buffers of 40 KiB fit only the largest memory."""
-    return 3 if limit_bytes > 200 << 10 else 2
+def launch_options(limit_bytes: int) -> LaunchOptions:
+    """Return how the kernel is launched: a block of keys and values takes 40 KiB, and the queries take 48 KiB.
+
+    Args:
+        limit_bytes: Shared memory of a program.
+
+    Returns:
+        Three buffers where they fit, otherwise two, of half a block if whole blocks do not fit.
+    """
+    if limit_bytes > 200 << 10:
+        return LaunchOptions(BLOCK_TOKENS, num_warps=8, num_stages=3)
+    return LaunchOptions(BLOCK_TOKENS if limit_bytes > 128 << 10 else BLOCK_TOKENS // 2, num_warps=8, num_stages=2)
 
 
 @triton.jit(do_not_specialize=["width", "sink_tokens", "local_tokens"])

@@ -16,6 +16,9 @@ BLOCK_TOKENS = 64
 SINK_TOKENS = 128
 """Keys at the beginning of a request that ``top_p`` always keeps, in whole blocks."""
 
+CHANNELS = (64, 128, 192)
+"""Numbers of channels that estimates of ``top_p`` may multiply."""
+
 EVERYTHING = 1 << 30
 """A window of the A-shape that reaches every key."""
 
@@ -62,6 +65,8 @@ class MlaTopP(NamedTuple):
     running sum has grown enough, but the limit applies to them too. So with a ``most_share`` below 1, p is not
     guaranteed: a tile keeps either the mass that p asks for or, in each call, this share of its blocks.
     """
+    channels: int = 192
+    """Channels that estimates multiply: 192, or the 128 or 64 that affect the scores of a row and head most."""
 
 
 MlaMethod = MlaAShape | MlaTopP
@@ -83,6 +88,8 @@ def method_problem(method: MlaMethod) -> str | None:
     for name in ("kept_mass", "most_share"):
         if not 0 < getattr(method, name) <= 1:
             return f"given {method}, expected a {name} above 0 and at most 1"
+    if method.channels not in CHANNELS:
+        return f"given {method}, expected channels of {', '.join(map(str, CHANNELS))}"
     return None
 
 

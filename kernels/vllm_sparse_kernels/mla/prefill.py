@@ -21,7 +21,7 @@ from vllm_sparse_kernels.mla.calls import (
     method_problem,
 )
 from vllm_sparse_kernels.mla.reference import RunningSums
-from vllm_sparse_kernels.mla.selection import Selection
+from vllm_sparse_kernels.mla.selection import MOST_ROWS, Selection
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
 HEAD_DIMS = (192, 128)
@@ -166,9 +166,10 @@ class MlaPrefill:
         elif isinstance(method, MlaAShape):
             self._attend_window(method, Tensors.of(q, k, v, out, lse), rows, is_causal, kept_pairs)
         else:
-            self._selection.attend(
-                method, Tensors.of(q, k, v, out, lse), self._call(rows), self.sums, self.scale, is_causal, kept_pairs
-            )
+            tensors = Tensors.of(q, k, v, out, lse)
+            for first in range(0, len(rows), MOST_ROWS):
+                call = self._call(rows[first : first + MOST_ROWS])
+                self._selection.attend(method, tensors, call, self.sums, self.scale, is_causal, kept_pairs)
 
     def _attend_window(
         self,

@@ -4,13 +4,15 @@
 Launches for some heads and tiles of a call:
 
 1. ``_round_kernel`` rounds queries and keys to e4m3, all 192 channels. A query and a block of keys have a scale each.
+   With fewer ``channels``, ``channels.py`` chooses and rounds those that affect scores most.
 2. ``_scores_kernel`` multiplies them, and stores the largest score of each query and block in half precision.
 3. ``_sums_kernel`` adds the estimates e, the exponentials of these scores, to each query's running sum Z.
 4. ``_masses_kernel`` averages e / Z over the tile's queries: the mass of a block.
 5. ``_choose_kernel`` lists the fewest blocks with which the dropped mass is within the tile's budget.
 6. ``_drop_kernel`` adds the e of the dropped blocks to D.
 
-Unlike ``methods.top_p``, keys are not shifted by their mean: sums of several calls must refer to the same scores.
+Estimates of several calls must refer to the same scores, because they are added. So unlike in ``methods.top_p``, no
+constant is left out of a query's scores.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from vllm_sparse_kernels.methods.top_p.choice import HELD_BLOCKS, LISTED_BLOCKS,
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
 from vllm_sparse_kernels.mla.attention import BlockLists, Tensors, run_attention
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, ROW_FIELDS, SINK_TOKENS, TILE_FIELDS, Call, MlaTopP, Run
+from vllm_sparse_kernels.mla.channels import Moments, fill_moments, round_kept_kernel
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import append
@@ -33,7 +36,10 @@ from vllm_sparse_kernels.selection.lists import append
 SCRATCH_BYTES = 224 << 20
 """Limit of the scratch memory, which decides how many heads are selected at a time. One head is always possible."""
 
-SPARE_TILES = 64
+MOST_ROWS = 64
+"""Rows that are selected at a time."""
+
+SPARE_TILES = MOST_ROWS
 """Tiles of a run beyond those that whole tiles of all queries would be: rows end in partial tiles."""
 
 TILE = Constant(TILE_TOKENS)
@@ -56,9 +62,10 @@ MOST = Constant(60000.0)
 class Rounded(NamedTuple):
     """Queries and keys of some heads in e4m3. They are scaled so that scores are logarithms to base 2."""
 
-    queries: Any  # [heads, max_query_tokens, head_dim]
+    queries: Any  # [heads, max_query_tokens, channels]
     query_steps: Any  # [heads, max_query_tokens] float32
-    keys: Any  # [heads, max_key_tokens, head_dim]
+    query_shifts: Any  # [heads, max_query_tokens] float32, addends of scores; not read where all channels are kept
+    keys: Any  # [heads, max_key_tokens, channels]
     key_steps: Any  # [heads, max_key_tokens] float32, at the first key of each block
     num_queries: int  # max_query_tokens
     num_keys: int  # max_key_tokens
@@ -100,7 +107,7 @@ class Selection:
         self.most_blocks = ceil_div(max_query_tokens, TILE_TOKENS) * ceil_div(max_key_tokens, BLOCK_TOKENS)
         self.most_tiles = ceil_div(max_query_tokens, TILE_TOKENS) + SPARE_TILES
         dtype = stored_dtype(device)
-        vector_bytes = head_dim * dtype.itemsize + 4
+        vector_bytes = head_dim * dtype.itemsize + 8
         head_bytes = vector_bytes * (max_query_tokens + max_key_tokens) + (2 * TILE_TOKENS + 4 + 1) * self.most_blocks
         list_bytes = 4 * num_heads * (self.most_blocks + self.most_tiles)
         self.heads_at_once = min(max((SCRATCH_BYTES - list_bytes) // head_bytes, 1), num_heads)
@@ -111,13 +118,17 @@ class Selection:
 
         self.rounded = Rounded(
             room(num, max_query_tokens, head_dim, dtype=dtype), room(num, max_query_tokens),
-            room(num, max_key_tokens, head_dim, dtype=dtype), room(num, max_key_tokens),
+            room(num, max_query_tokens), room(num, max_key_tokens, head_dim, dtype=dtype), room(num, max_key_tokens),
             max_query_tokens, max_key_tokens,
         )  # fmt: skip
         self.scratch = Scratch(
             room(num * self.most_blocks * TILE_TOKENS, dtype=torch.float16), room(num * self.most_blocks),
             room(num * self.most_blocks, dtype=torch.uint8),
         )  # fmt: skip
+        block_d, most_kept = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim) // 2
+        self.moments = Moments(
+            room(MOST_ROWS, num_heads, block_d), room(MOST_ROWS * num_heads * most_kept, dtype=torch.int32)
+        )
         self.ids = room(num_heads * self.most_blocks, dtype=torch.int32)
         self.counts = room(num_heads * self.most_tiles, dtype=torch.int32)
 
@@ -176,8 +187,9 @@ class Selection:
         for first in range(0, self.num_heads, self.heads_at_once):
             num_heads = min(self.heads_at_once, self.num_heads - first)
             part = Sums(*(x[first : first + num_heads] for x in sums), sums.top.stride(0))
-            self._round(tensors, call, first, num_heads, scale)
-            self._score(run, part, num_heads, is_causal, call.longest_keys)
+            if call.longest_keys > 0:
+                self._round(tensors, call, first, num_heads, scale, method.channels)
+            self._score(run, part, num_heads, is_causal, call.longest_keys, method.channels)
             grid = (run.num_tiles, num_heads)
             _choose_kernel[grid](
                 self.scratch, run.tiles, part, lists, kept_pairs, first, run.width, method.kept_mass,
@@ -189,30 +201,57 @@ class Selection:
             )
         return lists
 
-    def _round(self, tensors: Tensors, call: Call, first: int, num_heads: int, scale: float) -> None:
+    def _round(
+        self, tensors: Tensors, call: Call, first: int, num_heads: int, scale: float, channels: int
+    ) -> None:
         """Round the queries and keys of some heads."""
         rounded, num_rows = self.rounded, len(call.rows)
-        main_d = triton.next_power_of_2(self.head_dim + 1) // 2
-        sizes = {"MAIN_D": main_d, "EXTRA_D": self.head_dim - main_d, "num_warps": 4}
-        if call.longest_keys == 0:
+        query_grid = (ceil_div(call.longest_queries, BLOCK_TOKENS), num_rows, num_heads)
+        key_grid = (ceil_div(call.longest_keys, BLOCK_TOKENS), num_rows, num_heads)
+        queries = (tensors.q, tensors.stride_q_token, tensors.stride_q_head, call.rows, first)
+        keys = (tensors.k, tensors.stride_k_token, tensors.stride_k_head, call.rows, first)
+        factor = scale * LOG2_E.value
+        if channels < self.head_dim:
+            block_d = triton.next_power_of_2(self.head_dim)
+            sizes = {"HEAD_DIM": self.head_dim, "BLOCK_D": block_d, "KEPT_D": channels, "num_warps": 4}
+            if first == 0:
+                fill_moments(tensors, call.rows, self.moments, self.head_dim, channels)
+            round_kept_kernel[query_grid](
+                *queries, self.num_heads, factor, self.moments, rounded.queries, rounded.query_steps,
+                rounded.query_shifts, rounded.num_queries, FIELD=0, BY_BLOCK=False, **sizes,
+            )  # fmt: skip
+            round_kept_kernel[key_grid](
+                *keys, self.num_heads, 1.0, self.moments, rounded.keys, rounded.key_steps, None, rounded.num_keys,
+                FIELD=2, BY_BLOCK=True, **sizes,
+            )  # fmt: skip
             return
-        _round_kernel[(ceil_div(call.longest_queries, BLOCK_TOKENS), num_rows, num_heads)](
-            tensors.q, tensors.stride_q_token, tensors.stride_q_head, call.rows, first, scale * LOG2_E.value,
-            rounded.queries, rounded.query_steps, rounded.num_queries, FIELD=0, BY_BLOCK=False, **sizes,
+        main_d, extra_d = self._product_sizes(channels)
+        sizes = {"MAIN_D": main_d, "EXTRA_D": extra_d, "num_warps": 4}
+        _round_kernel[query_grid](
+            *queries, factor, rounded.queries, rounded.query_steps, rounded.num_queries,
+            FIELD=0, BY_BLOCK=False, **sizes,
         )  # fmt: skip
-        _round_kernel[(ceil_div(call.longest_keys, BLOCK_TOKENS), num_rows, num_heads)](
-            tensors.k, tensors.stride_k_token, tensors.stride_k_head, call.rows, first, 1.0,
-            rounded.keys, rounded.key_steps, rounded.num_keys, FIELD=2, BY_BLOCK=True, **sizes,
-        )  # fmt: skip
+        _round_kernel[key_grid](
+            *keys, 1.0, rounded.keys, rounded.key_steps, rounded.num_keys, FIELD=2, BY_BLOCK=True, **sizes
+        )
 
-    def _score(self, run: Run, sums: Sums, num_heads: int, is_causal: bool, longest_keys: int) -> None:
-        """Estimate the masses of blocks, and add the estimates to the running sums."""
+    def _product_sizes(self, channels: int) -> tuple[int, int]:
+        """Return the channels of the products whose sum is a score: powers of two. The second may be 0."""
+        if channels < self.head_dim:
+            return channels, 0
         main_d = triton.next_power_of_2(self.head_dim + 1) // 2
+        return main_d, self.head_dim - main_d
+
+    def _score(
+        self, run: Run, sums: Sums, num_heads: int, is_causal: bool, longest_keys: int, channels: int
+    ) -> None:
+        """Estimate the masses of blocks, and add the estimates to the running sums."""
+        main_d, extra_d = self._product_sizes(channels)
         device = self.rounded.keys.device
-        step = _step_tokens(self.head_dim * self.rounded.keys.element_size(), shared_bytes(device))
+        step = _step_tokens(channels * self.rounded.keys.element_size(), shared_bytes(device))
         _scores_kernel[(run.num_tiles, max(ceil_div(longest_keys, SPAN_TOKENS), 1), num_heads)](
             self.rounded, self.scratch, run.tiles, run.width,
-            MAIN_D=main_d, EXTRA_D=self.head_dim - main_d, CAUSAL=is_causal, SPAN=SPAN_TOKENS, STEP=step,
+            MAIN_D=main_d, EXTRA_D=extra_d, CAUSAL=is_causal, SPAN=SPAN_TOKENS, STEP=step,
             WIDEN=_must_widen(self.rounded.keys), num_warps=8, num_stages=3 if step == 128 else 2,
         )  # fmt: skip
         _sums_kernel[(run.num_tiles, num_heads)](
@@ -322,7 +361,7 @@ def _scores_kernel(
         tiles: [num_tiles, 8] int32, ``TileFields``.
         width: Blocks of a tile's scores.
         MAIN_D: Channels of the first product.
-        EXTRA_D: Channels of the second product.
+        EXTRA_D: Channels of the second product; 0 if there is none, because only some channels are kept.
         CAUSAL: Whether the keys are the rows' new tokens.
         SPAN: Keys of a program.
         STEP: Keys of a product.
@@ -341,7 +380,11 @@ def _scores_kernel(
         queries = rounded.queries + i_query[:, None] * HEAD_D
         in_tile = (o_m < length)[:, None]
         b_q = tl.load(queries + tl.arange(0, MAIN_D)[None, :], mask=in_tile, other=0.0)
-        b_extra = tl.load(queries + (tl.arange(0, EXTRA_D) + MAIN_D)[None, :], mask=in_tile, other=0.0)
+        b_extra, b_shift = None, None
+        if EXTRA_D > 0:
+            b_extra = tl.load(queries + (tl.arange(0, EXTRA_D) + MAIN_D)[None, :], mask=in_tile, other=0.0)
+        else:
+            b_shift = tl.load(rounded.query_shifts + i_query, mask=o_m < length, other=0.0)
         b_step = tl.load(rounded.query_steps + i_query, mask=o_m < length, other=0.0)
         first_key = i_head * rounded.num_keys + tl.load(fields + 5)
         place = (i_head * tl.num_programs(0) + tl.program_id(0)) * width
@@ -349,12 +392,12 @@ def _scores_kernel(
         whole = tl.minimum(tl.maximum(whole // STEP * STEP, begin), end)
         for i in range(begin, whole, STEP):
             b_u = _block_maxima(
-                b_q, b_extra, b_step, rounded, first_key, i, offset, reach, False, CAUSAL, STEP, WIDEN
+                b_q, b_extra, b_step, b_shift, rounded, first_key, i, offset, reach, False, CAUSAL, STEP, WIDEN
             )
             o_block = i // BLOCK + tl.arange(0, STEP // BLOCK)
             tl.store(scratch.scores + (place + o_block)[None, :] * TILE + o_m[:, None], b_u)
         for i in range(whole, end, STEP):
-            b_u = _block_maxima(b_q, b_extra, b_step, rounded, first_key, i, offset, reach, True, CAUSAL, STEP, WIDEN)
+            b_u = _block_maxima(b_q, b_extra, b_step, b_shift, rounded, first_key, i, offset, reach, True, CAUSAL, STEP, WIDEN)
             o_block = i // BLOCK + tl.arange(0, STEP // BLOCK)
             in_reach = (o_block * BLOCK < reach)[None, :]
             tl.store(scratch.scores + (place + o_block)[None, :] * TILE + o_m[:, None], b_u, mask=in_reach)
@@ -362,30 +405,35 @@ def _scores_kernel(
 
 @triton.jit
 def _block_maxima(
-    b_q, b_extra, b_step, rounded, first_key, i, offset, reach,
+    b_q, b_extra, b_step, b_shift, rounded, first_key, i, offset, reach,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Return the largest scores [128, STEP / BLOCK] of queries in the blocks from key i on, -inf without keys."""
     MAIN_D: tl.constexpr = b_q.shape[1]
-    EXTRA_D: tl.constexpr = b_extra.shape[1]
+    EXTRA_D: tl.constexpr = 0 if b_extra is None else b_extra.shape[1]
     o_n = i + tl.arange(0, STEP)
     keys = rounded.keys + (first_key + o_n)[:, None] * (MAIN_D + EXTRA_D)
-    o_main, o_extra = tl.arange(0, MAIN_D)[None, :], tl.arange(0, EXTRA_D)[None, :] + MAIN_D
+    o_main = tl.arange(0, MAIN_D)[None, :]
     o_block = i + tl.arange(0, STEP // BLOCK) * BLOCK
     if MASKED:
         b_k = tl.load(keys + o_main, mask=(o_n < reach)[:, None], other=0.0)
-        b_k_extra = tl.load(keys + o_extra, mask=(o_n < reach)[:, None], other=0.0)
+        if EXTRA_D > 0:
+            o_extra = tl.arange(0, EXTRA_D)[None, :] + MAIN_D
+            b_k_extra = tl.load(keys + o_extra, mask=(o_n < reach)[:, None], other=0.0)
         b_key_step = tl.load(rounded.key_steps + first_key + o_block, mask=o_block < reach, other=0.0)
     else:
         b_k = tl.load(keys + o_main)
-        b_k_extra = tl.load(keys + o_extra)
+        if EXTRA_D > 0:
+            b_k_extra = tl.load(keys + (tl.arange(0, EXTRA_D)[None, :] + MAIN_D))
         b_key_step = tl.load(rounded.key_steps + first_key + o_block)
     if WIDEN:
         b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
-        b_s = tl.dot(b_extra.to(tl.float32), tl.trans(b_k_extra.to(tl.float32)), b_s, input_precision="ieee")
+        if EXTRA_D > 0:
+            b_s = tl.dot(b_extra.to(tl.float32), tl.trans(b_k_extra.to(tl.float32)), b_s, input_precision="ieee")
     else:
         b_s = tl.dot(b_q, tl.trans(b_k))
-        b_s = tl.dot(b_extra, tl.trans(b_k_extra), b_s)
+        if EXTRA_D > 0:
+            b_s = tl.dot(b_extra, tl.trans(b_k_extra), b_s)
     if MASKED:
         b_s = tl.where((o_n < reach)[None, :], b_s, float("-inf"))
         if CAUSAL:
@@ -393,6 +441,8 @@ def _block_maxima(
     b_s = tl.max(tl.reshape(b_s, [TILE, STEP // BLOCK, BLOCK]), 2)
     # No product with minus infinity, because factors past the tile's end are 0.
     b_u = tl.maximum(b_s, -65504.0) * (b_step[:, None] * b_key_step[None, :])
+    if b_shift is not None:
+        b_u += b_shift[:, None]
     b_u = tl.minimum(tl.maximum(b_u, -MOST), MOST)
     return tl.where(b_s == float("-inf"), b_s, b_u).to(tl.float16)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.kernels.mla.test_mla_prefill import HEADS, POISON, SCALE, Inputs, inputs_of, prefill
-from vllm_sparse_kernels.mla import MlaPrefill, MlaRow, MlaTopP, reference, selection
+from tests.kernels.mla.test_mla_prefill import HEADS, KEY_DIM, POISON, SCALE, Inputs, inputs_of, prefill
+from vllm_sparse_kernels.mla import MlaPrefill, MlaRow, MlaTopP, prefill as prefill_module, reference, selection
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, SINK_TOKENS, Call
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.mla.selection import Selection
@@ -69,6 +69,12 @@ def attend(engine: MlaPrefill, method: MlaTopP, rows: Sequence[MlaRow], is_causa
     return int(kept)
 
 
+def flatten_channels(k: torch.Tensor, varying: int) -> None:
+    """Make keys differ in some channels only. In the others they have a large mean, which shifts all scores."""
+    flat = torch.randperm(KEY_DIM, generator=torch.Generator().manual_seed(7))[varying:].to(k.device)
+    k[..., flat] = 0.02 * k[..., flat] + (flat % 5 - 2).to(k.dtype)
+
+
 def check_step(engine: MlaPrefill, method: MlaTopP, step: Sequence[tuple[bool, list[MlaRow]]], device: str) -> None:
     """Run a step's calls. Compare estimates, blocks, running sums, results and kept pairs with the reference."""
     dtype = engine.dtype
@@ -76,6 +82,8 @@ def check_step(engine: MlaPrefill, method: MlaTopP, step: Sequence[tuple[bool, l
     queries = inputs_of(step[0][1], device, dtype)
     for seed, (is_causal, rows) in enumerate(step):
         inputs = inputs_of(rows, device, dtype, seed)
+        if method.channels < KEY_DIM:
+            flatten_channels(inputs.k, method.channels)
         if not is_causal:
             inputs = inputs._replace(
                 q=queries.q, out=torch.full_like(queries.out, POISON), lse=torch.full_like(queries.lse, POISON)
@@ -124,7 +132,7 @@ def check_step(engine: MlaPrefill, method: MlaTopP, step: Sequence[tuple[bool, l
         assert (inputs.out[~written] == POISON).all() and (inputs.lse[:, ~written] == POISON).all()
 
 
-@pytest.mark.parametrize("method", [METHOD, MlaTopP(0.95, 0.3)], ids=str)
+@pytest.mark.parametrize("method", [METHOD, MlaTopP(0.95, 0.3), MlaTopP(0.8, channels=128), MlaTopP(0.9, channels=64)], ids=str)
 def test_kernels_keep_the_references_blocks(method: MlaTopP, device: str) -> None:
     engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
     check_step(engine, method, STEP, device)
@@ -172,6 +180,7 @@ def test_parts_do_not_show(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     expected = run_step(prefill(device, dtype), METHOD, device)
     monkeypatch.setattr(selection, "SCRATCH_BYTES", 0)
     monkeypatch.setattr(selection, "SPAN_TOKENS", 128)
+    monkeypatch.setattr(prefill_module, "MOST_ROWS", 1)
     engine = prefill(device, dtype)
     part = selection_of(engine)
     assert part.heads_at_once == 1 < HEADS
