@@ -20,9 +20,10 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 from unittest.mock import patch
 
 import torch
@@ -33,8 +34,7 @@ from tests.helpers.structured import structured
 from vllm_sparse_backend.evaluation.vllm_server import device_name, has_cuda
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.mla import MlaAShape, MlaMethod, MlaPrefill, MlaRow, MlaTopP, attention
-from vllm_sparse_kernels.mla.attention import Tensors
-from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, EVERYTHING, Call, TileFields
+from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, EVERYTHING, Call, Tensors, TileFields
 from vllm_sparse_kernels.mla.reference import kept_by_a_shape
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
@@ -319,6 +319,30 @@ def print_launches(step: Step, about: str, repeats: int) -> None:
         print(f"{about}, dense, {chunk.name}, {options}: {seconds * 1e3:.3f} ms, {rate / 1e12:.0f} TFLOP/s", flush=True)
 
 
+def measure_shape(about: str, build: Callable[[], Step], report: Report, repeats: int, end: float) -> list[str]:
+    """Check and time every method of a shape. Return a line for each part that failed or did not start in time."""
+    parts: dict[str, Callable[[Step], None]] = {
+        **{label: partial(check, method=method, name=label, about=about, report=report)
+           for label, method in METHODS.items()},
+        "times": partial(measure_times, about=about, report=report, repeats=repeats),
+        "kernels": partial(print_kernels, about=about),
+        "launches": partial(print_launches, about=about, repeats=repeats),
+    }  # fmt: skip
+    step: Step | None = None
+    problems = []
+    for label, run in parts.items():
+        if time.monotonic() > end:
+            problems.append(f"{about}, {label}: not started, because the budget (--budget-s) is used up")
+            continue
+        try:
+            step = step or build()
+            run(step)
+        except Exception as error:  # other parts may still run
+            traceback.print_exc()
+            problems.append(f"{about}, {label}: {type(error).__name__}: {error}")
+    return problems
+
+
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(SHAPES)}. Default: both.")] = None,
     budget_s: Annotated[float, typer.Option(help="No part starts after this many seconds.")] = 110.0,
@@ -330,30 +354,13 @@ def main(
     if unknown := set(shape or ()) - set(SHAPES):
         raise typer.BadParameter(f"--shape: given {', '.join(sorted(unknown))}, expected {' or '.join(SHAPES)}")
     device = torch.device("cuda" if has_cuda() else "cpu")
-    begin, problems = time.monotonic(), []
+    end, problems = time.monotonic() + budget_s, []
     report = Report("mla_kernels", device_name(), None, out)
     new, context = (130, 400) if small else (8192, 65536)
     for name in shape or SHAPES:
         num_heads = 2 if small else SHAPES[name]
         about = f"MLA kernels, {name}'s shape, {num_heads} heads, {new:,} tokens after {context:,}"
-        step: Step | None = None
-        parts: list[tuple[str, Callable[[Step], Any]]] = [
-            *((label, lambda s, m=method, n=label: check(s, m, n, about, report)) for label, method in METHODS.items()),
-            ("times", lambda s: measure_times(s, about, report, repeats)),
-            ("kernels", lambda s: print_kernels(s, about)),
-            ("launches", lambda s: print_launches(s, about, repeats)),
-        ]
-        for label, run in parts:
-            if time.monotonic() - begin > budget_s:
-                problems.append(f"{about}, {label}: not started, because the budget (--budget-s) is used up")
-                continue
-            try:
-                step = step or Step(num_heads, new, context, device)
-                run(step)
-            except Exception as error:  # other parts may still run
-                traceback.print_exc()
-                problems.append(f"{about}, {label}: {type(error).__name__}: {error}")
-        del step
+        problems += measure_shape(about, lambda n=num_heads: Step(n, new, context, device), report, repeats, end)
     for figure in report.figures.values():
         print(f"{figure['name']}: {figure['value']} {figure['unit']}", flush=True)
     for problem in problems:

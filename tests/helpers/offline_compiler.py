@@ -114,6 +114,7 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         (anchors, "shared_bytes", limit_bytes),
         (sale_scores, "shared_bytes", limit_bytes),
         (mla_attention, "shared_bytes", limit_bytes),
+        (mla_attention, "has_bulk_copies", capability >= 90 and bulk),
         (mla_selection, "shared_bytes", limit_bytes),
         (mla_selection, "_must_widen", False),
         (mla_selection, "stored_dtype", fp8 if capability >= 89 else torch.float16),

@@ -10,47 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, compile_time
-from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, TILE_FIELDS, Run
+from vllm_sparse_kernels.engine_choice import capability_of
+from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, TILE_FIELDS, Run, Tensors
 from vllm_sparse_kernels.rows import TILE_TOKENS
-
-
-class Tensors(NamedTuple):
-    """Queries, keys, values and results, whose channels are contiguous."""
-
-    q: Any  # [tokens, heads, qk_head_dim]
-    k: Any  # [keys, heads, qk_head_dim]
-    v: Any  # [keys, heads, v_head_dim]
-    out: Any  # [tokens, heads, v_head_dim]
-    lse: Any  # [heads, tokens] float32
-    stride_q_token: int
-    stride_q_head: int
-    stride_k_token: int
-    stride_k_head: int
-    stride_v_token: int
-    stride_v_head: int
-    stride_out_token: int
-    stride_out_head: int
-    stride_lse_head: int
-
-    @staticmethod
-    def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> "Tensors":
-        """Collect tensors and their strides.
-
-        Args:
-            q: [tokens, heads, qk_head_dim].
-            k: [keys, heads, qk_head_dim].
-            v: [keys, heads, v_head_dim].
-            out: [tokens, heads, v_head_dim].
-            lse: [heads, tokens] float32, whose tokens are contiguous.
-
-        Returns:
-            An argument of kernels.
-        """
-        strides = (stride for x in (q, k, v, out) for stride in x.stride()[:2])
-        return Tensors(q, k, v, out, lse, *strides, lse.stride(0))
 
 
 class BlockLists(NamedTuple):
@@ -77,6 +43,9 @@ class Tile(NamedTuple):
     """A tile of queries of one head."""
 
     tensors: Any
+    k_main: Any  # descriptors for bulk copies, or None
+    k_extra: Any
+    v_matrix: Any
     i_head: Any  # int64
     position: Any  # of the tile's first query
     key_start: Any
@@ -135,9 +104,39 @@ def run_attention(
         STEP=options.step, CAUSAL=is_causal, PRECISION="ieee" if is_float32 else "tf32",
     )  # fmt: skip
     attend_kernel[(run.num_tiles, num_heads)](
-        tensors, run.tiles, lists, run.width, scale * LOG2_E.value, sink_tokens, local_tokens, compile_time(shape),
+        tensors, *_matrices(tensors, shape), run.tiles, lists, run.width, scale * LOG2_E.value, sink_tokens,
+        local_tokens, compile_time(shape),
         num_warps=options.num_warps, num_stages=options.num_stages,
     )  # fmt: skip
+
+
+def _matrices(tensors: Tensors, shape: AttendShape) -> list[TensorDescriptor] | list[None]:
+    """Return descriptors for bulk copies of a step of keys, in two parts, and of values.
+
+    Rows of these matrices are tokens. The descriptors are None where bulk copies are not possible.
+    """
+    matrices: list[TensorDescriptor] = []
+    widths = (shape.MAIN_D, shape.EXTRA_D, shape.VALUE_D)
+    for x, width in zip((tensors.k, tensors.k, tensors.v), widths, strict=True):
+        num_tokens, num_heads, head_dim = x.shape
+        columns = (num_heads - 1) * x.stride(1) + head_dim
+        is_aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:2])
+        if not has_bulk_copies(x.device) or not is_aligned or x.stride(0) < columns or num_tokens == 0:
+            return [None, None, None]
+        matrices.append(TensorDescriptor(x, [num_tokens, columns], [x.stride(0), 1], [shape.STEP, width]))
+    return matrices
+
+
+def has_bulk_copies(device: torch.device) -> bool:
+    """Return whether a device can copy boxes of a matrix in bulk.
+
+    Args:
+        device: The device.
+
+    Returns:
+        True on Hopper and later.
+    """
+    return capability_of(device) >= HOPPER_CAPABILITY
 
 
 def launch_options(limit_bytes: int) -> LaunchOptions:
@@ -155,7 +154,9 @@ def launch_options(limit_bytes: int) -> LaunchOptions:
 
 
 @triton.jit(do_not_specialize=["width", "sink_tokens", "local_tokens"])
-def attend_kernel(tensors, tiles, lists, width, scale, sink_tokens, local_tokens, SHAPE):
+def attend_kernel(
+    tensors, k_main, k_extra, v_matrix, tiles, lists, width, scale, sink_tokens, local_tokens, SHAPE
+):  # fmt: skip
     """Compute O = softmax(scale · Q Kᵀ) V and its log-sum-exp, of one tile and head over the keys that it keeps.
 
     Keys are processed in three parts: masked, unmasked, masked. Only the masked parts have keys that some query does
@@ -166,6 +167,10 @@ def attend_kernel(tensors, tiles, lists, width, scale, sink_tokens, local_tokens
 
     Args:
         tensors: ``Tensors``.
+        k_main: Descriptor of the keys as a matrix of tokens, with boxes of [STEP, MAIN_D]; or None. Only steps that
+            need no mask are copied in bulk.
+        k_extra: Like ``k_main``, with boxes of [STEP, EXTRA_D].
+        v_matrix: Like ``k_main``, of the values, with boxes of [STEP, VALUE_D].
         tiles: [num_tiles, 8] int32, ``TileFields``.
         lists: ``BlockLists``; None for the A-shape.
         width: Room of a tile's list.
@@ -199,10 +204,8 @@ def attend_kernel(tensors, tiles, lists, width, scale, sink_tokens, local_tokens
     else:
         num_sink_blocks, gap_blocks, begin = 0, 0, 0
         count = tl.load(lists.counts + i_head * tl.num_programs(0) + i_tile)
-        if SHAPE.CAUSAL:  # the diagonal is always listed, and comes last
-            end = count - (num_blocks - offset // SHAPE.BLOCK_N)
-        else:  # only the last block may be partial
-            end = tl.maximum(count - 1, 0)
+        # Masked blocks come last: the diagonal, which is always listed, or a block that may be partial.
+        end = count - (num_blocks - offset // SHAPE.BLOCK_N) if SHAPE.CAUSAL else tl.maximum(count - 1, 0)
         blocks = lists.ids + (i_head * tl.num_programs(0) + i_tile) * width
 
     o_m = tl.arange(0, SHAPE.BLOCK_M)
@@ -212,8 +215,8 @@ def attend_kernel(tensors, tiles, lists, width, scale, sink_tokens, local_tokens
     o_extra = tl.arange(0, SHAPE.EXTRA_D) + SHAPE.MAIN_D
     b_extra = tl.load(tensors.q + o_q[:, None] + o_extra[None, :], mask=in_tile[:, None], other=0.0)
     tile = Tile(
-        tensors, i_head, position, key_start, num_keys, key_position, blocks, num_sink_blocks, gap_blocks,
-        sink_tokens, local_tokens, scale,
+        tensors, k_main, k_extra, v_matrix, i_head, position, key_start, num_keys, key_position, blocks,
+        num_sink_blocks, gap_blocks, sink_tokens, local_tokens, scale,
     )  # fmt: skip
     softmax = Softmax(
         tl.zeros([SHAPE.BLOCK_M, SHAPE.VALUE_D], tl.float32),
@@ -240,8 +243,6 @@ def _walk(b_q, b_extra, begin, end, tile, softmax, MASKED: tl.constexpr, SHAPE):
     PARTS: tl.constexpr = SHAPE.BLOCK_N // SHAPE.STEP
     tensors = tile.tensors
     o_step = tl.arange(0, SHAPE.STEP)
-    o_main, o_extra = tl.arange(0, SHAPE.MAIN_D), tl.arange(0, SHAPE.EXTRA_D) + SHAPE.MAIN_D
-    o_value = tl.arange(0, SHAPE.VALUE_D)
     for i in range(begin, end):
         i_listed = i // PARTS
         i_part = i - i_listed * PARTS
@@ -250,20 +251,13 @@ def _walk(b_q, b_extra, begin, end, tile, softmax, MASKED: tl.constexpr, SHAPE):
         else:
             i_block = tl.load(tile.blocks + i_listed)
         first = i_block * SHAPE.BLOCK_N + i_part * SHAPE.STEP
-        i_key = (tile.key_start + first).to(tl.int64)
-        k = tensors.k + i_key * tensors.stride_k_token + tile.i_head * tensors.stride_k_head
-        k += o_step[:, None] * tensors.stride_k_token
-        v = tensors.v + i_key * tensors.stride_v_token + tile.i_head * tensors.stride_v_head
-        v += o_step[:, None] * tensors.stride_v_token
-        if MASKED:
-            in_row = (first + o_step < tile.num_keys)[:, None]
-            b_k = tl.load(k + o_main[None, :], mask=in_row, other=0.0)
-            b_k_extra = tl.load(k + o_extra[None, :], mask=in_row, other=0.0)
-            b_v = tl.load(v + o_value[None, :], mask=in_row, other=0.0)
+        if tile.k_main is not None and not MASKED:
+            i_row, i_column = tile.key_start + first, (tile.i_head * tensors.stride_k_head).to(tl.int32)
+            b_k = tile.k_main.load([i_row, i_column])
+            b_k_extra = tile.k_extra.load([i_row, i_column + SHAPE.MAIN_D])
+            b_v = tile.v_matrix.load([i_row, (tile.i_head * tensors.stride_v_head).to(tl.int32)])
         else:
-            b_k = tl.load(k + o_main[None, :])
-            b_k_extra = tl.load(k + o_extra[None, :])
-            b_v = tl.load(v + o_value[None, :])
+            b_k, b_k_extra, b_v = _load_step(first, tile, MASKED, SHAPE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
         b_s = tl.dot(b_extra, tl.trans(b_k_extra), b_s, input_precision=SHAPE.PRECISION)
         if MASKED:
@@ -275,6 +269,31 @@ def _walk(b_q, b_extra, begin, end, tile, softmax, MASKED: tl.constexpr, SHAPE):
             b_s = tl.where(is_kept, b_s, float("-inf"))
         softmax = _fold(b_s, b_v, tile.scale, softmax, MASKED, SHAPE)
     return softmax
+
+
+@triton.jit
+def _load_step(first, tile, MASKED: tl.constexpr, SHAPE):
+    """Load keys [STEP, MAIN_D] and [STEP, EXTRA_D], and values [STEP, VALUE_D], from the row's key ``first`` on.
+
+    Past the row's end nothing is read, and they are 0: weights are 0 there, and 0 · NaN is NaN.
+    """
+    tensors = tile.tensors
+    o_step = tl.arange(0, SHAPE.STEP)
+    o_main, o_extra = tl.arange(0, SHAPE.MAIN_D)[None, :], tl.arange(0, SHAPE.EXTRA_D)[None, :] + SHAPE.MAIN_D
+    o_value = tl.arange(0, SHAPE.VALUE_D)[None, :]
+    i_key = (tile.key_start + first).to(tl.int64)
+    k = tensors.k + i_key * tensors.stride_k_token + tile.i_head * tensors.stride_k_head
+    k += o_step[:, None] * tensors.stride_k_token
+    v = tensors.v + i_key * tensors.stride_v_token + tile.i_head * tensors.stride_v_head
+    v += o_step[:, None] * tensors.stride_v_token
+    if MASKED:
+        in_row = (first + o_step < tile.num_keys)[:, None]
+        b_k = tl.load(k + o_main, mask=in_row, other=0.0)
+        b_k_extra = tl.load(k + o_extra, mask=in_row, other=0.0)
+        b_v = tl.load(v + o_value, mask=in_row, other=0.0)
+        return b_k, b_k_extra, b_v
+    else:
+        return tl.load(k + o_main), tl.load(k + o_extra), tl.load(v + o_value)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,6 +91,45 @@ def method_problem(method: MlaMethod) -> str | None:
     if method.channels not in CHANNELS:
         return f"given {method}, expected channels of {', '.join(map(str, CHANNELS))}"
     return None
+
+
+class Tensors(NamedTuple):
+    """Queries, keys, values and results, whose channels are contiguous."""
+
+    q: Any  # [tokens, heads, qk_head_dim]
+    k: Any  # [keys, heads, qk_head_dim]
+    v: Any  # [keys, heads, v_head_dim]
+    out: Any  # [tokens, heads, v_head_dim]
+    lse: Any  # [heads, tokens] float32
+    stride_q_token: int
+    stride_q_head: int
+    stride_k_token: int
+    stride_k_head: int
+    stride_v_token: int
+    stride_v_head: int
+    stride_out_token: int
+    stride_out_head: int
+    stride_lse_head: int
+
+    @staticmethod
+    def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> "Tensors":
+        """Collect tensors and their strides.
+
+        Args:
+            q: [tokens, heads, qk_head_dim].
+            k: [keys, heads, qk_head_dim].
+            v: [keys, heads, v_head_dim].
+            out: [tokens, heads, v_head_dim].
+            lse: [heads, tokens] float32, whose tokens are contiguous.
+
+        Returns:
+            An argument of kernels.
+        """
+        return Tensors(
+            q, k, v, out, lse,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
+            lse.stride(0),
+        )  # fmt: skip
 
 
 class TileFields(NamedTuple):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates from fewer channels: the channels of each row and head that affect scores most, and queries and keys rounded
-to them.
+"""Estimates from fewer channels: those of each row and head that affect scores most.
 
 The weight of a channel is its effect on scores: the variance of its keys times the second moment of its queries, of a
 sample. A score is estimated as s (q·m + Σ q_c (k_c - m_c)), over the kept channels c, with the mean m of the sampled
@@ -15,8 +14,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
-from vllm_sparse_kernels.mla.attention import Tensors
-from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, ROW_FIELDS
+from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, ROW_FIELDS, Tensors
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 
 SAMPLED_KEYS = 2048
@@ -30,6 +28,23 @@ class Moments(NamedTuple):
 
     means: Any  # [rows, heads, BLOCK_D] float32
     channels: Any  # [rows, heads, KEPT_D] int32, ascending
+
+
+class Vectors(NamedTuple):
+    """Queries or keys of a call."""
+
+    values: Any  # [tokens, heads, head_dim]
+    stride_token: int
+    stride_head: int
+
+
+class RoundedVectors(NamedTuple):
+    """Queries or keys of some heads in e4m3, at the same tokens as in the call."""
+
+    values: Any  # [heads, num_places, channels]
+    steps: Any  # [heads, num_places] float32, factors of products; of keys, at the first key of each block
+    shifts: Any  # [heads, num_places] float32, addends of queries' scores; None for keys
+    num_places: int
 
 
 def fill_moments(tensors: Tensors, rows: torch.Tensor, moments: Moments, head_dim: int, kept_d: int) -> None:
@@ -99,7 +114,7 @@ def _sums(x, stride_token, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit(do_not_specialize=["first_head", "num_heads"])
 def round_kept_kernel(
-    vectors, stride_token, stride_head, rows, first_head, num_heads, factor, moments, values, steps, shifts, num_places,
+    vectors, rows, first_head, num_heads, factor, moments, target,
     FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
     """Round the kept channels of 64 vectors of one row and head. The largest magnitude becomes 15.
@@ -107,18 +122,13 @@ def round_kept_kernel(
     Grid: (blocks of the longest row, rows, heads of the part). Bound by memory: it reads each vector once.
 
     Args:
-        vectors: [tokens, heads, HEAD_DIM].
-        stride_token: Elements between two tokens.
-        stride_head: Elements between two heads.
+        vectors: ``Vectors``.
         rows: [num_rows, 4] int32, ``Call.rows``.
         first_head: First head of the part.
         num_heads: Heads of ``moments``.
         factor: Factor of the stored steps and shifts.
         moments: ``Moments``.
-        values: [heads, num_places, KEPT_D]; written at the tokens' indices.
-        steps: [heads, num_places] float32; written at the tokens' indices or, BY_BLOCK, at a block's first token.
-        shifts: [heads, num_places] float32, products with the mean key; written unless BY_BLOCK.
-        num_places: Room for tokens.
+        target: ``RoundedVectors``; written, with the products with the mean key as shifts.
         FIELD: Place in ``rows`` of the row's first vector, before their number.
         BY_BLOCK: Whether these are keys: a block shares a scale, and the mean is subtracted.
         HEAD_DIM: Channels of a vector.
@@ -132,25 +142,26 @@ def round_kept_kernel(
         o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, KEPT_D)
         in_row = (first + o_n < count)[:, None]
         i_head = tl.program_id(2).to(tl.int64)
-        source = vectors + (start + first + o_n)[:, None] * stride_token + (first_head + i_head) * stride_head
+        source = vectors.values + (start + first + o_n)[:, None] * vectors.stride_token
+        source += (first_head + i_head) * vectors.stride_head
         i_moments = tl.program_id(1) * num_heads + first_head + i_head
         b_channels = tl.load(moments.channels + i_moments * KEPT_D + o_c)
         b_x = tl.load(source + b_channels[None, :], mask=in_row, other=0.0).to(tl.float32)
-        place = i_head * num_places + start + first
+        place = i_head * target.num_places + start + first
         if BY_BLOCK:
             b_mean = tl.load(moments.means + i_moments * BLOCK_D + b_channels)
             b_x = tl.where(in_row, b_x - b_mean[None, :], 0.0)
             step = tl.maximum(tl.max(tl.max(tl.abs(b_x), 1), 0), TINY) / LARGEST
-            tl.store(steps + place, step * factor)
+            tl.store(target.steps + place, step * factor)
             b_x *= 1.0 / step
         else:
             o_d = tl.arange(0, BLOCK_D)
             b_mean = tl.load(moments.means + i_moments * BLOCK_D + o_d)
             b_whole = tl.load(source + o_d[None, :], mask=in_row & (o_d < HEAD_DIM)[None, :], other=0.0)
             b_shift = tl.sum(b_whole.to(tl.float32) * b_mean[None, :], 1) * factor
-            tl.store(shifts + place + o_n, b_shift, mask=first + o_n < count)
+            tl.store(target.shifts + place + o_n, b_shift, mask=first + o_n < count)
             b_step = tl.maximum(tl.max(tl.abs(b_x), 1), TINY) / LARGEST
-            tl.store(steps + place + o_n, b_step * factor, mask=first + o_n < count)
+            tl.store(target.steps + place + o_n, b_step * factor, mask=first + o_n < count)
             b_x *= (1.0 / b_step)[:, None]
-        target = values + (place + o_n)[:, None] * KEPT_D + o_c[None, :]
-        tl.store(target, in_e4m3(b_x, values.dtype.element_ty), mask=in_row)
+        o_target = (place + o_n)[:, None] * KEPT_D + o_c[None, :]
+        tl.store(target.values + o_target, in_e4m3(b_x, target.values.dtype.element_ty), mask=in_row)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MlaPrefill``: runs the calls of MLA's prefill by kernels, or by plain torch on a CPU without Triton's interpreter."""
+"""``MlaPrefill``: runs the calls of MLA's prefill by kernels, or by plain torch where Triton has no device."""
 
 from collections.abc import Sequence
+from typing import NotRequired, TypedDict, Unpack
 
 import torch
 import triton
 
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.mla import reference
-from vllm_sparse_kernels.mla.attention import Tensors, attend_kernel, run_attention
+from vllm_sparse_kernels.mla.attention import attend_kernel, run_attention
 from vllm_sparse_kernels.mla.calls import (
     EVERYTHING,
     Call,
@@ -17,6 +18,7 @@ from vllm_sparse_kernels.mla.calls import (
     MlaRow,
     MlaTopP,
     Run,
+    Tensors,
     kept_pairs_of_a_shape,
     method_problem,
 )
@@ -29,6 +31,17 @@ HEAD_DIMS = (192, 128)
 
 CACHED_CALLS = 64
 """Calls whose rows stay on the device: all layers of a step make the same calls."""
+
+
+class MlaResults(TypedDict):
+    """Tensors that a call writes."""
+
+    out: torch.Tensor
+    """[tokens, heads, v_head_dim], of the queries' dtype."""
+    lse: torch.Tensor
+    """[heads, tokens] float32, log-sum-exp in natural units."""
+    kept_pairs: NotRequired[torch.Tensor | None]
+    """[1] int64 on the device; the number of kept pairs of a query and a key, over all heads, is added."""
 
 
 class MlaPrefill:
@@ -127,9 +140,7 @@ class MlaPrefill:
         rows: Sequence[MlaRow],
         *,
         is_causal: bool,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        kept_pairs: torch.Tensor | None = None,
+        **results: Unpack[MlaResults],
     ) -> None:
         """Compute attention of the rows' queries over the keys that the method keeps, without waiting for the device.
 
@@ -142,34 +153,27 @@ class MlaPrefill:
             v: [keys, heads, v_head_dim]; like q and k, it may be a view with contiguous channels.
             rows: The rows. Those without queries are ignored.
             is_causal: True for the rows' new tokens, which restarts their running sums; False for a chunk of context.
-            out: [tokens, heads, v_head_dim]; written.
-            lse: [heads, tokens] float32, in natural units; written.
-            kept_pairs: [1] int64 on the device; the number of kept pairs of a query and a key, over all heads, is
-                added.
+            results: ``MlaResults``, by keyword: out and lse, and optionally kept_pairs.
 
         Raises:
             ValueError: A parameter, a shape, a dtype or a row does not fit.
         """
         rows = tuple(row for row in rows if row.num_queries > 0)
-        self._check(method, q, k, v, rows, is_causal, out, lse, kept_pairs)
+        tensors, kept_pairs = Tensors.of(q, k, v, results["out"], results["lse"]), results.get("kept_pairs")
+        self._check(method, tensors, rows, is_causal, kept_pairs)
         if not rows:
             return
         if self._selection is None:
-            num_kept = reference.attend(
-                method, q, k, v, rows, scale=self.scale, is_causal=is_causal, sums=self.sums, out=out, lse=lse
-            )
+            num_kept = reference.attend(method, tensors, rows, scale=self.scale, is_causal=is_causal, sums=self.sums)
             if kept_pairs is not None:
                 kept_pairs += num_kept
-            return
-        if isinstance(method, MlaTopP) and method.kept_mass >= 1:
-            self._attend_window(MlaAShape(0, EVERYTHING), Tensors.of(q, k, v, out, lse), rows, is_causal, kept_pairs)
-        elif isinstance(method, MlaAShape):
-            self._attend_window(method, Tensors.of(q, k, v, out, lse), rows, is_causal, kept_pairs)
-        else:
-            tensors = Tensors.of(q, k, v, out, lse)
+        elif isinstance(method, MlaTopP) and method.kept_mass < 1:
             for first in range(0, len(rows), MOST_ROWS):
                 call = self._call(rows[first : first + MOST_ROWS])
                 self._selection.attend(method, tensors, call, self.sums, self.scale, is_causal, kept_pairs)
+        else:
+            window = method if isinstance(method, MlaAShape) else MlaAShape(0, EVERYTHING)
+            self._attend_window(window, tensors, rows, is_causal, kept_pairs)
 
     def _attend_window(
         self,
@@ -185,8 +189,10 @@ class MlaPrefill:
             for row in rows:
                 self.sums.part(row.state_start, row.num_queries).clear()
         # Windows are counted in keys: more than all positions is the same as all.
-        sizes = {"sink_tokens": min(method.sink_tokens, EVERYTHING), "local_tokens": min(method.local_tokens, EVERYTHING)}
-        run_attention(tensors, Run(call.tiles, len(call.reaches), 0), self.scale, is_causal, **sizes)
+        run_attention(
+            tensors, Run(call.tiles, len(call.reaches), 0), self.scale, is_causal,
+            sink_tokens=min(method.sink_tokens, EVERYTHING), local_tokens=min(method.local_tokens, EVERYTHING),
+        )  # fmt: skip
         if kept_pairs is not None:
             kept_pairs += self.num_heads * kept_pairs_of_a_shape(rows, method)
 
@@ -203,19 +209,16 @@ class MlaPrefill:
     def _check(
         self,
         method: MlaMethod,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        tensors: Tensors,
         rows: tuple[MlaRow, ...],
         is_causal: bool,
-        out: torch.Tensor,
-        lse: torch.Tensor,
         kept_pairs: torch.Tensor | None,
     ) -> None:
         problem = method_problem(method)
         if problem is not None:
             raise ValueError(f"MlaPrefill.attend: {problem}")
         qk_head_dim, v_head_dim = self.head_dims
+        q, k, v, out, lse = tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse
         for name, tensor, head_dim in (("q", q, qk_head_dim), ("k", k, qk_head_dim), ("v", v, v_head_dim),
                                        ("out", out, v_head_dim)):  # fmt: skip
             if tensor.shape[1:] != (self.num_heads, head_dim) or tensor.dtype != self.dtype or tensor.stride(2) != 1:

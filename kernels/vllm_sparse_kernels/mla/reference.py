@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_kernels.compile_time import LOG2_E
-from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, SINK_TOKENS, MlaAShape, MlaMethod, MlaRow, MlaTopP
+from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, SINK_TOKENS, MlaAShape, MlaMethod, MlaRow, MlaTopP, Tensors
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
 
@@ -22,6 +22,10 @@ class Tiling(NamedTuple):
     tile_tokens: int = TILE_TOKENS
     block_tokens: int = BLOCK_TOKENS
     sink_tokens: int = SINK_TOKENS
+
+
+KERNEL_TILING = Tiling()
+"""The sizes of kernels."""
 
 
 class RunningSums(NamedTuple):
@@ -67,36 +71,29 @@ class RunningSums(NamedTuple):
 
 def attend(
     method: MlaMethod,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    tensors: Tensors,
     rows: Sequence[MlaRow],
     *,
     scale: float,
     is_causal: bool,
     sums: RunningSums,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling = KERNEL_TILING,
 ) -> int:
     """Run a call, tile by tile.
 
     Args:
         method: The method.
-        q: [tokens, heads, qk_head_dim].
-        k: [keys, heads, qk_head_dim].
-        v: [keys, heads, v_head_dim].
+        tensors: Queries, keys, values and results; the rows' queries are written.
         rows: The rows of the call.
         scale: Factor from q·k to scores.
         is_causal: Whether these are the rows' new tokens, whose running sums begin here.
         sums: Running sums of the step; updated.
-        out: [tokens, heads, v_head_dim]; the rows' queries are written.
-        lse: [heads, tokens] float32, in natural units; the rows' queries are written.
         tiling: Sizes of tiles and blocks.
 
     Returns:
         The number of kept pairs of a query and a key, over all heads.
     """
+    q, k, v, out, lse = tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse
     kept_pairs = 0
     for row in rows:
         if is_causal:
@@ -145,7 +142,7 @@ def kept_by_a_shape(
     return (keys <= queries) & ((keys < method.sink_tokens) | (keys > queries - method.local_tokens))
 
 
-def block_maxima(scores: torch.Tensor, tiling: Tiling = Tiling()) -> torch.Tensor:
+def block_maxima(scores: torch.Tensor, tiling: Tiling = KERNEL_TILING) -> torch.Tensor:
     """Return each query's largest score in each block, as logarithms to base 2.
 
     Args:
@@ -168,7 +165,7 @@ def keep_blocks(
     row: MlaRow,
     offset: int,
     is_causal: bool,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling = KERNEL_TILING,
 ) -> torch.Tensor:
     """Choose a tile's blocks, and update the running sums of its queries.
 

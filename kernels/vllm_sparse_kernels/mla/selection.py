@@ -26,9 +26,18 @@ from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.methods.top_p.choice import HELD_BLOCKS, LISTED_BLOCKS, MAX_REGISTERS, search_threshold
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
-from vllm_sparse_kernels.mla.attention import BlockLists, Tensors, run_attention
-from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, ROW_FIELDS, SINK_TOKENS, TILE_FIELDS, Call, MlaTopP, Run
-from vllm_sparse_kernels.mla.channels import Moments, fill_moments, round_kept_kernel
+from vllm_sparse_kernels.mla.attention import BlockLists, run_attention
+from vllm_sparse_kernels.mla.calls import (
+    BLOCK_TOKENS,
+    ROW_FIELDS,
+    SINK_TOKENS,
+    TILE_FIELDS,
+    Call,
+    MlaTopP,
+    Run,
+    Tensors,
+)
+from vllm_sparse_kernels.mla.channels import Moments, RoundedVectors, Vectors, fill_moments, round_kept_kernel
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import append
@@ -62,13 +71,8 @@ MOST = Constant(60000.0)
 class Rounded(NamedTuple):
     """Queries and keys of some heads in e4m3. They are scaled so that scores are logarithms to base 2."""
 
-    queries: Any  # [heads, max_query_tokens, channels]
-    query_steps: Any  # [heads, max_query_tokens] float32
-    query_shifts: Any  # [heads, max_query_tokens] float32, addends of scores; not read where all channels are kept
-    keys: Any  # [heads, max_key_tokens, channels]
-    key_steps: Any  # [heads, max_key_tokens] float32, at the first key of each block
-    num_queries: int  # max_query_tokens
-    num_keys: int  # max_key_tokens
+    queries: RoundedVectors
+    keys: RoundedVectors
 
 
 class Scratch(NamedTuple):
@@ -117,9 +121,13 @@ class Selection:
             return torch.empty(*sizes, dtype=dtype, device=device)
 
         self.rounded = Rounded(
-            room(num, max_query_tokens, head_dim, dtype=dtype), room(num, max_query_tokens),
-            room(num, max_query_tokens), room(num, max_key_tokens, head_dim, dtype=dtype), room(num, max_key_tokens),
-            max_query_tokens, max_key_tokens,
+            RoundedVectors(
+                room(num, max_query_tokens, head_dim, dtype=dtype), room(num, max_query_tokens),
+                room(num, max_query_tokens), max_query_tokens,
+            ),
+            RoundedVectors(
+                room(num, max_key_tokens, head_dim, dtype=dtype), room(num, max_key_tokens), None, max_key_tokens
+            ),
         )  # fmt: skip
         self.scratch = Scratch(
             room(num * self.most_blocks * TILE_TOKENS, dtype=torch.float16), room(num * self.most_blocks),
@@ -186,7 +194,8 @@ class Selection:
         lists = BlockLists(self.ids, self.counts)
         for first in range(0, self.num_heads, self.heads_at_once):
             num_heads = min(self.heads_at_once, self.num_heads - first)
-            part = Sums(*(x[first : first + num_heads] for x in sums), sums.top.stride(0))
+            top, total, dropped = (x[first : first + num_heads] for x in sums)
+            part = Sums(top, total, dropped, top.stride(0))
             if call.longest_keys > 0:
                 self._round(tensors, call, first, num_heads, scale, method.channels)
             self._score(run, part, num_heads, is_causal, call.longest_keys, method.channels)
@@ -196,44 +205,36 @@ class Selection:
                 method.most_share,
                 CAUSAL=is_causal, CHUNK=HELD_BLOCKS, num_warps=8, maxnreg=MAX_REGISTERS,
             )  # fmt: skip
-            _drop_kernel[grid](
-                self.scratch, run.tiles, part, run.width, CAUSAL=is_causal, STEP=SUM_BLOCKS, num_warps=8
-            )
+            _drop_kernel[grid](self.scratch, run.tiles, part, run.width, CAUSAL=is_causal, STEP=SUM_BLOCKS, num_warps=8)
         return lists
 
-    def _round(
-        self, tensors: Tensors, call: Call, first: int, num_heads: int, scale: float, channels: int
-    ) -> None:
+    def _round(self, tensors: Tensors, call: Call, first: int, num_heads: int, scale: float, channels: int) -> None:
         """Round the queries and keys of some heads."""
-        rounded, num_rows = self.rounded, len(call.rows)
+        queries = Vectors(tensors.q, tensors.stride_q_token, tensors.stride_q_head)
+        keys = Vectors(tensors.k, tensors.stride_k_token, tensors.stride_k_head)
+        factor, num_rows = scale * LOG2_E.value, len(call.rows)
         query_grid = (ceil_div(call.longest_queries, BLOCK_TOKENS), num_rows, num_heads)
         key_grid = (ceil_div(call.longest_keys, BLOCK_TOKENS), num_rows, num_heads)
-        queries = (tensors.q, tensors.stride_q_token, tensors.stride_q_head, call.rows, first)
-        keys = (tensors.k, tensors.stride_k_token, tensors.stride_k_head, call.rows, first)
-        factor = scale * LOG2_E.value
         if channels < self.head_dim:
-            block_d = triton.next_power_of_2(self.head_dim)
-            sizes = {"HEAD_DIM": self.head_dim, "BLOCK_D": block_d, "KEPT_D": channels, "num_warps": 4}
             if first == 0:
                 fill_moments(tensors, call.rows, self.moments, self.head_dim, channels)
+            block_d = triton.next_power_of_2(self.head_dim)
+            kept_sizes = {"HEAD_DIM": self.head_dim, "BLOCK_D": block_d, "KEPT_D": channels, "num_warps": 4}
             round_kept_kernel[query_grid](
-                *queries, self.num_heads, factor, self.moments, rounded.queries, rounded.query_steps,
-                rounded.query_shifts, rounded.num_queries, FIELD=0, BY_BLOCK=False, **sizes,
+                queries, call.rows, first, self.num_heads, factor, self.moments, self.rounded.queries,
+                FIELD=0, BY_BLOCK=False, **kept_sizes,
             )  # fmt: skip
             round_kept_kernel[key_grid](
-                *keys, self.num_heads, 1.0, self.moments, rounded.keys, rounded.key_steps, None, rounded.num_keys,
-                FIELD=2, BY_BLOCK=True, **sizes,
+                keys, call.rows, first, self.num_heads, 1.0, self.moments, self.rounded.keys,
+                FIELD=2, BY_BLOCK=True, **kept_sizes,
             )  # fmt: skip
             return
         main_d, extra_d = self._product_sizes(channels)
         sizes = {"MAIN_D": main_d, "EXTRA_D": extra_d, "num_warps": 4}
         _round_kernel[query_grid](
-            *queries, factor, rounded.queries, rounded.query_steps, rounded.num_queries,
-            FIELD=0, BY_BLOCK=False, **sizes,
-        )  # fmt: skip
-        _round_kernel[key_grid](
-            *keys, 1.0, rounded.keys, rounded.key_steps, rounded.num_keys, FIELD=2, BY_BLOCK=True, **sizes
+            queries, call.rows, first, factor, self.rounded.queries, FIELD=0, BY_BLOCK=False, **sizes
         )
+        _round_kernel[key_grid](keys, call.rows, first, 1.0, self.rounded.keys, FIELD=2, BY_BLOCK=True, **sizes)
 
     def _product_sizes(self, channels: int) -> tuple[int, int]:
         """Return the channels of the products whose sum is a score: powers of two. The second may be 0."""
@@ -242,17 +243,15 @@ class Selection:
         main_d = triton.next_power_of_2(self.head_dim + 1) // 2
         return main_d, self.head_dim - main_d
 
-    def _score(
-        self, run: Run, sums: Sums, num_heads: int, is_causal: bool, longest_keys: int, channels: int
-    ) -> None:
+    def _score(self, run: Run, sums: Sums, num_heads: int, is_causal: bool, longest_keys: int, channels: int) -> None:
         """Estimate the masses of blocks, and add the estimates to the running sums."""
         main_d, extra_d = self._product_sizes(channels)
-        device = self.rounded.keys.device
-        step = _step_tokens(channels * self.rounded.keys.element_size(), shared_bytes(device))
+        keys = self.rounded.keys.values
+        step = _step_tokens(channels * keys.element_size(), shared_bytes(keys.device))
         _scores_kernel[(run.num_tiles, max(ceil_div(longest_keys, SPAN_TOKENS), 1), num_heads)](
             self.rounded, self.scratch, run.tiles, run.width,
             MAIN_D=main_d, EXTRA_D=extra_d, CAUSAL=is_causal, SPAN=SPAN_TOKENS, STEP=step,
-            WIDEN=_must_widen(self.rounded.keys), num_warps=8, num_stages=3 if step == 128 else 2,
+            WIDEN=_must_widen(keys), num_warps=8, num_stages=3 if step == 128 else 2,
         )  # fmt: skip
         _sums_kernel[(run.num_tiles, num_heads)](
             self.scratch, run.tiles, sums, run.width, CAUSAL=is_causal, STEP=SUM_BLOCKS, num_warps=8
@@ -286,7 +285,7 @@ def _step_tokens(vector_bytes: int, limit_bytes: int) -> int:
 
 @triton.jit(do_not_specialize=["first_head"])
 def _round_kernel(
-    vectors, stride_token, stride_head, rows, first_head, factor, values, steps, num_places,
+    vectors, rows, first_head, factor, target,
     FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, MAIN_D: tl.constexpr, EXTRA_D: tl.constexpr,
 ):  # fmt: skip
     """Round 64 vectors of one row and head to e4m3. The largest magnitude becomes 15.
@@ -295,15 +294,11 @@ def _round_kernel(
     half as much.
 
     Args:
-        vectors: [tokens, heads, MAIN_D + EXTRA_D].
-        stride_token: Elements between two tokens.
-        stride_head: Elements between two heads.
+        vectors: ``Vectors``.
         rows: [num_rows, 4] int32, ``Call.rows``.
         first_head: First head of the part.
         factor: Factor of the stored steps.
-        values: [heads, num_places, MAIN_D + EXTRA_D]; written at the tokens' indices.
-        steps: [heads, num_places] float32; written at the tokens' indices or, BY_BLOCK, at a block's first token.
-        num_places: Room for tokens.
+        target: ``RoundedVectors``; values and steps are written.
         FIELD: Place in ``rows`` of the row's first vector, before their number.
         BY_BLOCK: Whether the vectors of a block share a scale.
         MAIN_D: The first channels, a power of two.
@@ -317,22 +312,23 @@ def _round_kernel(
         o_main, o_extra = tl.arange(0, MAIN_D)[None, :], tl.arange(0, EXTRA_D)[None, :] + MAIN_D
         in_row = (first + o_n < count)[:, None]
         i_head = tl.program_id(2).to(tl.int64)
-        source = vectors + (start + first + o_n)[:, None] * stride_token + (first_head + i_head) * stride_head
+        source = vectors.values + (start + first + o_n)[:, None] * vectors.stride_token
+        source += (first_head + i_head) * vectors.stride_head
         b_main = tl.load(source + o_main, mask=in_row, other=0.0).to(tl.float32)
         b_extra = tl.load(source + o_extra, mask=in_row, other=0.0).to(tl.float32)
         b_largest = tl.maximum(tl.max(tl.abs(b_main), 1), tl.max(tl.abs(b_extra), 1))
-        place = i_head * num_places + start + first
+        place = i_head * target.num_places + start + first
         if BY_BLOCK:
             step = tl.maximum(tl.max(b_largest, 0), TINY) / LARGEST
-            tl.store(steps + place, step * factor)
+            tl.store(target.steps + place, step * factor)
             b_main, b_extra = b_main * (1.0 / step), b_extra * (1.0 / step)
         else:
             b_step = tl.maximum(b_largest, TINY) / LARGEST
-            tl.store(steps + place + o_n, b_step * factor, mask=first + o_n < count)
+            tl.store(target.steps + place + o_n, b_step * factor, mask=first + o_n < count)
             b_main, b_extra = b_main * (1.0 / b_step)[:, None], b_extra * (1.0 / b_step)[:, None]
-        target = values + (place + o_n)[:, None] * (MAIN_D + EXTRA_D)
-        tl.store(target + o_main, in_e4m3(b_main, values.dtype.element_ty), mask=in_row)
-        tl.store(target + o_extra, in_e4m3(b_extra, values.dtype.element_ty), mask=in_row)
+        b_values = target.values + (place + o_n)[:, None] * (MAIN_D + EXTRA_D)
+        tl.store(b_values + o_main, in_e4m3(b_main, target.values.dtype.element_ty), mask=in_row)
+        tl.store(b_values + o_extra, in_e4m3(b_extra, target.values.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
@@ -376,17 +372,17 @@ def _scores_kernel(
     end = tl.minimum(begin + SPAN, reach)
     if begin < end:
         o_m = tl.arange(0, TILE)
-        i_query = i_head * rounded.num_queries + tl.load(fields) + o_m
-        queries = rounded.queries + i_query[:, None] * HEAD_D
+        i_query = i_head * rounded.queries.num_places + tl.load(fields) + o_m
+        queries = rounded.queries.values + i_query[:, None] * HEAD_D
         in_tile = (o_m < length)[:, None]
         b_q = tl.load(queries + tl.arange(0, MAIN_D)[None, :], mask=in_tile, other=0.0)
         b_extra, b_shift = None, None
         if EXTRA_D > 0:
             b_extra = tl.load(queries + (tl.arange(0, EXTRA_D) + MAIN_D)[None, :], mask=in_tile, other=0.0)
         else:
-            b_shift = tl.load(rounded.query_shifts + i_query, mask=o_m < length, other=0.0)
-        b_step = tl.load(rounded.query_steps + i_query, mask=o_m < length, other=0.0)
-        first_key = i_head * rounded.num_keys + tl.load(fields + 5)
+            b_shift = tl.load(rounded.queries.shifts + i_query, mask=o_m < length, other=0.0)
+        b_step = tl.load(rounded.queries.steps + i_query, mask=o_m < length, other=0.0)
+        first_key = i_head * rounded.keys.num_places + tl.load(fields + 5)
         place = (i_head * tl.num_programs(0) + tl.program_id(0)) * width
         whole = offset if CAUSAL else reach
         whole = tl.minimum(tl.maximum(whole // STEP * STEP, begin), end)
@@ -397,7 +393,9 @@ def _scores_kernel(
             o_block = i // BLOCK + tl.arange(0, STEP // BLOCK)
             tl.store(scratch.scores + (place + o_block)[None, :] * TILE + o_m[:, None], b_u)
         for i in range(whole, end, STEP):
-            b_u = _block_maxima(b_q, b_extra, b_step, b_shift, rounded, first_key, i, offset, reach, True, CAUSAL, STEP, WIDEN)
+            b_u = _block_maxima(
+                b_q, b_extra, b_step, b_shift, rounded, first_key, i, offset, reach, True, CAUSAL, STEP, WIDEN
+            )
             o_block = i // BLOCK + tl.arange(0, STEP // BLOCK)
             in_reach = (o_block * BLOCK < reach)[None, :]
             tl.store(scratch.scores + (place + o_block)[None, :] * TILE + o_m[:, None], b_u, mask=in_reach)
@@ -412,7 +410,7 @@ def _block_maxima(
     MAIN_D: tl.constexpr = b_q.shape[1]
     EXTRA_D: tl.constexpr = 0 if b_extra is None else b_extra.shape[1]
     o_n = i + tl.arange(0, STEP)
-    keys = rounded.keys + (first_key + o_n)[:, None] * (MAIN_D + EXTRA_D)
+    keys = rounded.keys.values + (first_key + o_n)[:, None] * (MAIN_D + EXTRA_D)
     o_main = tl.arange(0, MAIN_D)[None, :]
     o_block = i + tl.arange(0, STEP // BLOCK) * BLOCK
     if MASKED:
@@ -420,12 +418,12 @@ def _block_maxima(
         if EXTRA_D > 0:
             o_extra = tl.arange(0, EXTRA_D)[None, :] + MAIN_D
             b_k_extra = tl.load(keys + o_extra, mask=(o_n < reach)[:, None], other=0.0)
-        b_key_step = tl.load(rounded.key_steps + first_key + o_block, mask=o_block < reach, other=0.0)
+        b_key_step = tl.load(rounded.keys.steps + first_key + o_block, mask=o_block < reach, other=0.0)
     else:
         b_k = tl.load(keys + o_main)
         if EXTRA_D > 0:
             b_k_extra = tl.load(keys + (tl.arange(0, EXTRA_D)[None, :] + MAIN_D))
-        b_key_step = tl.load(rounded.key_steps + first_key + o_block)
+        b_key_step = tl.load(rounded.keys.steps + first_key + o_block)
     if WIDEN:
         b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
         if EXTRA_D > 0:
@@ -599,7 +597,7 @@ def _choose_kernel(
         num_keys += tl.sum(tl.where(b_kept, b_keys, 0), 0)
     tl.store(lists.counts + i_list, count)
     if kept_pairs is not None:
-        num_pairs = num_keys.to(tl.int64) * length
+        num_pairs = length.to(tl.int64) * num_keys
         if CAUSAL:  # the diagonal
             num_pairs += length * (length + 1) // 2
         tl.atomic_add(kept_pairs, num_pairs, sem="relaxed")

@@ -3,8 +3,8 @@
 
 import pytest
 
-from tests.helpers.compiled_mla import compiled
 from tests.helpers.compiled_methods import problems
+from tests.helpers.compiled_mla import compiled
 from tests.helpers.offline_compiler import SHARED_KIB
 
 pytestmark = pytest.mark.full

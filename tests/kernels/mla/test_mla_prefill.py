@@ -2,60 +2,16 @@
 """MLA's prefill by kernels, compared with the reference in plain torch."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from vllm_sparse_kernels.mla import MlaAShape, MlaMethod, MlaPrefill, MlaRow, MlaTopP, calls, reference
+from tests.helpers.mla_calls import HEADS, KEY_DIM, POISON, ROOM, SCALE, VALUE_DIM, Inputs, inputs_of, prefill
+from vllm_sparse_kernels.mla import MlaAShape, MlaMethod, MlaPrefill, MlaRow, MlaTopP, attention, calls, reference
+from vllm_sparse_kernels.mla.calls import Tensors
 from vllm_sparse_kernels.mla.prefill import CACHED_CALLS
 from vllm_sparse_kernels.mla.reference import RunningSums
-
-HEADS, KEY_DIM, VALUE_DIM = 2, 192, 128
-SCALE = KEY_DIM**-0.5
-POISON = 7777.0
-ROOM = 300
-
-
-class Inputs(NamedTuple):
-    """Tensors of a call. Keys and values outside of the rows are NaN, and results are poisoned."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
-def inputs_of(rows: Sequence[MlaRow], device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    """Return inputs whose last key is the last row's, so a read past it leaves the tensor."""
-    generator = torch.Generator().manual_seed(seed)
-    num_queries = max(row.query_start + row.num_queries for row in rows) + 3
-    num_keys = max(row.key_start + row.num_keys for row in rows)
-    q = 2 * torch.randn(num_queries, HEADS, KEY_DIM, generator=generator)
-    k = torch.randn(num_keys, HEADS, KEY_DIM, generator=generator)
-    k[:, :, 0] += 3 * torch.randn(num_keys, HEADS, generator=generator)
-    up = torch.randn(num_keys, HEADS, 2 * VALUE_DIM, generator=generator)
-    used = torch.zeros(num_keys, dtype=torch.bool)
-    for row in rows:
-        used[row.key_start : row.key_start + row.num_keys] = True
-        if row.key_position == 0 and row.num_keys:
-            k[row.key_start] += 0.7 * q.mean((0, 1))
-    k[~used], up[~used] = torch.nan, torch.nan
-    up[..., :VALUE_DIM] = torch.nan  # keys' part of the up-projection, next to the values
-    up = up.to(dtype).to(device)
-    return Inputs(
-        q.to(dtype).to(device), k.to(dtype).to(device), up[..., VALUE_DIM:],
-        torch.full((num_queries, HEADS, VALUE_DIM), POISON, dtype=dtype, device=device),
-        torch.full((HEADS, num_queries), POISON, device=device),
-    )  # fmt: skip
-
-
-def prefill(device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> MlaPrefill:
-    return MlaPrefill(
-        num_heads=HEADS, scale=SCALE, qk_head_dim=KEY_DIM, v_head_dim=VALUE_DIM, dtype=dtype,
-        device=torch.device(device), **{"max_query_tokens": 2304, "max_key_tokens": 2304} | sizes,
-    )  # fmt: skip
 
 
 def check_call(
@@ -69,8 +25,8 @@ def check_call(
     )
     out, lse = torch.full_like(inputs.out, POISON), torch.full_like(inputs.lse, POISON)
     expected = reference.attend(
-        method, inputs.q, inputs.k, inputs.v, rows, scale=SCALE, is_causal=is_causal,
-        sums=RunningSums.zeros(HEADS, ROOM * 10, device), out=out, lse=lse,
+        method, Tensors.of(inputs.q, inputs.k, inputs.v, out, lse), rows, scale=SCALE, is_causal=is_causal,
+        sums=RunningSums.zeros(HEADS, ROOM, device),
     )  # fmt: skip
     torch.testing.assert_close(inputs.out, out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(inputs.lse, lse, rtol=tolerance, atol=tolerance)
@@ -109,7 +65,25 @@ def test_kernels_equal_the_reference(name: str, method: MlaMethod, device: str) 
         assert kept == HEADS * pairs
     if name == "a chunk between sinks and window" and method == MlaAShape(11, 37):
         assert kept == 0
-        assert (inputs.out[1:21] == 0).all() and (inputs.lse[:, 1:21] == -torch.inf).all()
+        assert (inputs.out[1:21] == 0).all()
+        assert (inputs.lse[:, 1:21] == -torch.inf).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decides itself")
+@pytest.mark.parametrize("name", ["two rows", "a chunk in the window"])
+def test_bulk_copies_read_the_same_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper and later, steps without a mask are boxes of a matrix of tokens. The interpreter copies boxes too."""
+    copies: list[int] = []
+    matrices = attention._matrices
+    monkeypatch.setattr(attention, "has_bulk_copies", lambda device: True)
+    monkeypatch.setattr(
+        attention, "_matrices", lambda *args: copies.extend(x is not None for x in matrices(*args)) or matrices(*args)
+    )
+    is_causal, rows = CALLS[name]
+    for method in MlaAShape(11, 37), MlaTopP(1.0):
+        check_call(prefill("cpu"), method, rows, is_causal, inputs_of(rows, "cpu"), 2e-4)
+    assert copies
+    assert all(copies)
 
 
 def test_2049_tokens(device: str) -> None:
@@ -131,8 +105,8 @@ def test_chunks_do_not_show_in_an_a_shape(chunk_tokens: int, device: str) -> Non
     inputs = inputs_of([whole_row], device, dtype)
     out, lse = torch.zeros_like(inputs.out), torch.zeros_like(inputs.lse)
     reference.attend(
-        method, inputs.q, inputs.k, inputs.v, [whole_row], scale=SCALE, is_causal=False,
-        sums=RunningSums.zeros(HEADS, new, torch.device(device)), out=out, lse=lse,
+        method, Tensors.of(inputs.q, inputs.k, inputs.v, out, lse), [whole_row], scale=SCALE, is_causal=False,
+        sums=RunningSums.zeros(HEADS, new, torch.device(device)),
     )  # fmt: skip
     engine = prefill(device, dtype)
     rows = [MlaRow(0, new, context, 0, context, new, context)]
@@ -141,9 +115,9 @@ def test_chunks_do_not_show_in_an_a_shape(chunk_tokens: int, device: str) -> Non
     merged_out, merged_lse = torch.zeros_like(out[:new]).float(), torch.full_like(lse[:, :new], -torch.inf)
     for i, row in enumerate(rows):
         call_of(engine, method, [row], i == 0, inputs)
-        both = torch.logaddexp(merged_lse, inputs.lse[:, :new])
-        before, now = ((x - both).exp().T[..., None] for x in (merged_lse, inputs.lse[:, :new]))
-        merged_out, merged_lse = merged_out * before + inputs.out[:new].float() * now, both
+        merged = torch.logaddexp(merged_lse, inputs.lse[:, :new])
+        before, now = ((x - merged).exp().T[..., None] for x in (merged_lse, inputs.lse[:, :new]))
+        merged_out, merged_lse = merged_out * before + inputs.out[:new].float() * now, merged
     tolerance = 2e-4 if device == "cpu" else 1e-2
     torch.testing.assert_close(merged_out, out[:new].float(), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(merged_lse, lse[:, :new], rtol=tolerance, atol=tolerance)
@@ -171,7 +145,8 @@ def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_not_supported_is_refused(sizes: tuple[Any, ...], message: str) -> None:
     *numbers, device = sizes
     reason = MlaPrefill.refusal(*numbers, torch.device(device))
-    assert reason is not None and message in reason
+    assert reason is not None
+    assert message in reason
     assert MlaPrefill.refusal(16, 192, 128, torch.float16, torch.device("cpu")) is None
     if device == "cpu":
         names = ("num_heads", "qk_head_dim", "v_head_dim", "dtype")
@@ -197,9 +172,7 @@ def test_what_is_not_supported_is_refused(sizes: tuple[Any, ...], message: str) 
         (MlaTopP(0.9), MlaRow(0, 4, -9, 0, 0, 4, 0), False, "indices within them"),
     ],
 )
-def test_wrong_calls_are_refused(
-    method: MlaMethod, row: MlaRow, is_causal: bool, message: str, device: str
-) -> None:
+def test_wrong_calls_are_refused(method: MlaMethod, row: MlaRow, is_causal: bool, message: str, device: str) -> None:
     engine = prefill(device, torch.float16)
     q = torch.zeros(5, HEADS, KEY_DIM, dtype=torch.float16, device=device)
     k, v = q[:4], torch.zeros(4, HEADS, VALUE_DIM, dtype=torch.float16, device=device)
@@ -222,8 +195,8 @@ def test_wrong_tensors_are_refused(device: str) -> None:
     for name, tensor in wrong:
         with pytest.raises(ValueError, match=f"given {name} of shape"):
             engine.attend(MlaTopP(1.0), rows=[row], is_causal=True, **tensors | {name: tensor})
+    counter = torch.zeros((), dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="given kept_pairs"):
-        counter = torch.zeros((), dtype=torch.int64, device=device)
         engine.attend(MlaTopP(1.0), rows=[row], is_causal=True, kept_pairs=counter, **tensors)
 
 
@@ -231,8 +204,8 @@ def test_every_call_of_a_step_copies_its_rows_once(device: str, monkeypatch: pyt
     """All layers of a step make the same calls. Memory of old calls is freed."""
     engine = prefill(device, torch.float16)
     made: list[int] = []
-    of = calls.Call.of
-    monkeypatch.setattr(calls.Call, "of", lambda *args: made.append(1) or of(*args))
+    copy_rows = calls.Call.of
+    monkeypatch.setattr(calls.Call, "of", lambda *args: made.append(1) or copy_rows(*args))
     for _ in range(3):
         for position in 9, 10:
             engine._call((MlaRow(0, 4, position, 0, 0, 4, 0),))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.kernels.mla.test_mla_prefill import HEADS, KEY_DIM, POISON, SCALE, Inputs, inputs_of, prefill
+from tests.helpers.mla_calls import HEADS, KEY_DIM, POISON, SCALE, Inputs, inputs_of, prefill
 from vllm_sparse_kernels.mla import MlaPrefill, MlaRow, MlaTopP, prefill as prefill_module, reference, selection
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, SINK_TOKENS, Call
 from vllm_sparse_kernels.mla.reference import RunningSums
@@ -129,10 +129,13 @@ def check_step(engine: MlaPrefill, method: MlaTopP, step: Sequence[tuple[bool, l
                 torch.testing.assert_close(inputs.out[tile].float(), out, rtol=tolerance, atol=tolerance)
                 torch.testing.assert_close(inputs.lse[:, tile], scores.logsumexp(-1), rtol=tolerance, atol=tolerance)
         assert pairs == expected_pairs
-        assert (inputs.out[~written] == POISON).all() and (inputs.lse[:, ~written] == POISON).all()
+        assert (inputs.out[~written] == POISON).all()
+        assert (inputs.lse[:, ~written] == POISON).all()
 
 
-@pytest.mark.parametrize("method", [METHOD, MlaTopP(0.95, 0.3), MlaTopP(0.8, channels=128), MlaTopP(0.9, channels=64)], ids=str)
+@pytest.mark.parametrize(
+    "method", [METHOD, MlaTopP(0.95, 0.3), MlaTopP(0.8, channels=128), MlaTopP(0.9, channels=64)], ids=str
+)
 def test_kernels_keep_the_references_blocks(method: MlaTopP, device: str) -> None:
     engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
     check_step(engine, method, STEP, device)
@@ -154,9 +157,7 @@ def run_step(engine: MlaPrefill, method: MlaTopP, device: str) -> tuple[list[int
     queries = inputs_of(STEP[0][1], device, engine.dtype)
     for seed, (is_causal, rows) in enumerate(STEP):
         inputs = inputs_of(rows, device, engine.dtype, seed)
-        inputs = inputs._replace(
-            q=queries.q, out=torch.zeros_like(queries.out), lse=torch.zeros_like(queries.lse)
-        )
+        inputs = inputs._replace(q=queries.q, out=torch.zeros_like(queries.out), lse=torch.zeros_like(queries.lse))
         counts.append(attend(engine, method, rows, is_causal, inputs))
         tensors += [inputs.out, inputs.lse]
     return counts, [*tensors, *(x[:, :500].clone() for x in engine.sums)]
@@ -202,8 +203,10 @@ def test_other_methods_restart_the_sums_too(by_kernels: bool, device: str, monke
     row = MlaRow(0, 70, 100, 5, 0, 70, 100)
     attend(engine, MlaTopP(1.0), [row], True, inputs_of([row], device, engine.dtype))
     assert (engine.sums.top[:, 5:75] == -torch.inf).all()
-    assert (engine.sums.total[:, 5:75] == 0).all() and (engine.sums.dropped[:, 5:75] == 0).all()
-    assert (engine.sums.total[:, :5] == 3).all() and (engine.sums.total[:, 75:] == 3).all()
+    assert (engine.sums.total[:, 5:75] == 0).all()
+    assert (engine.sums.dropped[:, 5:75] == 0).all()
+    assert (engine.sums.total[:, :5] == 3).all()
+    assert (engine.sums.total[:, 75:] == 3).all()
 
 
 def test_most_share_limits_blocks_for_their_mass(device: str) -> None:
