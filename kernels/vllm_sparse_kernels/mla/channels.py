@@ -33,7 +33,7 @@ class Moments(NamedTuple):
 class Vectors(NamedTuple):
     """Queries or keys of a call."""
 
-    values: Any  # [tokens, heads, head_dim]
+    data: Any  # [tokens, heads, head_dim]
     stride_token: int
     stride_head: int
 
@@ -41,7 +41,7 @@ class Vectors(NamedTuple):
 class RoundedVectors(NamedTuple):
     """Queries or keys of some heads in e4m3, at the same tokens as in the call."""
 
-    values: Any  # [heads, num_places, channels]
+    data: Any  # [heads, num_places, channels]
     steps: Any  # [heads, num_places] float32, factors of products; of keys, at the first key of each block
     shifts: Any  # [heads, num_places] float32, addends of queries' scores; None for keys
     num_places: int
@@ -142,7 +142,7 @@ def round_kept_kernel(
         o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, KEPT_D)
         in_row = (first + o_n < count)[:, None]
         i_head = tl.program_id(2).to(tl.int64)
-        source = vectors.values + (start + first + o_n)[:, None] * vectors.stride_token
+        source = vectors.data + (start + first + o_n)[:, None] * vectors.stride_token
         source += (first_head + i_head) * vectors.stride_head
         i_moments = tl.program_id(1) * num_heads + first_head + i_head
         b_channels = tl.load(moments.channels + i_moments * KEPT_D + o_c)
@@ -164,4 +164,4 @@ def round_kept_kernel(
             tl.store(target.steps + place + o_n, b_step * factor, mask=first + o_n < count)
             b_x *= (1.0 / b_step)[:, None]
         o_target = (place + o_n)[:, None] * KEPT_D + o_c[None, :]
-        tl.store(target.values + o_target, in_e4m3(b_x, target.values.dtype.element_ty), mask=in_row)
+        tl.store(target.data + o_target, in_e4m3(b_x, target.data.dtype.element_ty), mask=in_row)

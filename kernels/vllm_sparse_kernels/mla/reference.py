@@ -197,9 +197,9 @@ def keep_blocks(
     masses = (estimates / total[..., None]).nan_to_num(0.0).mean(1)
     budget = (1 - method.kept_mass - (dropped / total).nan_to_num(0.0).mean(1)).clamp(min=0.0)
     candidates = masses.masked_fill(forced, torch.inf)
-    ascending, order = candidates.flip(-1).sort(dim=-1, stable=True)  # of equal masses, the last is dropped first
+    ascending, order = candidates.flip(-1).sort(dim=-1, stable=True)  # the last of equal masses is dropped first
     drops = ascending.cumsum(-1) <= budget[:, None]
-    # At most ``most`` blocks are kept for their mass: lighter ones are dropped even beyond the budget.
+    # At most ``most`` blocks are kept for their mass: lighter blocks are dropped even beyond the budget.
     num_candidates = int((~forced[:num_reached]).sum()) + num_blocks - num_reached
     most = ceil_div_share(method.most_share, num_reached)
     drops |= torch.arange(num_blocks, device=maxima.device) < num_candidates - most

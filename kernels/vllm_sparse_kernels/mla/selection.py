@@ -114,7 +114,8 @@ class Selection:
         vector_bytes = head_dim * dtype.itemsize + 8
         head_bytes = vector_bytes * (max_query_tokens + max_key_tokens) + (2 * TILE_TOKENS + 4 + 1) * self.most_blocks
         list_bytes = 4 * num_heads * (self.most_blocks + self.most_tiles)
-        self.heads_at_once = min(max((SCRATCH_BYTES - list_bytes) // head_bytes, 1), num_heads)
+        most_heads = min(max((SCRATCH_BYTES - list_bytes) // head_bytes, 1), num_heads)
+        self.heads_at_once = ceil_div(num_heads, ceil_div(num_heads, most_heads))  # parts of similar size
         num = self.heads_at_once
 
         def room(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -246,7 +247,7 @@ class Selection:
     def _score(self, run: Run, sums: Sums, num_heads: int, is_causal: bool, longest_keys: int, channels: int) -> None:
         """Estimate the masses of blocks, and add the estimates to the running sums."""
         main_d, extra_d = self._product_sizes(channels)
-        keys = self.rounded.keys.values
+        keys = self.rounded.keys.data
         step = _step_tokens(channels * keys.element_size(), shared_bytes(keys.device))
         _scores_kernel[(run.num_tiles, max(ceil_div(longest_keys, SPAN_TOKENS), 1), num_heads)](
             self.rounded, self.scratch, run.tiles, run.width,
@@ -312,7 +313,7 @@ def _round_kernel(
         o_main, o_extra = tl.arange(0, MAIN_D)[None, :], tl.arange(0, EXTRA_D)[None, :] + MAIN_D
         in_row = (first + o_n < count)[:, None]
         i_head = tl.program_id(2).to(tl.int64)
-        source = vectors.values + (start + first + o_n)[:, None] * vectors.stride_token
+        source = vectors.data + (start + first + o_n)[:, None] * vectors.stride_token
         source += (first_head + i_head) * vectors.stride_head
         b_main = tl.load(source + o_main, mask=in_row, other=0.0).to(tl.float32)
         b_extra = tl.load(source + o_extra, mask=in_row, other=0.0).to(tl.float32)
@@ -326,9 +327,9 @@ def _round_kernel(
             b_step = tl.maximum(b_largest, TINY) / LARGEST
             tl.store(target.steps + place + o_n, b_step * factor, mask=first + o_n < count)
             b_main, b_extra = b_main * (1.0 / b_step)[:, None], b_extra * (1.0 / b_step)[:, None]
-        b_values = target.values + (place + o_n)[:, None] * (MAIN_D + EXTRA_D)
-        tl.store(b_values + o_main, in_e4m3(b_main, target.values.dtype.element_ty), mask=in_row)
-        tl.store(b_values + o_extra, in_e4m3(b_extra, target.values.dtype.element_ty), mask=in_row)
+        b_values = target.data + (place + o_n)[:, None] * (MAIN_D + EXTRA_D)
+        tl.store(b_values + o_main, in_e4m3(b_main, target.data.dtype.element_ty), mask=in_row)
+        tl.store(b_values + o_extra, in_e4m3(b_extra, target.data.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
@@ -373,7 +374,7 @@ def _scores_kernel(
     if begin < end:
         o_m = tl.arange(0, TILE)
         i_query = i_head * rounded.queries.num_places + tl.load(fields) + o_m
-        queries = rounded.queries.values + i_query[:, None] * HEAD_D
+        queries = rounded.queries.data + i_query[:, None] * HEAD_D
         in_tile = (o_m < length)[:, None]
         b_q = tl.load(queries + tl.arange(0, MAIN_D)[None, :], mask=in_tile, other=0.0)
         b_extra, b_shift = None, None
@@ -410,7 +411,7 @@ def _block_maxima(
     MAIN_D: tl.constexpr = b_q.shape[1]
     EXTRA_D: tl.constexpr = 0 if b_extra is None else b_extra.shape[1]
     o_n = i + tl.arange(0, STEP)
-    keys = rounded.keys.values + (first_key + o_n)[:, None] * (MAIN_D + EXTRA_D)
+    keys = rounded.keys.data + (first_key + o_n)[:, None] * (MAIN_D + EXTRA_D)
     o_main = tl.arange(0, MAIN_D)[None, :]
     o_block = i + tl.arange(0, STEP // BLOCK) * BLOCK
     if MASKED:
