@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -236,8 +237,11 @@ class Call:
         return runs
 
 
-def kept_pairs_of_a_shape(rows: Sequence[MlaRow], method: MlaAShape) -> int:
+@lru_cache(maxsize=256)
+def kept_pairs_of_a_shape(rows: tuple[MlaRow, ...], method: MlaAShape) -> int:
     """Count the pairs of a query and a key that the A-shape keeps in a call.
+
+    Results are cached, because all layers of a step make the same calls.
 
     Args:
         rows: The rows.

@@ -70,9 +70,10 @@ def attend(engine: MlaPrefill, method: MlaTopP, rows: Sequence[MlaRow], is_causa
 
 
 def flatten_channels(k: torch.Tensor, varying: int) -> None:
-    """Make keys differ in some channels only. In the others they have a large mean, which shifts all scores."""
+    """Make keys differ in some channels only. All channels have a large mean, which shifts all scores of a query."""
     flat = torch.randperm(KEY_DIM, generator=torch.Generator().manual_seed(7))[varying:].to(k.device)
-    k[..., flat] = 0.02 * k[..., flat] + (flat % 5 - 2).to(k.dtype)
+    k[..., flat] *= 0.02
+    k += (torch.arange(KEY_DIM, device=k.device) % 5 - 2).to(k.dtype)
 
 
 def check_step(engine: MlaPrefill, method: MlaTopP, step: Sequence[tuple[bool, list[MlaRow]]], device: str) -> None:
