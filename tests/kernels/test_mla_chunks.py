@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of docs/mla.md: sparse attention over keys that come in chunks, each projected up from a latent vector.
 
-Plain float32 torch, on a layer of random weights with small shapes of multi-head latent attention. As in vLLM,
-the new tokens come first, causal among themselves, then the context's chunks in ascending order, and parts are merged
-by their log-sum-exp.
+Rules of the reference (``vllm_sparse_kernels.mla.reference``), and two other choices of Z, on a layer of random weights
+with small shapes of multi-head latent attention. As in vLLM, the new tokens come first, causal among themselves, then
+the context's chunks in ascending order, and parts are merged by their log-sum-exp.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from vllm_sparse_kernels.mla import MlaAShape, MlaRow, MlaTopP, reference
+from vllm_sparse_kernels.mla.reference import RunningSums, Tiling
+
 HEADS, LATENT, NOPE, ROPE, VALUE = 4, 24, 16, 8, 12
 TILE, BLOCK = 16, 8
+TILING = Tiling(TILE, BLOCK, sink_tokens=0)
 CHUNKS = (8, 24, 1000)
 """Sizes of chunks in tokens; the last holds any context here."""
 
@@ -68,6 +72,10 @@ class Layer:
         for start in range(0, self.context, chunk_tokens):
             yield slice(start, min(start + chunk_tokens, self.context))
 
+    def row(self, tokens: slice) -> MlaRow:
+        """Return the row of a call with the keys of some tokens."""
+        return MlaRow(0, len(self.q), self.context, 0, 0, tokens.stop - tokens.start, tokens.start)
+
     def scores(self, tokens: slice) -> torch.Tensor:
         """Return scores [HEADS, new, tokens], −∞ for keys after a query."""
         keys, _ = self.project_up(tokens)
@@ -112,12 +120,8 @@ def over_chunks(layer: Layer, rule: Rule, chunk_tokens: int) -> torch.Tensor:
 
 
 def a_shape(layer: Layer, sink_tokens: int, local_tokens: int) -> Rule:
-    def kept(tokens: slice) -> torch.Tensor:
-        keys = torch.arange(tokens.start, tokens.stop)
-        queries = layer.context + torch.arange(len(layer.q))[:, None]
-        return (keys < sink_tokens) | (keys > queries - local_tokens)
-
-    return kept
+    method = MlaAShape(sink_tokens, local_tokens)
+    return lambda tokens: reference.kept_by_a_shape(method, layer.row(tokens), 0, len(layer.q))
 
 
 LAYERS = [Layer.random(100, 40), Layer.random(64, 16, seed=1), Layer.random(0, 48, seed=2), Layer.random(133, 8, 3)]
@@ -167,6 +171,7 @@ class TopP:
         self.total = estimates.sum(-1)
         self.sum, self.dropped = torch.zeros_like(self.total), torch.zeros_like(self.total)
         self.whole = self.kept(estimates, row, self.total, torch.zeros_like(self.total))
+        self.running = RunningSums.zeros(HEADS, len(layer.q))
         self.num_kept = 0
 
     def estimates(self, tokens: slice) -> torch.Tensor:
@@ -187,6 +192,15 @@ class TopP:
         drops.scatter_(-1, order, ascending.cumsum(-1) <= budget[..., None])
         return is_causal & ~drops
 
+    def kept_running(self, tokens: slice) -> torch.Tensor:
+        """Return the reference's blocks: [HEADS, tiles, blocks]."""
+        row, scores, tiles = self.layer.row(tokens), self.layer.scores(tokens), []
+        for offset in range(0, row.num_queries, TILE):
+            maxima = reference.block_maxima(scores[:, offset : offset + TILE], TILING)
+            sums, is_causal = self.running.part(offset, TILE), tokens.start == self.layer.context
+            tiles.append(reference.keep_blocks(MlaTopP(self.kept_mass), maxima, sums, row, offset, is_causal, TILING))
+        return torch.stack(tiles, 1)
+
     def __call__(self, tokens: slice) -> torch.Tensor:
         estimates = self.estimates(tokens)
         self.sum = self.sum + estimates.sum(-1)
@@ -195,7 +209,7 @@ class TopP:
         elif self.way == "by chunk":
             kept = self.kept(estimates, tokens, estimates.sum(-1), torch.zeros_like(self.sum))
         else:
-            kept = self.kept(estimates, tokens, self.sum, self.dropped)
+            kept = self.kept_running(tokens)
         self.num_kept += int(kept.sum())
         self.dropped = self.dropped + (estimates * ~kept[:, :, None]).sum(-1)
         return kept.repeat_interleave(TILE, 1).repeat_interleave(BLOCK, -1)

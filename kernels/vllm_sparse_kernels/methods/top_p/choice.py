@@ -282,6 +282,25 @@ def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.cons
         b_outer = tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0)
         outer += tl.sum(tl.abs(b_outer), 0)
     target = tl.minimum(share * (inner + outer) - outer, inner)
+    return search_threshold(b_first, row, begin, end, target, most, CHUNK)
+
+
+@triton.jit
+def search_threshold(b_first, row, begin, end, target, most, CHUNK: tl.constexpr):
+    """Find the fewest masses of blocks [begin, end), heaviest first, that hold a sum.
+
+    Args:
+        b_first: [CHUNK] float32, absolute masses of the first CHUNK blocks, 0 outside of [begin, end).
+        row: Pointer to all masses.
+        begin: First block.
+        end: End of the blocks.
+        target: The sum.
+        most: Maximum number of blocks.
+        CHUNK: Masses that stay in registers.
+
+    Returns:
+        (bits, number): masses above these bits are kept, and the first ``number`` of exactly these bits.
+    """
     # Masses of at least ``bits`` reach the target, or there are at least ``most`` of them. Masses of at least
     # ``too_many`` are too few.
     # If the other blocks hold the entire target, there is no search: no mass has bits above the bits of 2.

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the kernels of sparse MLA prefill against FlashAttention, as stock vLLM calls it, on a single card.
+
+    python -m benchmarks.mla_kernels [--shape deepseek-r1] [--budget-s 110] [--out docs/results/mla_kernels.json]
+
+Two shapes: one GPU's part of DeepSeek-R1 (16 of 128 heads) and of Kimi-K2 (8 of 64 heads). A step has 8,192 new tokens
+after a context of 65,536, which comes as a single chunk. Queries and keys are structured as trained attention is
+(``tests/helpers/structured.py``), without a model, so densities are examples only.
+
+For each method, first the results of sampled tiles and heads are compared with float64 attention over the same keys.
+Then come the times of the new tokens and of the chunk, each the median of calls between CUDA events. Time of selection
+is that of ``top_p`` without attention. The times of single kernels, and of other launches of the attention kernel, are
+printed, and are not part of the results.
+
+If a check fails, the other parts still run, and the exit code is 1.
+"""
+
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+from unittest.mock import patch
+
+import torch
+import typer
+
+from benchmarks.figures import Report
+from tests.helpers.structured import structured
+from vllm_sparse_backend.evaluation.vllm_server import device_name, has_cuda
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.mla import MlaAShape, MlaMethod, MlaPrefill, MlaRow, MlaTopP, attention
+from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, EVERYTHING, Call, Tensors, TileFields
+from vllm_sparse_kernels.mla.reference import kept_by_a_shape
+from vllm_sparse_kernels.rows import TILE_TOKENS
+
+SHAPES = {"deepseek-r1": 16, "kimi-k2": 8}
+"""Heads of one GPU's part of each model."""
+
+KEY_DIM, VALUE_DIM = 192, 128
+LARGEST_ERROR = 0.01
+"""Bar of errors: of a tile's output relative to its norm, and of log-sum-exp in natural units."""
+
+LAUNCHES = tuple(
+    attention.LaunchOptions(step, num_warps, num_stages)
+    for step, num_warps, num_stages in
+    ((64, 8, 3), (64, 8, 2), (64, 8, 4), (64, 4, 3), (64, 4, 2), (32, 8, 4), (32, 4, 3), (32, 4, 2))
+)  # fmt: skip
+"""Launches of the attention kernel whose times are printed; the first is the default of an H100."""
+
+METHODS: dict[str, MlaMethod] = {
+    "dense": MlaTopP(1.0),
+    "A-shape": MlaAShape(AShape().sink_tokens, AShape().local_tokens),
+    "top_p 0.9": MlaTopP(0.9),
+    "top_p 0.9, 128 channels": MlaTopP(0.9, channels=128),
+    "top_p 0.9, 64 channels": MlaTopP(0.9, channels=64),
+    "top_p 0.9, 64 channels, at most a quarter": MlaTopP(0.9, 0.25, channels=64),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A call of a step: the new tokens, or the chunk of the context."""
+
+    name: str
+    is_causal: bool
+    row: MlaRow
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a query and a key up to it, for one head."""
+        queries = self.row.num_queries
+        return queries * (queries + 1) // 2 if self.is_causal else queries * self.row.num_keys
+
+
+class Step:
+    """A step of one shape on one device."""
+
+    def __init__(self, num_heads: int, new: int, context: int, device: torch.device) -> None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        data = structured(new, context, num_heads, num_heads, KEY_DIM, dtype, device)
+        up = torch.zeros(context + new, num_heads, 2 * VALUE_DIM, dtype=dtype, device=device)
+        up[..., VALUE_DIM:] = data.v[..., :VALUE_DIM]
+        self.q, self.scale, self.num_heads, self.device = data.q, data.scale, num_heads, device
+        k, v = data.k, up[..., VALUE_DIM:]
+        new_row = MlaRow(0, new, context, 0, 0, new, context)
+        chunk_row = MlaRow(0, new, context, 0, 0, context, 0)
+        self.parts = (
+            Part("new tokens", True, new_row, k[context:].contiguous(), v[context:]),
+            Part("chunk", False, chunk_row, k[:context].contiguous(), v[:context]),
+        )
+        self.engine = MlaPrefill(
+            num_heads=num_heads, scale=data.scale, qk_head_dim=KEY_DIM, v_head_dim=VALUE_DIM, max_query_tokens=new,
+            max_key_tokens=context, dtype=dtype, device=device,
+        )  # fmt: skip
+        self.out = torch.zeros(new, num_heads, VALUE_DIM, dtype=dtype, device=device)
+        self.lse = torch.zeros(num_heads, new, device=device)
+
+    def attend(self, method: MlaMethod, part: Part, kept_pairs: torch.Tensor | None = None) -> None:
+        """Run a call."""
+        self.engine.attend(
+            method, self.q, part.k, part.v, [part.row], is_causal=part.is_causal, out=self.out, lse=self.lse,
+            kept_pairs=kept_pairs,
+        )  # fmt: skip
+
+    def tiles(self) -> list[slice]:
+        """Return the queries of sampled tiles: the first, one in the middle, and the last."""
+        starts = range(0, len(self.q), TILE_TOKENS)
+        return [slice(start, start + TILE_TOKENS) for start in sorted({0, starts[len(starts) // 2], starts[-1]})]
+
+    def heads(self) -> Sequence[int]:
+        """Return sampled heads, of different kinds."""
+        return range(0, self.num_heads, max(self.num_heads // 4, 1))
+
+    def kept_keys(self, method: MlaMethod, part: Part, tile: slice, head: int) -> torch.Tensor:
+        """Return the keys that a tile's queries keep in the last call, which was of this part: [queries, keys]."""
+        row, length = part.row, len(self.q[tile])
+        if isinstance(method, MlaTopP) and method.kept_mass < 1:
+            kept = kept_by_a_shape(MlaAShape(0, EVERYTHING), row, tile.start, length, self.device)
+            return kept & self._listed(part, tile, head)
+        window = method if isinstance(method, MlaAShape) else MlaAShape(0, EVERYTHING)
+        return kept_by_a_shape(window, row, tile.start, length, self.device)
+
+    def _listed(self, part: Part, tile: slice, head: int) -> torch.Tensor:
+        """Return whether a key is in a listed block: [keys]. Without kernels there are no lists."""
+        selection = self.engine._selection
+        if selection is None:
+            raise RuntimeError("no lists of blocks: top_p runs by the reference here; set TRITON_INTERPRET=1")
+        runs = Call.of([part.row], self.device).runs(selection.most_tiles, selection.most_blocks)
+        if len(runs) != 1:
+            raise RuntimeError(f"given {len(runs)} runs of tiles, expected 1: lists of earlier runs are lost")
+        run = runs[0]
+        tiles = [TileFields(*fields) for fields in run.tiles.tolist()]
+        i_list = head * run.num_tiles + next(i for i, fields in enumerate(tiles) if fields.query == tile.start)
+        ids = selection.ids[i_list * run.width : (i_list + 1) * run.width].long()
+        blocks = torch.zeros(-(-part.row.num_keys // BLOCK_TOKENS), dtype=torch.bool, device=self.device)
+        blocks[ids[: int(selection.counts[i_list])]] = True
+        return blocks.repeat_interleave(BLOCK_TOKENS)[: part.row.num_keys]
+
+
+def check(step: Step, method: MlaMethod, name: str, about: str, report: Report) -> None:
+    """Compare a method's results with float64, and add errors, densities and the dropped attention to the report."""
+    errors: dict[str, float] = defaultdict(float)
+    kept_mass: dict[tuple[int, int], torch.Tensor] = {}
+    whole_mass: dict[tuple[int, int], torch.Tensor] = {}
+    for part in step.parts:
+        step.out.fill_(torch.nan)
+        step.lse.fill_(torch.nan)
+        counter = torch.zeros(1, dtype=torch.int64, device=step.device)
+        step.attend(method, part, counter)
+        density = int(counter) / (part.pairs * step.num_heads)
+        report.add_figure(f"{about}, {name}, {part.name}: density", density, "share", "lower")
+        for tile in step.tiles():
+            for head in step.heads():
+                kept = step.kept_keys(method, part, tile, head)
+                scores = step.q[tile, head].double() @ part.k[:, head].double().T * step.scale
+                causal = kept_by_a_shape(MlaAShape(0, EVERYTHING), part.row, tile.start, len(kept), step.device)
+                whole = scores.masked_fill(~causal, -torch.inf).logsumexp(-1)
+                scores = scores.masked_fill(~kept, -torch.inf)
+                lse = scores.logsumexp(-1)
+                out = scores.softmax(-1).nan_to_num(0.0) @ part.v[:, head].double()
+                error = (step.out[tile, head].double() - out).norm() / out.norm().clamp(min=1e-9)
+                difference = (step.lse[head, tile].double() - lse).nan_to_num(0.0)  # -inf on both sides is equal
+                for key, value in (("output", error), ("log-sum-exp", difference.abs().max())):
+                    errors[key] = max(errors[key], float("inf") if value.isnan() else float(value))
+                place = tile.start, head
+                kept_mass[place] = torch.logaddexp(kept_mass.get(place, torch.full_like(lse, -torch.inf)), lse)
+                whole_mass[place] = torch.logaddexp(whole_mass.get(place, torch.full_like(lse, -torch.inf)), whole)
+    for key, value in errors.items():
+        report.add_figure(
+            f"{about}, {name}: largest error of {key} of sampled tiles, against float64", value, "ratio", "lower",
+            LARGEST_ERROR,
+        )  # fmt: skip
+    dropped = [float(1 - (kept_mass[place] - whole_mass[place]).exp().mean()) for place in kept_mass]
+    report.add_figure(f"{about}, {name}: attention that a sampled tile drops, mean", sum(dropped) / len(dropped),
+                      "share", "lower")  # fmt: skip
+    report.add_figure(f"{about}, {name}: attention that a sampled tile drops, largest", max(dropped), "share", "lower")
+    if max(errors.values()) > LARGEST_ERROR or step.out.isnan().any() or step.lse.isnan().any():
+        raise RuntimeError(f"{about}, {name}: errors {dict(errors)}, expected at most {LARGEST_ERROR} and no NaN")
+
+
+def seconds_of(call: Callable[[], None], prepare: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Return the median time of a call, after two warm-ups. ``prepare`` runs before each call and is not timed."""
+    times = []
+    for _ in range(repeats + 2):
+        prepare()
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    return median(times[2:])
+
+
+def stock_call(step: Step, part: Part) -> Callable[[], None]:
+    """Return stock vLLM's call of FlashAttention for a part; on a CPU, torch's dense attention."""
+    if step.device.type != "cuda":
+        mask = kept_by_a_shape(MlaAShape(0, EVERYTHING), part.row, 0, part.row.num_queries)
+        q, k, v = (x.transpose(0, 1) for x in (step.q, part.k, part.v))
+
+        def by_torch() -> None:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=step.scale)
+
+        return by_torch
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+    from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+
+    if not is_fa_version_supported(3):
+        raise RuntimeError("this card has no FlashAttention-3: run on an H100 or H200")
+    ends = [
+        torch.tensor([0, number], dtype=torch.int32, device=step.device)
+        for number in (part.row.num_queries, part.row.num_keys)
+    ]
+
+    def by_flash_attention() -> None:
+        flash_attn_varlen_func(
+            q=step.q, k=part.k, v=part.v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1],
+            max_seqlen_q=part.row.num_queries, max_seqlen_k=part.row.num_keys, softmax_scale=step.scale,
+            causal=part.is_causal, return_softmax_lse=True, fa_version=3,
+        )  # fmt: skip
+
+    return by_flash_attention
+
+
+def measure_times(step: Step, about: str, report: Report, repeats: int) -> None:
+    """Add the times of stock's attention, and of each method's."""
+    stock: dict[str, float] = {}
+    for part in step.parts:
+        seconds = seconds_of(stock_call(step, part), lambda: None, step.device, repeats)
+        stock[part.name] = seconds
+        rate = 2.0 * (KEY_DIM + VALUE_DIM) * step.num_heads * part.pairs / seconds
+        report.add_figure(f"{about}, stock, {part.name}: time", seconds, "s", "lower")
+        report.add_figure(f"{about}, stock, {part.name}: rate", rate, "FLOP/s", "higher")
+    for name, method in METHODS.items():
+        new, _ = step.parts
+        step.attend(method, new)
+        before = [x.clone() for x in step.engine.sums]
+
+        def restore(before: list[torch.Tensor] = before) -> None:
+            for now, then in zip(step.engine.sums, before, strict=True):
+                now.copy_(then)
+
+        totals: dict[str, float] = defaultdict(float)
+        for part in step.parts:
+
+            def attend(method: MlaMethod = method, part: Part = part) -> None:
+                step.attend(method, part)
+
+            calls = {"attend": attend}
+            if isinstance(method, MlaTopP) and method.kept_mass < 1 and step.engine._selection is not None:
+                calls["selection"] = selection_call(step, method, part)
+            for what, call in calls.items():
+                seconds = seconds_of(call, restore, step.device, repeats)
+                totals[what] += seconds
+                report.add_figure(f"{about}, {name}, {part.name}: time of {what}", seconds, "s", "lower")
+                share = seconds / stock[part.name]
+                report.add_figure(f"{about}, {name}, {part.name}: {what}'s time to stock's", share, "ratio", "lower")
+        for what, seconds in totals.items():
+            share = seconds / sum(stock.values())
+            report.add_figure(f"{about}, {name}, step: {what}'s time to stock's", share, "ratio", "lower")
+
+
+def selection_call(step: Step, method: MlaTopP, part: Part) -> Callable[[], None]:
+    """Return a call of ``top_p``'s selection without attention."""
+    selection = step.engine._selection
+    assert selection is not None
+    tensors, call = Tensors.of(step.q, part.k, part.v, step.out, step.lse), Call.of([part.row], step.device)
+
+    def select() -> None:
+        for run in call.runs(selection.most_tiles, selection.most_blocks):
+            selection.select(method, tensors, call, run, step.engine.sums, step.scale, part.is_causal, None)
+
+    return select
+
+
+def print_kernels(step: Step, about: str) -> None:
+    """Print the time of each kernel of a step of ``top_p``."""
+    if step.device.type != "cuda":
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    for part in step.parts:
+        for method in MlaTopP(0.9), MlaTopP(0.9, channels=64):
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                step.attend(method, part)
+                torch.cuda.synchronize()
+            times: dict[str, float] = defaultdict(float)
+            for event in profiler.events():
+                times[event.name] += event.device_time_total
+            heaviest = sorted(times.items(), key=lambda item: -item[1])[:10]
+            print(f"{about}, {method}, {part.name}:", ", ".join(f"{name} {us / 1e3:.3f} ms" for name, us in heaviest))
+
+
+def print_launches(step: Step, about: str, repeats: int) -> None:
+    """Print the time of dense attention to the chunk with each of ``LAUNCHES``."""
+    chunk = step.parts[1]
+    for options in LAUNCHES if step.device.type == "cuda" else LAUNCHES[:1]:
+        with patch.object(attention, "launch_options", return_value=options):
+            try:
+                seconds = seconds_of(
+                    lambda: step.attend(MlaTopP(1.0), chunk), lambda: None, step.device, min(repeats, 3)
+                )
+            except Exception as error:  # a launch may need more memory than the card has
+                print(f"{about}, {options}: {type(error).__name__}: {error}")
+                continue
+        rate = 2.0 * (KEY_DIM + VALUE_DIM) * step.num_heads * chunk.pairs / seconds
+        print(f"{about}, dense, {chunk.name}, {options}: {seconds * 1e3:.3f} ms, {rate / 1e12:.0f} TFLOP/s", flush=True)
+
+
+def measure_shape(about: str, build: Callable[[], Step], report: Report, repeats: int, end: float) -> list[str]:
+    """Check and time every method of a shape. Return a line for each part that failed or did not start in time."""
+    parts: dict[str, Callable[[Step], None]] = {
+        **{label: partial(check, method=method, name=label, about=about, report=report)
+           for label, method in METHODS.items()},
+        "times": partial(measure_times, about=about, report=report, repeats=repeats),
+        "kernels": partial(print_kernels, about=about),
+        "launches": partial(print_launches, about=about, repeats=repeats),
+    }  # fmt: skip
+    step: Step | None = None
+    problems = []
+    for label, run in parts.items():
+        if time.monotonic() > end:
+            problems.append(f"{about}, {label}: not started, because the budget (--budget-s) is used up")
+            continue
+        try:
+            step = step or build()
+            run(step)
+        except Exception as error:  # other parts may still run
+            traceback.print_exc()
+            problems.append(f"{about}, {label}: {type(error).__name__}: {error}")
+    return problems
+
+
+def main(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(SHAPES)}. Default: both.")] = None,
+    budget_s: Annotated[float, typer.Option(help="No part starts after this many seconds.")] = 110.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls.")] = 7,
+    out: Annotated[Path | None, typer.Option(help="Results file to write.")] = None,
+    small: Annotated[bool, typer.Option(help="Short rows and two heads, to try this program on a CPU.")] = False,
+) -> None:
+    """Measure both shapes."""
+    if unknown := set(shape or ()) - set(SHAPES):
+        raise typer.BadParameter(f"--shape: given {', '.join(sorted(unknown))}, expected {' or '.join(SHAPES)}")
+    device = torch.device("cuda" if has_cuda() else "cpu")
+    end, problems = time.monotonic() + budget_s, []
+    report = Report("mla_kernels", device_name(), None, out)
+    new, context = (130, 400) if small else (8192, 65536)
+    for name in shape or SHAPES:
+        num_heads = 2 if small else SHAPES[name]
+        about = f"MLA kernels, {name}'s shape, {num_heads} heads, {new:,} tokens after {context:,}"
+        problems += measure_shape(about, lambda n=num_heads: Step(n, new, context, device), report, repeats, end)
+    for figure in report.figures.values():
+        print(f"{figure['name']}: {figure['value']} {figure['unit']}", flush=True)
+    for problem in problems:
+        print(problem, flush=True)
+    raise typer.Exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

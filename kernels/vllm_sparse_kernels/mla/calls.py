@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of MLA's prefill consists of: its rows, its method, and its tiles of queries on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, host_to_device
+
+BLOCK_TOKENS = 64
+"""Keys of a block, which ``top_p`` keeps or drops. A row's blocks begin at its first key of the call."""
+
+SINK_TOKENS = 128
+"""Keys at the beginning of a request that ``top_p`` always keeps, in whole blocks."""
+
+CHANNELS = (64, 128, 192)
+"""Numbers of channels that estimates of ``top_p`` may multiply."""
+
+EVERYTHING = 1 << 30
+"""A window of the A-shape that reaches every key."""
+
+ROW_FIELDS = Constant(4)
+"""Fields of a row on the device: first query, number of queries, first key, number of keys."""
+
+TILE_FIELDS = Constant(8)
+"""Fields of a tile on the device, in the order of ``TileFields``."""
+
+
+class MlaRow(NamedTuple):
+    """A request's part of a call. All fields are host integers; positions count from the request's first token."""
+
+    query_start: int
+    """Index of the row's first query in q, out and lse."""
+    num_queries: int
+    query_position: int
+    """Position of the first query in its request."""
+    state_start: int
+    """Index of the row's first query among the step's new tokens, where its running sums are."""
+    key_start: int
+    """Index of the row's first key in k and v."""
+    num_keys: int
+    key_position: int
+    """Position of the first key in its request."""
+
+
+class MlaAShape(NamedTuple):
+    """MInference's A-shape: a query at position i keeps keys [0, sink_tokens) and (i - local_tokens, i]."""
+
+    sink_tokens: int
+    local_tokens: int
+
+
+class MlaTopP(NamedTuple):
+    """Blocks that hold the share ``kept_mass`` of a tile's estimated attention, by running sums over the chunks."""
+
+    kept_mass: float
+    """p, in (0, 1]. 1 keeps every key, and nothing is estimated."""
+    most_share: float = 1.0
+    """Largest share, in (0, 1], of a tile's blocks of a call that are kept for their mass, rounded up to whole blocks.
+
+    Where it limits a call, the tile drops more than its budget of 1 - p. Later calls then have no budget until the
+    running sum has grown enough, but the limit applies to them too. So with a ``most_share`` below 1, p is not
+    guaranteed: a tile keeps either the mass that p asks for or, in each call, this share of its blocks.
+    """
+    channels: int = 192
+    """Channels that estimates multiply: 192, or the 128 or 64 that affect the scores of a row and head most."""
+
+
+MlaMethod = MlaAShape | MlaTopP
+
+
+def method_problem(method: MlaMethod) -> str | None:
+    """Check a method's parameters.
+
+    Args:
+        method: The method.
+
+    Returns:
+        What is wrong, with the given value; None if nothing is.
+    """
+    if isinstance(method, MlaAShape):
+        if method.sink_tokens < 0 or method.local_tokens < 1:
+            return f"given {method}, expected sink_tokens of at least 0 and local_tokens of at least 1"
+        return None
+    for name in ("kept_mass", "most_share"):
+        if not 0 < getattr(method, name) <= 1:
+            return f"given {method}, expected a {name} above 0 and at most 1"
+    if method.channels not in CHANNELS:
+        return f"given {method}, expected channels of {', '.join(map(str, CHANNELS))}"
+    return None
+
+
+class Tensors(NamedTuple):
+    """Queries, keys, values and results, whose channels are contiguous."""
+
+    q: Any  # [tokens, heads, qk_head_dim]
+    k: Any  # [keys, heads, qk_head_dim]
+    v: Any  # [keys, heads, v_head_dim]
+    out: Any  # [tokens, heads, v_head_dim]
+    lse: Any  # [heads, tokens] float32
+    stride_q_token: int
+    stride_q_head: int
+    stride_k_token: int
+    stride_k_head: int
+    stride_v_token: int
+    stride_v_head: int
+    stride_out_token: int
+    stride_out_head: int
+    stride_lse_head: int
+
+    @staticmethod
+    def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> "Tensors":
+        """Collect tensors and their strides.
+
+        Args:
+            q: [tokens, heads, qk_head_dim].
+            k: [keys, heads, qk_head_dim].
+            v: [keys, heads, v_head_dim].
+            out: [tokens, heads, v_head_dim].
+            lse: [heads, tokens] float32, whose tokens are contiguous.
+
+        Returns:
+            An argument of kernels.
+        """
+        return Tensors(
+            q, k, v, out, lse,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
+            lse.stride(0),
+        )  # fmt: skip
+
+
+class TileFields(NamedTuple):
+    """A tile of queries: at most 128 neighbouring queries of a row, and the row's keys in the call."""
+
+    query: int  # index of its first query in q, out and lse
+    length: int
+    offset: int  # queries of the row before the tile
+    position: int  # of the first query in its request
+    state: int  # index of its first query among the step's new tokens
+    key_start: int
+    num_keys: int
+    key_position: int
+
+    @staticmethod
+    def of(row: MlaRow, offset: int) -> "TileFields":
+        """Return the tile that begins after ``offset`` queries of a row.
+
+        Args:
+            row: The row.
+            offset: A multiple of 128.
+
+        Returns:
+            The tile.
+        """
+        return TileFields(
+            row.query_start + offset, min(TILE_TOKENS, row.num_queries - offset), offset, row.query_position + offset,
+            row.state_start + offset, row.key_start, row.num_keys, row.key_position,
+        )  # fmt: skip
+
+    @property
+    def reach(self) -> int:
+        """Number of the row's keys that the last query of the tile may attend to."""
+        return min(self.num_keys, self.position + self.length - self.key_position)
+
+
+class Run(NamedTuple):
+    """Tiles that are selected and attended to at a time."""
+
+    tiles: torch.Tensor  # [num_tiles, 8] int32
+    num_tiles: int
+    width: int  # blocks in the longest reach
+
+
+@dataclass(frozen=True)
+class Call:
+    """The rows of a call, on the device.
+
+    Attributes:
+        rows: [num_rows, 4] int32: first query, number of queries, first key, number of keys.
+        tiles: [num_tiles, 8] int32, ``TileFields``, the longest reach first.
+        reaches: The tiles' reaches in keys, in the same order.
+        longest_queries: Queries of the longest row.
+        longest_keys: Keys of the longest row.
+    """
+
+    rows: torch.Tensor
+    tiles: torch.Tensor
+    reaches: tuple[int, ...]
+    longest_queries: int
+    longest_keys: int
+
+    @staticmethod
+    def of(rows: Sequence[MlaRow], device: torch.device) -> "Call":
+        """Copy rows to the device, without waiting for it.
+
+        Args:
+            rows: Rows with at least one query. A row may be without keys.
+            device: The device.
+
+        Returns:
+            The call.
+        """
+        tiles = [TileFields.of(row, offset) for row in rows for offset in range(0, row.num_queries, TILE_TOKENS)]
+        tiles.sort(key=lambda tile: -tile.reach)
+        fields = [(row.query_start, row.num_queries, row.key_start, row.num_keys) for row in rows]
+        numbers = torch.tensor([number for group in (*tiles, *fields) for number in group], dtype=torch.int32)
+        on_device = host_to_device(numbers, device)
+        num_numbers = len(tiles) * TILE_FIELDS.value
+        return Call(
+            on_device[num_numbers:].view(-1, ROW_FIELDS.value),
+            on_device[:num_numbers].view(-1, TILE_FIELDS.value),
+            tuple(tile.reach for tile in tiles),
+            max(row.num_queries for row in rows),
+            max(row.num_keys for row in rows),
+        )
+
+    def runs(self, most_tiles: int, most_blocks: int) -> list[Run]:
+        """Divide the tiles into runs that fit the scratch memory.
+
+        Args:
+            most_tiles: Tiles that fit.
+            most_blocks: Blocks of all tiles that fit, where every tile has room for as many as the run's longest.
+
+        Returns:
+            The runs, in the order of the tiles.
+        """
+        runs, first = [], 0
+        while first < len(self.reaches):
+            width = max(ceil_div(self.reaches[first], BLOCK_TOKENS), 1)
+            end = min(len(self.reaches), first + max(min(most_tiles, most_blocks // width), 1))
+            runs.append(Run(self.tiles[first:end], end - first, width))
+            first = end
+        return runs
+
+
+@lru_cache(maxsize=256)
+def kept_pairs_of_a_shape(rows: tuple[MlaRow, ...], method: MlaAShape) -> int:
+    """Count the pairs of a query and a key that the A-shape keeps in a call.
+
+    Results are cached, because all layers of a step make the same calls.
+
+    Args:
+        rows: The rows.
+        method: The method.
+
+    Returns:
+        The number for one head.
+    """
+    total = 0
+    for row in rows:
+        queries = row.query_position + torch.arange(row.num_queries)
+        end = torch.clamp(queries + 1, max=row.key_position + row.num_keys)  # of keys up to the query
+        sink_end = end.clamp(max=max(method.sink_tokens, row.key_position))
+        local_start = torch.maximum(queries + 1 - method.local_tokens, sink_end)
+        total += int((sink_end - row.key_position).clamp(min=0).sum() + (end - local_start).clamp(min=0).sum())
+    return total

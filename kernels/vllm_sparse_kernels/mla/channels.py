@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates from fewer channels: those of each row and head that affect scores most.
+
+The weight of a channel is its effect on scores: the variance of its keys times the second moment of its queries, of a
+sample. A score is estimated as s (q·m + Σ q_c (k_c - m_c)), over the kept channels c, with the mean m of the sampled
+keys over all channels. So estimates of different calls refer to the same scores, whatever channels the calls keep.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
+from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, ROW_FIELDS, Tensors
+from vllm_sparse_kernels.selection.channels import keep_heaviest
+
+SAMPLED_KEYS = 2048
+"""Maximum number of sampled keys, and of sampled queries, of a row. They are equally far apart."""
+
+BLOCK = Constant(BLOCK_TOKENS)
+
+
+class Moments(NamedTuple):
+    """Mean keys and kept channels of each row and head."""
+
+    means: Any  # [rows, heads, BLOCK_D] float32
+    channels: Any  # [rows, heads, KEPT_D] int32, ascending
+
+
+class Vectors(NamedTuple):
+    """Queries or keys of a call."""
+
+    data: Any  # [tokens, heads, head_dim]
+    stride_token: int
+    stride_head: int
+
+
+class RoundedVectors(NamedTuple):
+    """Queries or keys of some heads in e4m3, at the same tokens as in the call."""
+
+    data: Any  # [heads, num_places, channels]
+    steps: Any  # [heads, num_places] float32, factors of products; of keys, at the first key of each block
+    shifts: Any  # [heads, num_places] float32, addends of queries' scores; None for keys
+    num_places: int
+
+
+def fill_moments(tensors: Tensors, rows: torch.Tensor, moments: Moments, head_dim: int, kept_d: int) -> None:
+    """Compute mean keys, and choose channels.
+
+    Args:
+        tensors: Queries and keys.
+        rows: [num_rows, 4] int32, ``Call.rows``.
+        moments: Written; they have room for more rows.
+        head_dim: Channels of queries and keys.
+        kept_d: Channels to keep.
+    """
+    _moments_kernel[(len(rows), tensors.q.shape[1])](
+        tensors, rows, moments, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), KEPT_D=kept_d,
+        SAMPLE=SAMPLED_KEYS, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _moments_kernel(
+    tensors, rows, moments,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, SAMPLE: tl.constexpr,
+):  # fmt: skip
+    """Compute the mean key of one row and head, and its KEPT_D channels with the largest weights.
+
+    Grid: (rows, heads). Bound by latency: it reads up to SAMPLE keys and queries.
+
+    Args:
+        tensors: ``Tensors``.
+        rows: [num_rows, 4] int32, ``Call.rows``.
+        moments: ``Moments``; written.
+        HEAD_DIM: Channels of queries and keys.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        KEPT_D: Channels to keep.
+        SAMPLE: Maximum number of sampled keys, and of queries.
+    """
+    i_head = tl.program_id(1).to(tl.int64)
+    fields = rows + tl.program_id(0) * ROW_FIELDS
+    q = tensors.q + tl.load(fields).to(tl.int64) * tensors.stride_q_token + i_head * tensors.stride_q_head
+    k = tensors.k + tl.load(fields + 2).to(tl.int64) * tensors.stride_k_token + i_head * tensors.stride_k_head
+    num_queries, num_keys = tl.load(fields + 1), tl.load(fields + 3)
+    _, b_query_square, _ = _sums(q, tensors.stride_q_token, num_queries, HEAD_DIM, BLOCK_D, SAMPLE)
+    b_sum, b_square, count = _sums(k, tensors.stride_k_token, num_keys, HEAD_DIM, BLOCK_D, SAMPLE)
+    count = tl.maximum(count, 1).to(tl.float32)
+    b_mean = b_sum / count
+    b_weight = tl.maximum(b_square / count - b_mean * b_mean, 0.0) * b_query_square
+    i_moments = tl.program_id(0) * tl.num_programs(1) + i_head
+    tl.store(moments.means + i_moments * BLOCK_D + tl.arange(0, BLOCK_D), b_mean)
+    keep_heaviest(moments.channels + i_moments * KEPT_D, b_weight, HEAD_DIM, KEPT_D)
+
+
+@triton.jit
+def _sums(x, stride_token, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLE: tl.constexpr):
+    """Return the sum and the sum of squares of sampled vectors, and their number."""
+    every = tl.maximum((num_tokens + SAMPLE - 1) // SAMPLE, 1)
+    count = (num_tokens + every - 1) // every
+    o_n, o_d = tl.arange(0, 32), tl.arange(0, BLOCK_D)
+    b_sum = tl.zeros([32, BLOCK_D], tl.float32)
+    b_square = tl.zeros([32, BLOCK_D], tl.float32)
+    for i in range(0, count, 32):
+        o_x = ((i + o_n) * every).to(tl.int64)[:, None] * stride_token + o_d[None, :]
+        b_x = tl.load(x + o_x, mask=(i + o_n < count)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
+        b_sum += b_x
+        b_square += b_x * b_x
+    return tl.sum(b_sum, 0), tl.sum(b_square, 0), count
+
+
+@triton.jit(do_not_specialize=["first_head", "num_heads"])
+def round_kept_kernel(
+    vectors, rows, first_head, num_heads, factor, moments, target,
+    FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
+):  # fmt: skip
+    """Round the kept channels of 64 vectors of one row and head. The largest magnitude becomes 15.
+
+    Grid: (blocks of the longest row, rows, heads of the part). Bound by memory: it reads each vector once.
+
+    Args:
+        vectors: ``Vectors``.
+        rows: [num_rows, 4] int32, ``Call.rows``.
+        first_head: First head of the part.
+        num_heads: Heads of ``moments``.
+        factor: Factor of the stored steps and shifts.
+        moments: ``Moments``.
+        target: ``RoundedVectors``; written, with the products with the mean key as shifts.
+        FIELD: Place in ``rows`` of the row's first vector, before their number.
+        BY_BLOCK: Whether these are keys: a block shares a scale, and the mean is subtracted.
+        HEAD_DIM: Channels of a vector.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
+        KEPT_D: Channels that are kept.
+    """
+    fields = rows + tl.program_id(1) * ROW_FIELDS + FIELD
+    start, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
+    first = tl.program_id(0) * BLOCK
+    if first < count:
+        o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, KEPT_D)
+        in_row = (first + o_n < count)[:, None]
+        i_head = tl.program_id(2).to(tl.int64)
+        source = vectors.data + (start + first + o_n)[:, None] * vectors.stride_token
+        source += (first_head + i_head) * vectors.stride_head
+        i_moments = tl.program_id(1) * num_heads + first_head + i_head
+        b_channels = tl.load(moments.channels + i_moments * KEPT_D + o_c)
+        b_x = tl.load(source + b_channels[None, :], mask=in_row, other=0.0).to(tl.float32)
+        place = i_head * target.num_places + start + first
+        if BY_BLOCK:
+            b_mean = tl.load(moments.means + i_moments * BLOCK_D + b_channels)
+            b_x = tl.where(in_row, b_x - b_mean[None, :], 0.0)
+            step = tl.maximum(tl.max(tl.max(tl.abs(b_x), 1), 0), TINY) / LARGEST
+            tl.store(target.steps + place, step * factor)
+            b_x *= 1.0 / step
+        else:
+            o_d = tl.arange(0, BLOCK_D)
+            b_mean = tl.load(moments.means + i_moments * BLOCK_D + o_d)
+            b_whole = tl.load(source + o_d[None, :], mask=in_row & (o_d < HEAD_DIM)[None, :], other=0.0)
+            b_shift = tl.sum(b_whole.to(tl.float32) * b_mean[None, :], 1) * factor
+            tl.store(target.shifts + place + o_n, b_shift, mask=first + o_n < count)
+            b_step = tl.maximum(tl.max(tl.abs(b_x), 1), TINY) / LARGEST
+            tl.store(target.steps + place + o_n, b_step * factor, mask=first + o_n < count)
+            b_x *= (1.0 / b_step)[:, None]
+        o_target = (place + o_n)[:, None] * KEPT_D + o_c[None, :]
+        tl.store(target.data + o_target, in_e4m3(b_x, target.data.dtype.element_ty), mask=in_row)

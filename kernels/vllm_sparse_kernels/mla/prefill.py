@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MlaPrefill``: runs the calls of MLA's prefill by kernels, or by plain torch where Triton has no device."""
+
+from collections.abc import Sequence
+from typing import NotRequired, TypedDict, Unpack
+
+import torch
+import triton
+
+from vllm_sparse_kernels.engine_choice import capability_of
+from vllm_sparse_kernels.mla import reference
+from vllm_sparse_kernels.mla.attention import attend_kernel, run_attention
+from vllm_sparse_kernels.mla.calls import (
+    EVERYTHING,
+    Call,
+    MlaAShape,
+    MlaMethod,
+    MlaRow,
+    MlaTopP,
+    Run,
+    Tensors,
+    kept_pairs_of_a_shape,
+    method_problem,
+)
+from vllm_sparse_kernels.mla.reference import RunningSums
+from vllm_sparse_kernels.mla.selection import MOST_ROWS, Selection
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+
+HEAD_DIMS = (192, 128)
+"""Channels of keys and of values: those of DeepSeek-V3, DeepSeek-R1 and Kimi-K2."""
+
+CACHED_CALLS = 64
+"""Calls whose rows stay on the device: all layers of a step make the same calls."""
+
+
+class MlaResults(TypedDict):
+    """Tensors that a call writes."""
+
+    out: torch.Tensor
+    """[tokens, heads, v_head_dim], of the queries' dtype."""
+    lse: torch.Tensor
+    """[heads, tokens] float32, log-sum-exp in natural units."""
+    kept_pairs: NotRequired[torch.Tensor | None]
+    """[1] int64 on the device; the number of kept pairs of a query and a key, over all heads, is added."""
+
+
+class MlaPrefill:
+    """Sparse MLA prefill of a worker: scratch memory, and the running sums of one layer of one step."""
+
+    @staticmethod
+    def refusal(
+        num_heads: int, qk_head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Check whether layers of this kind can run.
+
+        Args:
+            num_heads: Heads of this worker.
+            qk_head_dim: Channels of queries and keys.
+            v_head_dim: Channels of values.
+            dtype: Type of queries, keys and values.
+            device: The device.
+
+        Returns:
+            Why they cannot run, as the end of a sentence; None if they can.
+        """
+        if num_heads < 1:
+            return f"a layer has {num_heads} heads, expected at least 1"
+        if (qk_head_dim, v_head_dim) != HEAD_DIMS:
+            return (
+                f"keys of {qk_head_dim} and values of {v_head_dim} channels are not supported, only keys of "
+                f"{HEAD_DIMS[0]} and values of {HEAD_DIMS[1]}"
+            )
+        dtypes = (torch.float16, torch.bfloat16)
+        if device.type == "cuda" and dtype not in dtypes:
+            return f"queries are {dtype}, and the kernels read {' and '.join(map(str, dtypes))}"
+        if device.type == "cuda" and capability_of(device) < (8, 0):
+            return f"the GPU has compute capability {'.'.join(map(str, capability_of(device)))}, and the least is 8.0"
+        if device.type not in ("cuda", "cpu"):
+            return f"the device is {device.type}, and the kernels run on cuda and cpu"
+        return None
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        scale: float,
+        qk_head_dim: int,
+        v_head_dim: int,
+        max_query_tokens: int,
+        max_key_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate all memory: running sums, and the scratch of the selection.
+
+        Args:
+            num_heads: Heads of this worker.
+            scale: Factor from q·k to scores; above 0.
+            qk_head_dim: Channels of queries and keys.
+            v_head_dim: Channels of values.
+            max_query_tokens: Most new tokens of a step.
+            max_key_tokens: Most keys of a call.
+            dtype: Type of queries, keys and values.
+            device: The device.
+
+        Raises:
+            ValueError: ``refusal`` has a reason, or a size is not positive.
+        """
+        reason = self.refusal(num_heads, qk_head_dim, v_head_dim, dtype, device)
+        if reason is not None:
+            raise ValueError(f"MlaPrefill: {reason}")
+        if min(max_query_tokens, max_key_tokens) < 1 or scale <= 0:
+            raise ValueError(
+                f"MlaPrefill: given max_query_tokens {max_query_tokens}, max_key_tokens {max_key_tokens} and scale "
+                f"{scale}, expected numbers above 0"
+            )
+        self.num_heads, self.scale = num_heads, scale
+        self.head_dims, self.dtype, self.device = (qk_head_dim, v_head_dim), dtype, device
+        self.max_query_tokens = max_query_tokens
+        self.max_key_tokens = max(max_key_tokens, max_query_tokens)
+        # Whole tiles, so that the sums of every head are aligned.
+        num_state_tokens = ceil_div(max_query_tokens, TILE_TOKENS) * TILE_TOKENS
+        self.sums = RunningSums.zeros(num_heads, num_state_tokens, device)
+        self._selection: Selection | None = None  # None to run the reference
+        if device.type == "cuda" or not isinstance(attend_kernel, triton.JITFunction):
+            self.use_kernels()
+        self._calls: dict[tuple[MlaRow, ...], Call] = {}
+
+    def use_kernels(self) -> None:
+        """Run kernels from now on, and allocate their scratch memory. The constructor calls this if kernels can run."""
+        sizes = (self.num_heads, self.max_query_tokens, self.max_key_tokens, self.head_dims[0])
+        self._selection = Selection(*sizes, self.device)
+
+    def attend(
+        self,
+        method: MlaMethod,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rows: Sequence[MlaRow],
+        *,
+        is_causal: bool,
+        **results: Unpack[MlaResults],
+    ) -> None:
+        """Compute attention of the rows' queries over the keys that the method keeps, without waiting for the device.
+
+        Queries of other rows are not touched. A query that keeps nothing gets zeros and a log-sum-exp of -inf.
+
+        Args:
+            method: The method of all rows.
+            q: [tokens, heads, qk_head_dim].
+            k: [keys, heads, qk_head_dim].
+            v: [keys, heads, v_head_dim]; like q and k, it may be a view with contiguous channels.
+            rows: The rows. Those without queries are ignored.
+            is_causal: True for the rows' new tokens, which restarts their running sums; False for a chunk of context.
+            results: ``MlaResults``, by keyword: out and lse, and optionally kept_pairs.
+
+        Raises:
+            ValueError: A parameter, a shape, a dtype or a row does not fit.
+        """
+        rows = tuple(row for row in rows if row.num_queries > 0)
+        tensors, kept_pairs = Tensors.of(q, k, v, results["out"], results["lse"]), results.get("kept_pairs")
+        self._check(method, tensors, rows, is_causal, kept_pairs)
+        if not rows:
+            return
+        if self._selection is None:
+            num_kept = reference.attend(method, tensors, rows, scale=self.scale, is_causal=is_causal, sums=self.sums)
+            if kept_pairs is not None:
+                kept_pairs += num_kept
+        elif isinstance(method, MlaTopP) and method.kept_mass < 1:
+            for first in range(0, len(rows), MOST_ROWS):
+                call = self._call(rows[first : first + MOST_ROWS])
+                self._selection.attend(method, tensors, call, self.sums, self.scale, is_causal, kept_pairs)
+        else:
+            window = method if isinstance(method, MlaAShape) else MlaAShape(0, EVERYTHING)
+            self._attend_window(window, tensors, rows, is_causal, kept_pairs)
+
+    def _attend_window(
+        self,
+        method: MlaAShape,
+        tensors: Tensors,
+        rows: tuple[MlaRow, ...],
+        is_causal: bool,
+        kept_pairs: torch.Tensor | None,
+    ) -> None:
+        """Attend to sinks and a window. Running sums restart, because a later chunk may be of ``top_p``."""
+        call = self._call(rows)
+        if is_causal:
+            for row in rows:
+                self.sums.part(row.state_start, row.num_queries).clear()
+        # Windows are counted in keys: more than all positions is the same as all.
+        run_attention(
+            tensors, Run(call.tiles, len(call.reaches), 0), self.scale, is_causal,
+            sink_tokens=min(method.sink_tokens, EVERYTHING), local_tokens=min(method.local_tokens, EVERYTHING),
+        )  # fmt: skip
+        if kept_pairs is not None:
+            kept_pairs += self.num_heads * kept_pairs_of_a_shape(rows, method)
+
+    def _call(self, rows: tuple[MlaRow, ...]) -> Call:
+        """Return the rows on the device. Later layers of a step find those of the first."""
+        call = self._calls.pop(rows, None)
+        if call is None:
+            call = Call.of(rows, self.device)
+            while len(self._calls) >= CACHED_CALLS:
+                del self._calls[next(iter(self._calls))]
+        self._calls[rows] = call
+        return call
+
+    def _check(
+        self,
+        method: MlaMethod,
+        tensors: Tensors,
+        rows: tuple[MlaRow, ...],
+        is_causal: bool,
+        kept_pairs: torch.Tensor | None,
+    ) -> None:
+        problem = method_problem(method)
+        if problem is not None:
+            raise ValueError(f"MlaPrefill.attend: {problem}")
+        qk_head_dim, v_head_dim = self.head_dims
+        q, k, v, out, lse = tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse
+        for name, tensor, head_dim in (("q", q, qk_head_dim), ("k", k, qk_head_dim), ("v", v, v_head_dim),
+                                       ("out", out, v_head_dim)):  # fmt: skip
+            if tensor.shape[1:] != (self.num_heads, head_dim) or tensor.dtype != self.dtype or tensor.stride(2) != 1:
+                raise ValueError(
+                    f"MlaPrefill.attend: given {name} of shape {tuple(tensor.shape)}, {tensor.dtype} and strides "
+                    f"{tensor.stride()}, expected [tokens, {self.num_heads}, {head_dim}], {self.dtype} and contiguous "
+                    "channels"
+                )
+        if lse.shape[0] != self.num_heads or lse.dtype != torch.float32 or lse.stride(1) != 1:
+            raise ValueError(
+                f"MlaPrefill.attend: given lse of shape {tuple(lse.shape)} and {lse.dtype}, expected "
+                f"[{self.num_heads}, tokens] of torch.float32 with contiguous tokens"
+            )
+        if kept_pairs is not None and (kept_pairs.shape != (1,) or kept_pairs.dtype != torch.int64):
+            raise ValueError(
+                f"MlaPrefill.attend: given kept_pairs of shape {tuple(kept_pairs.shape)} and {kept_pairs.dtype}, "
+                "expected [1] of torch.int64"
+            )
+        num_queries, num_keys = min(len(q), len(out), lse.shape[1]), min(len(k), len(v))
+        for row in rows:
+            fits = (
+                min(row) >= 0
+                and row.query_start + row.num_queries <= min(num_queries, self.max_query_tokens)
+                and row.state_start + row.num_queries <= self.max_query_tokens
+                and row.key_start + row.num_keys <= min(num_keys, self.max_key_tokens)
+            )
+            if not fits:
+                raise ValueError(
+                    f"MlaPrefill.attend: given {row}, {num_queries} queries and {num_keys} keys, expected indices "
+                    f"within them, below {self.max_query_tokens} for queries and {self.max_key_tokens} for keys: build "
+                    "MlaPrefill with the largest sizes of a step"
+                )
+            is_ordered = (
+                (row.key_position, row.num_keys) == (row.query_position, row.num_queries)
+                if is_causal
+                else row.key_position + row.num_keys <= row.query_position
+            )
+            if not is_ordered:
+                expected = "the queries' own keys" if is_causal else "keys that all precede the queries"
+                raise ValueError(f"MlaPrefill.attend: given {row} with is_causal={is_causal}, expected {expected}")

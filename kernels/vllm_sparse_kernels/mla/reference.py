@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of MLA's prefill in plain float32 torch, for a device without Triton and for tests.
+
+A call has the new tokens of some rows, causal among themselves, or a chunk of their contexts, whose keys all precede
+the queries. The A-shape reads absolute positions. ``top_p`` has running sums: for a query, e of a block of keys is
+exp of the largest score in it; Z is the sum of e over all blocks so far, and D the sum over the dropped blocks.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_sparse_kernels.compile_time import LOG2_E
+from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, SINK_TOKENS, MlaAShape, MlaMethod, MlaRow, MlaTopP, Tensors
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+
+
+class Tiling(NamedTuple):
+    """Sizes of ``top_p``. Kernels have the defaults; tests of the rules use smaller sizes."""
+
+    tile_tokens: int = TILE_TOKENS
+    block_tokens: int = BLOCK_TOKENS
+    sink_tokens: int = SINK_TOKENS
+
+
+KERNEL_TILING = Tiling()
+"""The sizes of kernels."""
+
+
+class RunningSums(NamedTuple):
+    """Sums of every query and head over the calls so far, relative to 2 ** top: [heads, tokens] float32."""
+
+    top: torch.Tensor  # largest estimate, as a logarithm to base 2; -inf before the first call
+    total: torch.Tensor  # Z
+    dropped: torch.Tensor  # D
+
+    @staticmethod
+    def zeros(num_heads: int, num_tokens: int, device: torch.device | None = None) -> "RunningSums":
+        """Return the sums before the first call.
+
+        Args:
+            num_heads: Number of heads.
+            num_tokens: New tokens of a step.
+            device: Device of the sums.
+
+        Returns:
+            The sums.
+        """
+        zeros = torch.zeros(2, num_heads, num_tokens, device=device)
+        return RunningSums(torch.full_like(zeros[0], -torch.inf), *zeros)
+
+    def part(self, start: int, length: int) -> "RunningSums":
+        """Return views of some tokens' sums.
+
+        Args:
+            start: First token.
+            length: Number of tokens.
+
+        Returns:
+            The views.
+        """
+        return RunningSums(*(x[:, start : start + length] for x in self))
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.top.fill_(-torch.inf)
+        self.total.zero_()
+        self.dropped.zero_()
+
+
+def attend(
+    method: MlaMethod,
+    tensors: Tensors,
+    rows: Sequence[MlaRow],
+    *,
+    scale: float,
+    is_causal: bool,
+    sums: RunningSums,
+    tiling: Tiling = KERNEL_TILING,
+) -> int:
+    """Run a call, tile by tile.
+
+    Args:
+        method: The method.
+        tensors: Queries, keys, values and results; the rows' queries are written.
+        rows: The rows of the call.
+        scale: Factor from q·k to scores.
+        is_causal: Whether these are the rows' new tokens, whose running sums begin here.
+        sums: Running sums of the step; updated.
+        tiling: Sizes of tiles and blocks.
+
+    Returns:
+        The number of kept pairs of a query and a key, over all heads.
+    """
+    q, k, v, out, lse = tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse
+    kept_pairs = 0
+    for row in rows:
+        if is_causal:
+            sums.part(row.state_start, row.num_queries).clear()
+        keys = slice(row.key_start, row.key_start + row.num_keys)
+        row_k, row_v = k[keys].float(), v[keys].float()
+        for offset in range(0, row.num_queries, tiling.tile_tokens):
+            length = min(tiling.tile_tokens, row.num_queries - offset)
+            tile = slice(row.query_start + offset, row.query_start + offset + length)
+            scores = torch.einsum("qhd,khd->hqk", q[tile].float(), row_k) * scale
+            allowed = _causal(row, offset, length, q.device)
+            scores = scores.masked_fill(~allowed, -torch.inf)
+            if isinstance(method, MlaAShape):
+                kept = kept_by_a_shape(method, row, offset, length, q.device)
+            elif method.kept_mass < 1:
+                part = sums.part(row.state_start + offset, length)
+                blocks = keep_blocks(method, block_maxima(scores, tiling), part, row, offset, is_causal, tiling)
+                kept = blocks.repeat_interleave(tiling.block_tokens, 1)[:, None, : row.num_keys] & allowed
+            else:
+                kept = allowed
+            kept_pairs += int(kept.sum()) * (1 if kept.dim() == 3 else q.shape[1])
+            scores = scores.masked_fill(~kept, -torch.inf)
+            weights = scores.softmax(-1).nan_to_num(0.0)
+            out[tile] = torch.einsum("hqk,khd->qhd", weights, row_v).to(out.dtype)
+            lse[:, tile] = scores.logsumexp(-1)
+    return kept_pairs
+
+
+def kept_by_a_shape(
+    method: MlaAShape, row: MlaRow, offset: int, length: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return the keys that queries keep.
+
+    Args:
+        method: The method.
+        row: The row.
+        offset: Queries of the row before the first query.
+        length: Number of queries.
+        device: Device of the result.
+
+    Returns:
+        [queries, keys] bool.
+    """
+    queries = row.query_position + offset + torch.arange(length, device=device)[:, None]
+    keys = row.key_position + torch.arange(row.num_keys, device=device)
+    return (keys <= queries) & ((keys < method.sink_tokens) | (keys > queries - method.local_tokens))
+
+
+def block_maxima(scores: torch.Tensor, tiling: Tiling = KERNEL_TILING) -> torch.Tensor:
+    """Return each query's largest score in each block, as logarithms to base 2.
+
+    Args:
+        scores: [heads, queries, keys] in natural units, -inf for keys after a query.
+        tiling: Size of blocks.
+
+    Returns:
+        [heads, queries, blocks].
+    """
+    num_keys = scores.shape[-1]
+    missing = ceil_div(num_keys, tiling.block_tokens) * tiling.block_tokens - num_keys
+    padded = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+    return padded.unflatten(-1, (-1, tiling.block_tokens)).amax(-1) * LOG2_E.value
+
+
+def keep_blocks(
+    method: MlaTopP,
+    maxima: torch.Tensor,
+    sums: RunningSums,
+    row: MlaRow,
+    offset: int,
+    is_causal: bool,
+    tiling: Tiling = KERNEL_TILING,
+) -> torch.Tensor:
+    """Choose a tile's blocks, and update the running sums of its queries.
+
+    Args:
+        method: The method; its ``kept_mass`` is below 1.
+        maxima: [heads, queries, blocks], base-2 logarithms of the estimates e of the tile's queries.
+        sums: Running sums of the tile's queries; updated.
+        row: The row.
+        offset: Queries of the row before the tile.
+        is_causal: Whether the keys are the row's new tokens.
+        tiling: Sizes of tiles and blocks.
+
+    Returns:
+        [heads, blocks] bool.
+    """
+    num_queries, num_blocks = maxima.shape[1:]
+    reach = min(row.num_keys, offset + num_queries) if is_causal else row.num_keys
+    num_reached = ceil_div(reach, tiling.block_tokens)
+    starts = torch.arange(num_blocks, device=maxima.device) * tiling.block_tokens
+    forced = row.key_position + starts < tiling.sink_tokens
+    if is_causal:
+        forced |= starts >= offset // tiling.block_tokens * tiling.block_tokens
+
+    top = torch.maximum(sums.top, maxima.amax(-1)) if num_blocks else sums.top.clone()
+    estimates = torch.exp2(maxima - top[..., None]).nan_to_num(0.0)
+    decay = torch.exp2(sums.top - top).nan_to_num(0.0)
+    total, dropped = sums.total * decay + estimates.sum(-1), sums.dropped * decay
+
+    masses = (estimates / total[..., None]).nan_to_num(0.0).mean(1)
+    budget = (1 - method.kept_mass - (dropped / total).nan_to_num(0.0).mean(1)).clamp(min=0.0)
+    candidates = masses.masked_fill(forced, torch.inf)
+    ascending, order = candidates.flip(-1).sort(dim=-1, stable=True)  # the last of equal masses is dropped first
+    drops = ascending.cumsum(-1) <= budget[:, None]
+    # At most ``most`` blocks are kept for their mass: lighter blocks are dropped even beyond the budget.
+    num_candidates = int((~forced[:num_reached]).sum()) + num_blocks - num_reached
+    most = ceil_div_share(method.most_share, num_reached)
+    drops |= torch.arange(num_blocks, device=maxima.device) < num_candidates - most
+    kept = ~torch.zeros_like(drops).scatter(-1, num_blocks - 1 - order, drops)
+    kept[:, num_reached:] = False
+
+    sums.top.copy_(top)
+    sums.total.copy_(total)
+    sums.dropped.copy_(dropped + (estimates * ~kept[:, None]).sum(-1))
+    return kept
+
+
+def ceil_div_share(share: float, count: int) -> int:
+    """Return the share of a number, rounded up, computed in float32 as kernels do.
+
+    Args:
+        share: The share.
+        count: The number.
+
+    Returns:
+        An integer.
+    """
+    return int(torch.ceil(torch.tensor(share, dtype=torch.float32) * count))
+
+
+def _causal(row: MlaRow, offset: int, length: int, device: torch.device) -> torch.Tensor:
+    queries = row.query_position + offset + torch.arange(length, device=device)[:, None]
+    return row.key_position + torch.arange(row.num_keys, device=device) <= queries

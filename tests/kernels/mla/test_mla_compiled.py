@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of MLA's prefill, compiled for every card that this package knows, without a GPU."""
+
+import pytest
+
+from tests.helpers.compiled_methods import problems
+from tests.helpers.compiled_mla import compiled
+from tests.helpers.offline_compiler import SHARED_KIB
+
+pytestmark = pytest.mark.full
+
+VARIANTS = {
+    "attend_kernel": 4,  # new tokens or a chunk, A-shape or lists
+    "_round_kernel": 2,  # queries, keys
+    "_moments_kernel": 1,
+    "round_kept_kernel": 2,  # queries, keys
+    "_scores_kernel": 4,  # new tokens or a chunk, all channels or 64
+    "_sums_kernel": 2,  # new tokens or a chunk, as below
+    "_masses_kernel": 2,
+    "_choose_kernel": 2,
+    "_drop_kernel": 2,
+}
+"""Variants of each kernel that serve every batch: warm-up compiles them all."""
+
+MOST_SPILLED_BYTES = 128
+"""Limit of a thread's stack. Some assemblers spill a few addresses before and after loops."""
+
+
+@pytest.mark.parametrize("target", SHARED_KIB)
+def test_every_kernel_compiles_and_fits(target: int) -> None:
+    kernels = compiled(target)
+    assert {name: usage["variants"] for name, usage in kernels.items()} == VARIANTS
+    assert problems({"mla": kernels}, SHARED_KIB[target] << 10) == {}
+    spills = {
+        name: usage["stack_bytes"] for name, usage in kernels.items() if usage["stack_bytes"] > MOST_SPILLED_BYTES
+    }
+    assert spills == {}
