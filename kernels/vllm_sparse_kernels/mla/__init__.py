@@ -75,10 +75,12 @@ class MlaPrefill:
     ) -> None:
         """Attend for the rows' queries."""
         for row in rows:
-            assert row.num_queries <= self.max_query_tokens and row.num_keys <= self.max_key_tokens
+            assert row.num_queries <= self.max_query_tokens
+            assert row.num_keys <= self.max_key_tokens
             assert not is_causal or (row.num_keys, row.key_position) == (row.num_queries, row.query_position)
-            queries, keys = slice(row.query_start, row.query_start + row.num_queries), slice(
-                row.key_start, row.key_start + row.num_keys
+            queries, keys = (
+                slice(row.query_start, row.query_start + row.num_queries),
+                slice(row.key_start, row.key_start + row.num_keys),
             )
             scores = torch.einsum("qhd,khd->hqk", q[queries].float(), k[keys].float()) * self.scale
             q_pos = row.query_position + torch.arange(row.num_queries)[:, None]
@@ -104,7 +106,7 @@ class MlaPrefill:
     def _top_p(
         method: MlaTopP, scores: torch.Tensor, k_pos: torch.Tensor, q_pos: torch.Tensor, state: torch.Tensor
     ) -> torch.Tensor:
-        heads, num_queries, num_keys = scores.shape
+        _, num_queries, num_keys = scores.shape
         kept = torch.ones_like(scores, dtype=torch.bool)
         pad = -num_keys % BLOCK
         blocks = torch.nn.functional.pad(scores, (0, pad), value=-torch.inf).unflatten(2, (-1, BLOCK)).amax(-1)
