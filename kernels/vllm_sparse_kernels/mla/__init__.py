@@ -32,7 +32,8 @@ class MlaTopP(NamedTuple):
     """top_p."""
 
     kept_mass: float
-    most_share: float
+    most_share: float = 1.0
+    channels: int = 192
 
 
 class MlaPrefill:
