@@ -22,6 +22,9 @@ QK_HEAD_DIM = QK_NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM
 ENGINE = "mla"
 """Name of the attention engine in tables of crossovers. It has not been measured, so ``auto`` is conservative."""
 
+CHANNELS = {"half": 128, "all": QK_HEAD_DIM}
+"""Number of channels that ``top_p`` multiplies, by the value of its parameter ``channels``."""
+
 MlaMethod = MlaAShape | MlaTopP
 _METHODS: dict[str, type[MlaMethod]] = {"a_shape": MlaAShape, "top_p": MlaTopP}
 
@@ -39,7 +42,10 @@ def mla_method(method: Method) -> MlaMethod:
         The method with the values of the parameters of the same names.
     """
     parameters = _METHODS[name_of(method)]
-    return parameters(**{name: getattr(method, name) for name in parameters._fields})
+    values = {name: getattr(method, name) for name in parameters._fields}
+    if "channels" in values:
+        values["channels"] = CHANNELS[values["channels"]]
+    return parameters(**values)
 
 
 def describe(method: MlaMethod) -> str:
@@ -49,7 +55,7 @@ def describe(method: MlaMethod) -> str:
         method: The method.
 
     Returns:
-        A text such as ``top_p(kept_mass=0.9, most_share=0.2)``.
+        A text such as ``top_p(kept_mass=0.9, most_share=0.2, channels=128)``.
     """
     name = next(name for name, parameters in _METHODS.items() if isinstance(method, parameters))
     return f"{name}({', '.join(f'{field}={value!r}' for field, value in method._asdict().items())})"
@@ -101,4 +107,9 @@ def _parameter_problems(config: SparsePrefillConfig) -> Iterator[str]:
             yield (
                 f"{OPTION} {KEY}.params.{field}: given {value!r}, but {name} has only the parameters "
                 f"{', '.join(known)} for multi-head latent attention; leave it out"
+            )
+        elif field == "channels" and value not in CHANNELS:
+            yield (
+                f"{OPTION} {KEY}.params.{field}: given {value!r}, expected {' or '.join(CHANNELS)}: others do not exist "
+                "for multi-head latent attention"
             )
