@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of the small MLA model on a CPU, with chunked prefill and a prefix cache: prints answers as JSON.
 
-    python -m tests.helpers.chunked_mla FOLDER SETTINGS|stock
+    python -m tests.helpers.chunked_mla FOLDER SETTINGS|stock REQUEST...
+
+REQUEST: first, second, first-exact or second-exact. Both prompts begin with the same 1,200 tokens.
 
 vLLM's CPU platform turns chunked prefill and the prefix cache off for MLA, although its parts support them (it gathers
 the cached context in plain torch). This process leaves them on.
@@ -32,7 +34,7 @@ def leave_chunks_on() -> None:
     platform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def main(folder: str, settings: str) -> None:
+def main(folder: str, settings: str, *requests: str) -> None:
     from vllm.plugins import load_general_plugins
 
     leave_chunks_on()
@@ -50,18 +52,17 @@ def main(folder: str, settings: str) -> None:
     llm = LLM(folder, dtype="float32", max_model_len=4096, enforce_eager=True, max_num_seqs=4, **ours)
     first = prompt(PROMPT_TOKENS, seed=1)
     second = first[:SHARED_TOKENS] + prompt(400, seed=2)[1:]
-    requests = {"first": (first, None), "second": (second, None)}
-    if ours:
-        requests |= {"exact": (first, 0), "exact second": (second, 0)}
     answers = {}
-    for name, (token_ids, level) in requests.items():
+    for request in requests:
+        name, _, exact = request.partition("-")
+        token_ids = {"first": first, "second": second}[name]
         sampling = SamplingParams(
             temperature=0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False,
-            extra_args=None if level is None else {"sparse_prefill": level},
+            extra_args={"sparse_prefill": 0} if exact else None,
         )  # fmt: skip
         (output,) = llm.generate([TokensPrompt(prompt_token_ids=token_ids)], sampling, use_tqdm=False)
         (choice,) = output.outputs
-        answers[name] = {
+        answers[request] = {
             "token_ids": list(choice.token_ids),
             "logprobs": [next(iter(step.values())).logprob for step in choice.logprobs or ()],
             "cached_tokens": output.num_cached_tokens,

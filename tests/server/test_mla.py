@@ -66,15 +66,17 @@ def test_a_server_runs_rows_sparse_and_exact_requests_as_stock(mla_servers: tupl
     stock, ours = mla_servers
     before = scenario.counted(ours)
     assert (before.rows, before.attention) == ({}, {"mla": 2})
+    # One after another: with several prompts in a step, stock vLLM 0.32 gives other answers on a CPU.
     requests = {"long": (scenario.prompt(901, seed=1), 6), "short": (scenario.prompt(70, seed=2), 6)}
-    expected = scenario.ask_together(stock, requests)
-    levels = {f"{name} {level}": (*request, level) for name, request in requests.items() for level in (0, 1)}
-    answers = scenario.ask_together(ours, levels)
-    for name in requests:
-        assert_same(answers[f"{name} 0"], expected[name])
-    assert_same(answers["short 1"], expected["short"])
-    assert answers["long 1"].logprobs != pytest.approx(expected["long"].logprobs, abs=1e-3)
-    assert all(map(math.isfinite, answers["long 1"].logprobs))
+    for name, request in requests.items():
+        expected = scenario.ask(stock, *request)
+        assert_same(scenario.ask(ours, *request, level=0), expected)
+        answer = scenario.ask(ours, *request)
+        if name == "short":
+            assert_same(answer, expected)
+        else:
+            assert answer.logprobs != pytest.approx(expected.logprobs, abs=1e-3)
+            assert all(map(math.isfinite, answer.logprobs))
 
     report = scenario.counted(ours, before)
     assert report.rows_of("sparse") == 1
@@ -90,9 +92,9 @@ def test_a_request_s_report_has_its_kept_pairs(mla_servers: tuple[Server, Server
     _, ours = mla_servers
     body = {"model": ours.model, "prompt": scenario.prompt(801, seed=3), "max_tokens": 1}
     answer = ours.post("/v1/completions", body | {"vllm_xargs": {"sparse_prefill_report": 1}})
-    (report,) = answer["sparse_prefill"]
+    report = answer["sparse_prefill_report"]
     assert (report["dense_tokens"], report["sparse_tokens"]) == (MIN_TOKENS, 801 - MIN_TOKENS)
-    assert 0.1 < report["kept_pairs"] / report["causal_pairs"] < 0.95
+    assert 0.1 < report["share_kept"] < 0.95
 
 
 @pytest.mark.full
@@ -116,11 +118,11 @@ def test_a_wrong_flag_or_setting_ends_the_server_in_one_line(
     assert re.search(says, last), last
 
 
-def chunked(model: Path, settings: dict[str, Any] | None) -> dict[str, Answer]:
+def chunked(model: Path, settings: dict[str, Any] | None, *requests: str) -> dict[str, Answer]:
     """Return the answers of an engine with chunked prefill and a prefix cache."""
     argument = "stock" if settings is None else json.dumps(settings)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.chunked_mla", str(model), argument],
+        [sys.executable, "-m", "tests.helpers.chunked_mla", str(model), argument, *requests],
         env=environment() | CPU_ENV | ENV, capture_output=True, text=True, check=False,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
@@ -136,21 +138,25 @@ A_SHAPE = {"method": "a_shape", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 
 
 def test_chunks_and_cached_prefixes(mla_model: Path) -> None:
-    """Windows longer than the prompt give stock's tokens. With short ones, an exact request after a sparse one with the
-    same beginning reads only the blocks within ``min_tokens``, and gets stock's tokens too."""
+    """Windows longer than the prompt give stock's tokens. With short ones, exact requests get stock's tokens, and sparse
+    requests with the same beginning read only those of their blocks that lie within ``min_tokens``.
+
+    Equal requests run in equal chunks, because stock vLLM 0.32 gives other answers on a CPU if chunks differ.
+    """
+    everything, few = (
+        A_SHAPE | {"params": {"sink_tokens": sinks, "local_tokens": local}}
+        for sinks, local in ((4096, 4096), (32, 128))
+    )
+    names, exact = ("first", "second"), ("first-exact", "second-exact")
+    runs: list[tuple[Any, ...]] = [(None, *names), (everything, *names), (few, *exact, *names)]
     with ThreadPoolExecutor(2) as pool:
-        everything = {"params": {"sink_tokens": 4096, "local_tokens": 4096}}
-        few = {"params": {"sink_tokens": 32, "local_tokens": 128}}
-        settings: list[dict[str, Any] | None] = [None, A_SHAPE | everything, A_SHAPE | few]
-        stock, whole, sparse = pool.map(lambda one: chunked(mla_model, one), settings)
+        stock, whole, sparse = pool.map(lambda run: chunked(mla_model, *run), runs)
     shared = chunked_mla.SHARED_TOKENS // PAGE_TOKENS * PAGE_TOKENS
-    assert [stock[name].cached_tokens for name in ("first", "second")] == [0, shared]
-    for name in ("first", "second"):
-        assert_same(whole[name], stock[name])
-        assert whole[name].cached_tokens == stock[name].cached_tokens
-        assert_same(sparse[f"exact {name}" if name == "second" else "exact"], stock[name])
-        assert sparse[name].logprobs != pytest.approx(stock[name].logprobs, abs=1e-3)
+    assert [stock[name].cached_tokens for name in names] == [0, shared]
+    for name in names:
+        for answers, request in ((whole, name), (sparse, f"{name}-exact")):
+            assert_same(answers[request], stock[name])
+            assert answers[request].cached_tokens == stock[name].cached_tokens
+        assert sparse[name].logprobs != pytest.approx(stock[name].logprobs, abs=0.05)
         assert all(map(math.isfinite, sparse[name].logprobs))
-    assert sparse["second"].cached_tokens == shared
-    assert sparse["exact"].cached_tokens == MIN_TOKENS
-    assert sparse["exact second"].cached_tokens == shared
+    assert [sparse[name].cached_tokens for name in names] == [MIN_TOKENS, shared]
