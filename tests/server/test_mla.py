@@ -138,8 +138,8 @@ A_SHAPE = {"method": "a_shape", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 
 
 def test_chunks_and_cached_prefixes(mla_model: Path) -> None:
-    """Windows longer than the prompt give stock's tokens. With short ones, exact requests get stock's tokens, and sparse
-    requests with the same beginning read only those of their blocks that lie within ``min_tokens``.
+    """Windows longer than the prompt give stock's tokens. With short ones, exact requests get stock's tokens, and
+    sparse requests with the same beginning read only those of their blocks that lie within ``min_tokens``.
 
     Equal requests run in equal chunks, because stock vLLM 0.32 gives other answers on a CPU if chunks differ.
     """

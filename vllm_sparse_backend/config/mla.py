@@ -14,15 +14,10 @@ from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.mla import MlaAShape, MlaTopP
 
-QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM = 128, 64, 128
-"""Head dimensions of DeepSeek-V2, V3 and R1, and of Kimi-K2: the kernels support no others."""
-
-QK_HEAD_DIM = QK_NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM
-
 ENGINE = "mla"
 """Name of the attention engine in tables of crossovers. It has not been measured, so ``auto`` is conservative."""
 
-CHANNELS = {"half": 128, "all": QK_HEAD_DIM}
+CHANNELS = {"half": 128, "all": 192}
 """Number of channels that ``top_p`` multiplies, by the value of its parameter ``channels``."""
 
 MlaMethod = MlaAShape | MlaTopP
@@ -110,6 +105,6 @@ def _parameter_problems(config: SparsePrefillConfig) -> Iterator[str]:
             )
         elif field == "channels" and value not in CHANNELS:
             yield (
-                f"{OPTION} {KEY}.params.{field}: given {value!r}, expected {' or '.join(CHANNELS)}: others do not exist "
-                "for multi-head latent attention"
+                f"{OPTION} {KEY}.params.{field}: given {value!r}, expected {' or '.join(CHANNELS)}: others do not "
+                "exist for multi-head latent attention"
             )

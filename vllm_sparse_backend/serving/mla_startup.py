@@ -9,7 +9,8 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import CPU_DTYPES, DTYPES
-from vllm_sparse_backend.config.mla import QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM, setting_problems
+from vllm_sparse_backend.config.mla import setting_problems
+from vllm_sparse_backend.config.model_check import mla_problems
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import FLAG, MLA_FLAG
 from vllm_sparse_backend.serving import compat, rust_frontend
@@ -63,19 +64,7 @@ def _model_problems(vllm_config: VllmConfig) -> Iterator[str]:
             f"given together with {FLAG}, which is for models with plain keys and values; leave --attention-backend "
             "out, so that decode runs on vLLM's own backend"
         )
-    config = compat.hf_config(vllm_config)
-    if config.get("index_topk"):
-        yield (
-            f"the model selects keys itself (index_topk {config['index_topk']} in its config, as DeepSeek-V3.2), "
-            "expected dense multi-head latent attention (DeepSeek-V3 and R1, Kimi-K2); serve it without this flag"
-        )
-    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    expected = dict(zip(names, (QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM), strict=True))
-    dims = {name: config.get(name) for name in names}
-    if dims != expected:
-        actual = ", ".join(f"{name} {value}" for name, value in dims.items())
-        wanted = ", ".join(map(str, expected.values()))
-        yield f"the model has {actual}, expected {wanted}: kernels exist for no others; serve it without this flag"
+    yield from mla_problems(compat.hf_config(vllm_config))
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     dtypes = CPU_DTYPES if compat.IS_CPU else DTYPES
     if dtype not in dtypes:

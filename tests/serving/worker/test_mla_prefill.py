@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla", reason="needs a vLLM with MLA on a CPU")
+
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
-
-mla_layers = pytest.importorskip("tests.helpers.mla_layers", reason="needs a vLLM with MLA on a CPU")
-
+from tests.helpers import mla_layers
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.request_levels import RequestLevel

@@ -22,15 +22,8 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.mla import (
-    ENGINE,
-    QK_NOPE_HEAD_DIM,
-    QK_ROPE_HEAD_DIM,
-    V_HEAD_DIM,
-    MlaMethod,
-    describe,
-    mla_method,
-)
+from vllm_sparse_backend.config.mla import ENGINE, MlaMethod, describe, mla_method
+from vllm_sparse_backend.config.model_check import QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.request_levels import RequestLevel

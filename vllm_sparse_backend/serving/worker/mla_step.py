@@ -12,6 +12,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -172,7 +173,7 @@ class MlaStep:
             chunks.append(
                 Call(
                     dense=tuple(_prepared_chunk(run, prefill_metadata, i_chunk, stock, table) for run in dense),
-                    sparse=parts.group(lambda i_row, keys=keys: parts.chunk_row(i_row, keys), is_causal=False),
+                    sparse=parts.group(partial(parts.chunk_row, keys), is_causal=False),
                     empty=(
                         *(run.queries for run in chunk_runs if not run.max_keys),
                         *parts.sparse_without_keys(keys),
@@ -267,7 +268,7 @@ class _RowParts:
             key_start=self.start(i_row), num_keys=num_keys, key_position=self.rows[i_row].context_len
         )
 
-    def chunk_row(self, i_row: int, keys: _ChunkKeys) -> MlaRow | None:
+    def chunk_row(self, keys: _ChunkKeys, i_row: int) -> MlaRow | None:
         """Return the sparse tokens of a row with its keys in a chunk; None if the chunk has no key of the row."""
         if not keys.rows.start <= i_row < keys.rows.stop:
             return None
