@@ -395,10 +395,13 @@ def _counted_pairs(llm: Any) -> tuple[float, float]:
     worker = adopted_worker(llm.llm_engine.vllm_config)
     if worker is None:
         raise RuntimeError("no layer runs sparse: given this package's settings, expected a prefill backend of its own")
+    worker.recorder.samples()  # begins a copy, unless an earlier one has not been read
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     worker.recorder.samples()
-    samples, _ = worker.recorder.samples()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    samples, _ = worker.recorder.samples(start=False)
     kept, causal = (sum(value for name, _, value in samples if name == f"{kind}_pairs") for kind in ("kept", "causal"))
     return kept, causal
 

@@ -205,6 +205,31 @@ def test_all_layers_share_the_memory(make_layers: Any) -> None:
     assert backends[0].shared.kernels.max_key_tokens >= CHUNK_TOKENS
 
 
+def test_memory_does_not_depend_on_torch_s_defaults(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM builds layers with the model's dtype and device as defaults."""
+    default, created = torch.get_default_dtype(), []
+    original = MlaPrefill.__init__
+
+    def record(self: MlaPrefill, **options: Any) -> None:
+        created.append(torch.empty(1))
+        original(self, **options)
+
+    monkeypatch.setattr(MlaPrefill, "__init__", record)
+    config = make_layers().config
+    context = config.compilation_config.static_forward_context
+    context.clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            mla_layers.SparseMlaPrefillBackend(
+                mla_layers.HEADS, mla_layers.SCALE, **mla_layers.DIMS, vllm_config=config
+            )
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(default)
+    assert [(tensor.device.type, tensor.dtype) for tensor in created] == [("cpu", torch.float32)] * 2
+
+
 def test_models_whose_layers_prefill_in_another_way_are_refused(
     make_layers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

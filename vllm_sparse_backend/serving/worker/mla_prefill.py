@@ -9,7 +9,8 @@ vLLM creates a backend for each layer, and a copy of it for each group of layers
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -82,7 +83,6 @@ class MlaWorker:
         self.layers: frozenset[int] = frozenset()
         self._device = torch.device(compat.DEVICE_TYPE)
         self._dtype = vllm_config.model_config.dtype
-        # The constructor of a layer runs with the model's default dtype, in the memory pool of the weights.
         self.worker: Worker
         self.kernels: MlaPrefill | None
         self.worker, self.kernels = compat.outside_memory_pool(
@@ -94,6 +94,10 @@ class MlaWorker:
         self._batch: tuple[Step | None, MlaBatch | None] = (None, None)
 
     def _allocate(self, vllm_config: VllmConfig) -> tuple[Worker, MlaPrefill | None]:
+        with _usual_defaults():
+            return self._allocated(vllm_config)
+
+    def _allocated(self, vllm_config: VllmConfig) -> tuple[Worker, MlaPrefill | None]:
         worker = Worker(vllm_config, self._device)
         if worker.resolved.is_dense:
             return worker, None
@@ -273,6 +277,18 @@ class MlaWorker:
             A name for each MLA layer of this worker.
         """
         return [ATTENTION_NAME if number in self.layers else "dense" for number in mla_layers(vllm_config)]
+
+
+@contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """Restore torch's defaults, float32 on the host: vLLM builds layers with the model's dtype and its device."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _method_of(worker: Worker) -> Method:
