@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how much of prefill stock vLLM spends in attention with multi-head latent attention (MLA), on a single card.
+"""Measure prefill with multi-head latent attention (MLA) on a single card: attention's share, and sparse against stock.
 
     python -m benchmarks.mla measure [--shape deepseek-r1] [--budget-s 300] [--out docs/results/cards.json] \
         [--logs build/mla]
+    python -m benchmarks.mla compare [--shape deepseek-r1] [--budget-s 380] [--out docs/results/cards.json] \
+        [--logs build/mla]
 
-docs/mla.md says why: attention's share limits the TTFT speed-up of a sparse method. This backend does not take part.
+`measure` times the parts of stock vLLM's prefill. docs/mla.md says why: attention's share limits the TTFT speed-up of a
+sparse method. This backend does not take part.
+
+`compare` runs stock vLLM and this package's prefill backend with `a_shape` and with `top_p`. Their engines run at the
+same time, and get the same prompts in turn. TTFT is the time of a prompt with one new token. Exact requests must give
+stock's tokens. Weights are random, so densities are not those of a real model.
 
 Two shapes: one GPU's part of DeepSeek-R1 (16 of 128 heads) and of Kimi-K2 (8 of 64 heads), each divided among eight
 GPUs. A model has four layers with random weights. Prompts have 65,536 and 131,072 tokens, in chunks of 8,192. All
@@ -28,6 +35,7 @@ printed, the other shape runs, and the exit code is 1.
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -61,6 +69,16 @@ PARTS_OF_MHA = ("gathering", "up-projection", "concatenation", "merging")
 
 KEPT_PAIRS, SELECTION = 0.25, 0.2
 """Example of docs/mla.md: the share of pairs that a method keeps, and the cost of selection relative to attention's."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a_shape": {"method": "a_shape", "min_tokens": CHUNK_TOKENS, "min_query_tokens": 1},
+    "top_p": {"method": "top_p", "min_tokens": CHUNK_TOKENS, "min_query_tokens": 1},
+}
+"""Settings of the engines that `compare` runs next to stock vLLM's."""
+
+STOCK = "stock"
+EXACT_TOKENS = 8
+"""New tokens of a request whose tokens are compared."""
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -292,23 +310,14 @@ def engine(
     backend: Annotated[str, typer.Argument(help="vLLM's --attention-backend; empty for vLLM's choice.")] = "",
 ) -> None:
     """Run an engine. Output lines that begin with {"mla" contain the results as JSON."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # functions are wrapped in this process
-    os.environ.update(OFFLINE)
     begin = time.monotonic()
-    from vllm import LLM, SamplingParams, TokensPrompt
-
     lengths = [int(length) for length in tokens.split(",")]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    on_cuda = has_cuda()
-    # The reference backend of a CPU runs every prompt as a single chunk.
-    chunk_tokens = CHUNK_TOKENS if on_cuda else max(lengths) + 512
-    llm = LLM(
-        str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", seed=0, enforce_eager=True,
-        max_num_seqs=4, max_model_len=max(lengths) + 512, max_num_batched_tokens=chunk_tokens,
-        enable_prefix_caching=False, gpu_memory_utilization=0.6 if on_cuda else 0.3,
-        **({"attention_backend": backend} if backend else {}),
-    )  # fmt: skip
-    timer = SpanTimer(on_cuda)
+    options = {"attention_backend": backend} if backend else {}
+    llm, chunk_tokens = make_llm(folder, max(lengths), 0.6, **options)
+    from vllm import SamplingParams, TokensPrompt
+
+    timer = SpanTimer(has_cuda())
     backends = llm.apply_model(lambda model: watch_prefill(model, timer))[0]
     _print_part("start", seconds=time.monotonic() - begin, chunk_tokens=chunk_tokens, **backends)
 
@@ -327,6 +336,74 @@ def engine(
                 _print_part("prompt", tokens=length, seconds=seconds, spans=spans, calls=calls, layers=layers)
         if length == lengths[0]:
             _print_rates(config, min(CHUNK_TOKENS, length), timer)
+
+
+def make_llm(folder: Path, longest: int, memory_share: float, **options: Any) -> tuple[Any, int]:
+    """Return an engine in this process for prompts of up to ``longest`` tokens, and the tokens of its chunks."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # functions of the worker are called in this process
+    os.environ.update(OFFLINE)
+    from vllm import LLM
+
+    on_cuda = has_cuda()
+    # The reference backend of a CPU runs every prompt as a single chunk.
+    chunk_tokens = CHUNK_TOKENS if on_cuda else longest + 512
+    llm = LLM(
+        str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", seed=0, enforce_eager=True,
+        max_num_seqs=4, max_model_len=longest + 512, max_num_batched_tokens=chunk_tokens,
+        enable_prefix_caching=False, gpu_memory_utilization=memory_share if on_cuda else 0.3, **options,
+    )  # fmt: skip
+    return llm, chunk_tokens
+
+
+@app.command(hidden=True)
+def answer(
+    folder: Annotated[Path, typer.Argument(help="Model folder.")],
+    longest: Annotated[int, typer.Argument(help="Length of the longest prompt.")],
+    settings: Annotated[str, typer.Argument(help="This package's settings as JSON; empty for stock vLLM.")] = "",
+) -> None:
+    """Answer prompts: each line of the input is a request as JSON, and each answer a line like those of `engine`."""
+    options: dict[str, Any] = {}
+    if settings:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()  # LLM reads attention_config before it loads plugins
+        options["attention_config"] = {"mla_prefill_backend": "sparse-prefill"}
+        options["additional_config"] = {"sparse_prefill": json.loads(settings)}
+    llm, _ = make_llm(folder, longest, 0.25, **options)
+    from vllm import SamplingParams, TokensPrompt
+
+    _print_part("start")
+    for line in sys.stdin:
+        request = json.loads(line)
+        (prompt,) = prompts_of(folder, [request["tokens"]], request["seed"])
+        sampling = SamplingParams(
+            temperature=0, max_tokens=request["new_tokens"], ignore_eos=True, detokenize=False,
+            extra_args={"sparse_prefill": 0} if settings and request["exact"] else None,
+        )  # fmt: skip
+        start = time.monotonic()
+        (output,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        seconds = time.monotonic() - start
+        kept, causal = _counted_pairs(llm) if settings else (0.0, 0.0)
+        token_ids = list(output.outputs[0].token_ids)
+        _print_part("answer", seconds=seconds, token_ids=token_ids, kept_pairs=kept, causal_pairs=causal)
+
+
+def _counted_pairs(llm: Any) -> tuple[float, float]:
+    """Return the kept and causal pairs that the engine has counted. Waits for the device."""
+    from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
+
+    worker = adopted_worker(llm.llm_engine.vllm_config)
+    if worker is None:
+        raise RuntimeError("no layer runs sparse: given this package's settings, expected a prefill backend of its own")
+    worker.recorder.samples()  # begins a copy, unless an earlier one has not been read
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    worker.recorder.samples()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    samples, _ = worker.recorder.samples(start=False)
+    kept, causal = (sum(value for name, _, value in samples if name == f"{kind}_pairs") for kind in ("kept", "causal"))
+    return kept, causal
 
 
 def _print_rates(config: Mapping[str, Any], tokens: int, timer: SpanTimer) -> None:
@@ -383,15 +460,156 @@ def measure(
     raise typer.Exit(1 if problems else 0)
 
 
+@app.command()
+def compare(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(SHAPES)}. Default: both.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Lengths of the prompts. Default: 16384, 65536 and 131072.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length that are timed, after a warm-up.")] = 3,
+    budget_s: Annotated[float, typer.Option(help="Seconds for everything together.")] = 380.0,
+    out: Annotated[Path | None, typer.Option(help="Results file to write.")] = None,
+    logs: Annotated[Path, typer.Option(help="Folder for the engines' logs.")] = ROOT / "build/mla",
+    small: Annotated[bool, typer.Option(help="A small model and short prompts, to try this program on a CPU.")] = False,
+) -> None:
+    """Compare TTFT of stock vLLM and of sparse MLA prefill with each shape."""
+    if unknown := set(shape or ()) - set(SHAPES):
+        raise typer.BadParameter(f"--shape: given {', '.join(sorted(unknown))}, expected {' or '.join(SHAPES)}")
+    lengths = sorted(tokens or ([256, 512] if small else [16384, 65536, 131072]))
+    settings = {name: values | ({"min_tokens": 64} if small else {}) for name, values in SETTINGS.items()}
+    end, problems = time.monotonic() + budget_s, []
+    logs.mkdir(parents=True, exist_ok=True)
+    report = Report("mla", device_name(), None, out)
+    with TemporaryDirectory() as place:
+        for name in shape or SHAPES:
+            folder = Path(place) / name
+            folder.mkdir()
+            config = config_of(name, lengths[-1], small)
+            (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+            about = f"{name}'s shape, {config['num_attention_heads']} heads"
+            engines = {
+                kind: Answerer(folder, lengths[-1], settings.get(kind), logs / f"{name}-{kind}.log", end)
+                for kind in (STOCK, *settings)
+            }
+            try:
+                for engine_of_kind in engines.values():  # one after another: each measures the card's free memory
+                    engine_of_kind.start()
+                for length in lengths:
+                    _compare_length(report, about, config["num_hidden_layers"], engines, length, repeats)
+            except AnswererError as error:
+                problems.append(f"{name}: {error}")
+                print(problems[-1], flush=True)
+            finally:
+                for engine_of_kind in engines.values():
+                    engine_of_kind.stop()
+    for figure in report.figures.values():
+        print(f"{figure['name']}: {figure['value']} {figure['unit']}", flush=True)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _compare_length(
+    report: Report, about: str, layers: int, engines: Mapping[str, "Answerer"], length: int, repeats: int
+) -> None:
+    """Compare the engines for prompts of a length, and add the figures."""
+    about = f"{about}, {length:,} tokens"
+    exact = {
+        kind: server.ask(length, seed=length, new_tokens=EXACT_TOKENS, exact=True) for kind, server in engines.items()
+    }
+    for kind in engines.keys() - {STOCK}:
+        are_equal = exact[kind]["token_ids"] == exact[STOCK]["token_ids"]
+        report.add_figure(f"{about}: {kind}, exact requests with stock's tokens", float(are_equal), "share", "higher")
+    seconds: dict[str, list[float]] = defaultdict(list)
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for round_number in range(repeats + 1):  # the first is a warm-up
+        for kind, server in engines.items():
+            part = server.ask(length, seed=length + round_number, new_tokens=1, exact=False)
+            pairs[kind].append((part["kept_pairs"], part["causal_pairs"]))
+            if round_number:
+                seconds[kind].append(part["seconds"])
+    for kind, times in seconds.items():
+        report.add_figure(f"{about}: {kind}, TTFT of {layers} layers", median(times), "s", "lower")
+        if kind != STOCK:
+            speed_up = median(seconds[STOCK]) / median(times)
+            report.add_figure(f"{about}: {kind}, TTFT speed-up of {layers} layers", speed_up, "ratio", "higher")
+            kept, causal = (after - before for before, after in zip(pairs[kind][0], pairs[kind][-1], strict=True))
+            if causal:
+                report.add_figure(f"{about}: {kind}, kept share of sparse rows' pairs", kept / causal, "share", "lower")
+
+
+class AnswererError(RuntimeError):
+    """An engine has ended, or the budget is used up."""
+
+
+class Answerer:
+    """An engine in a process of its own that answers one prompt after another."""
+
+    def __init__(self, folder: Path, longest: int, settings: Mapping[str, Any] | None, log: Path, end: float) -> None:
+        self.log, self._end = log, end
+        self._arguments = ["answer", str(folder), str(longest), json.dumps(settings) if settings else ""]
+        self._process: subprocess.Popen[str] | None = None
+        self._parts: queue.Queue[Mapping[str, Any] | None] = queue.Queue()
+
+    def start(self) -> None:
+        """Start the process, and wait until its engine is ready."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.mla", *self._arguments], cwd=ROOT, env=engine_environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        self._next_part()
+
+    def ask(self, tokens: int, seed: int, new_tokens: int, exact: bool) -> Mapping[str, Any]:
+        """Return the answer to a random prompt of ``tokens``."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        request = {"tokens": tokens, "seed": seed, "new_tokens": new_tokens, "exact": exact}
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the process has ended, and _next_part says why
+        return self._next_part()
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        with self.log.open("w", encoding="utf-8") as file:
+            for line in process.stdout or ():
+                file.write(line)
+                file.flush()
+                if line.startswith('{"mla"') and line.endswith("\n"):
+                    self._parts.put(json.loads(line))
+        self._parts.put(None)
+
+    def _next_part(self) -> Mapping[str, Any]:
+        try:
+            part = self._parts.get(timeout=max(self._end - time.monotonic(), 0.01))
+        except queue.Empty:
+            raise AnswererError(f"stopped, because the budget (--budget-s) was used up; its log: {self.log}") from None
+        if part is None:
+            reason = reason_in(self.log.read_text(encoding="utf-8"))
+            raise AnswererError(f"an engine ended: {reason}; its log: {self.log}")
+        return part
+
+
+def engine_environment() -> dict[str, str]:
+    """Return the environment of the engines' processes."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(ROOT), str(ROOT / "kernels"), env.get("PYTHONPATH", "")]
+    return env | {"PYTHONPATH": os.pathsep.join(paths)} | ({} if has_cuda() else CPU_ENV)
+
+
 def run_engine(
     arguments: Sequence[str], log: Path, limit_s: float, on_part: Callable[[Mapping[str, Any]], None]
 ) -> str | None:
     """Run an engine in a process, and pass on each part of its results at once. Return the reason if it failed."""
     if limit_s <= 0:
         return "not started, because the budget (--budget-s) is used up"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(ROOT), str(ROOT / "kernels"), env.get("PYTHONPATH", "")]
-    env |= {"PYTHONPATH": os.pathsep.join(paths)} | ({} if has_cuda() else CPU_ENV)
+    env = engine_environment()
     command = [sys.executable, "-m", "benchmarks.mla", "engine", *arguments]
     stopped = threading.Event()
     with (

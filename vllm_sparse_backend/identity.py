@@ -11,7 +11,13 @@ LOGGER = "vllm.sparse_prefill"
 """A child of vLLM's logger: from other loggers, vLLM's logging shows only WARNING and above."""
 
 BACKEND = "vllm_sparse_backend.serving.worker.backend.SparsePrefillBackend"
+MLA_BACKEND = "vllm_sparse_backend.serving.worker.mla_prefill.SparseMlaPrefillBackend"
 NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
+
+FLAG = "--attention-backend sparse-prefill"
+"""Selects ``BACKEND``, for models with plain keys and values."""
+MLA_FLAG = "--attention-config.mla_prefill_backend sparse-prefill"
+"""Selects ``MLA_BACKEND``, for models with multi-head latent attention. Their decode stays stock vLLM's."""
 
 OLDEST, TOO_NEW = (0, 26), (0, 34)
 """Supported vLLM releases: from ``OLDEST`` to below ``TOO_NEW``. pyproject.toml pins the same."""

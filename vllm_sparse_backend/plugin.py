@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point for vLLM's plugin loader: makes ``--attention-backend sparse-prefill`` select this backend.
+"""The entry point for vLLM's plugin loader: makes two flags select this package's backends.
 
+``--attention-backend sparse-prefill`` selects the attention backend, for models with plain keys and values.
+``--attention-config.mla_prefill_backend sparse-prefill`` selects the prefill backend for multi-head latent attention.
 The loader calls ``register`` in every process, more than once, before the command line is read.
 """
 
@@ -10,7 +12,16 @@ import re
 from collections.abc import Callable
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, OLDEST, RELEASES, TOO_NEW
+from vllm_sparse_backend.identity import (
+    BACKEND,
+    LOGGER,
+    MLA_BACKEND,
+    MLA_FLAG,
+    NAMES,
+    OLDEST,
+    RELEASES,
+    TOO_NEW,
+)
 
 logger = logging.getLogger(LOGGER)
 
@@ -58,15 +69,16 @@ def _log_if_unavailable(register: Callable[[], None]) -> Callable[[], None]:
 
 @_log_if_unavailable
 def register() -> None:
-    """Register the backend with vLLM: the entry point of the group ``vllm.general_plugins``. Idempotent.
+    """Register the backends with vLLM: the entry point of the group ``vllm.general_plugins``. Idempotent.
 
     Most processes that call this run another backend, or do not know their backend yet. It therefore installs only the
     hooks of ``hooks.install``: on the lookup of a backend, and where a process gets its configuration.
     """
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_sparse_backend.serving import hooks
-    from vllm_sparse_backend.serving.registration import why_displaced
+    from vllm_sparse_backend.serving.registration import why_displaced, why_mla_prefill_displaced
 
     if (why := why_displaced()) is not None:
         logger.warning("sparse-prefill is not available: %s", why)
@@ -78,3 +90,9 @@ def register() -> None:
     # plugins. vLLM looks the flag's value up among the enum's names in capitals.
     for name in NAMES:
         AttentionBackendEnum._member_map_[name] = custom
+    if (why := why_mla_prefill_displaced()) is not None:
+        logger.warning("%s is not available: %s", MLA_FLAG, why)
+        return
+    register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, MLA_BACKEND)
+    for name in NAMES:
+        MLAPrefillBackendEnum._member_map_[name] = MLAPrefillBackendEnum.CUSTOM

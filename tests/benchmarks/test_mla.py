@@ -2,6 +2,7 @@
 """`benchmarks.mla`: its shapes, its calculations, and rows that are written as soon as they are measured."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -186,6 +187,55 @@ def test_a_shape_that_fails_does_not_stop_the_other(tmp_path: Path, monkeypatch:
     wrong = CliRunner().invoke(mla.app, ["measure", "--shape", "r1"])
     assert wrong.exit_code == 2
     assert "given r1, expected deepseek-r1 or kimi-k2" in " ".join(wrong.output.replace("│", "").split())
+
+
+ENGINE = """import json, sys
+kind = "stock" if not sys.argv[-1] else json.loads(sys.argv[-1])["method"]
+print('{"mla": "start"}', flush=True)
+pairs = 0
+for line in sys.stdin:
+    request = json.loads(line)
+    seconds = request["tokens"] / 1e5 / {"stock": 1, "a_shape": 2, "top_p": 1.25}[kind]
+    same = request["exact"] or kind == "stock"
+    tokens = [request["seed"]] * request["new_tokens"] if same and kind != BROKEN else [7]
+    pairs += 100
+    print(json.dumps({"mla": "answer", "seconds": seconds, "token_ids": tokens,
+                      "kept_pairs": pairs / 4, "causal_pairs": pairs}), flush=True)
+"""
+"""An engine that answers by these times, and with other tokens if its method is BROKEN."""
+
+
+def test_engines_are_compared_by_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, ENGINE.replace("BROKEN", "'top_p'"))
+    out = tmp_path / "out.json"
+    command = ["compare", "--shape", "kimi-k2", "--out", str(out), "--logs", str(tmp_path / "logs"), "--repeats", "2"]
+    result = CliRunner().invoke(mla.app, command)
+    assert result.exit_code == 0, result.output
+    values = {row["name"]: row["value"] for row in json.loads(out.read_text())}
+    assert values[f"{ABOUT}: stock, TTFT of 4 layers"] == pytest.approx(TOKENS / 1e5, rel=1e-3)
+    assert values[f"{ABOUT}: a_shape, TTFT speed-up of 4 layers"] == pytest.approx(2)
+    assert values[f"{ABOUT}: top_p, TTFT speed-up of 4 layers"] == pytest.approx(1.25)
+    assert values[f"{ABOUT}: a_shape, kept share of sparse rows' pairs"] == 0.25
+    tokens = [values[f"{ABOUT}: {kind}, exact requests with stock's tokens"] for kind in ("a_shape", "top_p")]
+    assert tokens == [1, 0]
+    assert {int(row.split(" heads, ")[1].split(" ")[0].replace(",", "")) for row in values} == {16384, 65536, 131072}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("raise ValueError('no such backend')\n", "an engine ended: .*ValueError: no such backend"),
+        ("import time\ntime.sleep(60)\n", "stopped, because the budget (--budget-s) was used up"),
+    ],
+)
+def test_a_comparison_says_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str) -> None:
+    script(tmp_path, monkeypatch, text)
+    begin = time.monotonic()
+    command = ["compare", "--shape", "kimi-k2", "--budget-s", "2", "--logs", str(tmp_path / "logs")]
+    result = CliRunner().invoke(mla.app, command)
+    assert result.exit_code == 1
+    assert re.search(says.replace("(", r"\(").replace(")", r"\)"), result.output), result.output
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.full

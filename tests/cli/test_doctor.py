@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill doctor`: layers of fabricated models, the exit code and the last line."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +14,14 @@ from typer.testing import CliRunner
 
 from tests.helpers.external_tools import ROOT
 from tests.helpers.folders import LLAMA_8B, model_folder
+from tests.helpers.tiny_models import MLA_CONFIG
 from vllm_sparse_backend.cli import app, doctor
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_check import layer_reasons, read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.identity import MLA_FLAG
 
 SMALLER = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
 LLAMA = LLAMA_8B | SMALLER
@@ -186,6 +190,26 @@ def test_folders_that_are_no_models(tmp_path: Path, content: str | None, says: s
 def run_doctor(*args: str) -> tuple[int, list[str]]:
     result = CliRunner().invoke(app, ["doctor", *args])
     return result.exit_code, result.output.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, rf"  ok  can run sparse: 2 of 2 layers, with {MLA_FLAG}: "),
+        ({"index_topk": 2048}, rf" bad  model: {MLA_FLAG} would refuse it: the model selects keys itself"),
+        ({"v_head_dim": 64}, "would refuse it: the model has .*v_head_dim 64, expected 128, 64, 128"),
+    ],
+)
+def test_models_with_latent_attention_have_a_flag_of_their_own(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MLA_CONFIG | changes))
+    code, lines = run_doctor(str(tmp_path))
+    assert any(re.search(says, line) for line in lines), lines
+    if changes:
+        assert code == 1
+    else:
+        assert lines[-1] == f"Works here: vllm serve MODEL {MLA_FLAG}"
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

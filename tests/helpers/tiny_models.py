@@ -49,7 +49,38 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path, *, seed: int = 0) -> Path:
+MLA_CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 0,
+    "first_k_dense_replace": 2,
+    "num_nextn_predict_layers": 0,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_POSITIONS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "float32",
+    "torch_dtype": "float32",
+}
+"""Multi-head latent attention with the head dimensions of DeepSeek-V3, without experts. vLLM's CPU build decodes only
+with this ``kv_lora_rank``."""
+
+
+def make_model(folder: Path, *, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
     """Write the model to ``folder`` and return it. Leave an existing folder unchanged."""
     if folder.exists():
         return folder
@@ -58,9 +89,9 @@ def make_model(folder: Path, *, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as aside:
         made = Path(aside) / folder.name
         made.mkdir()
-        (made / "config.json").write_text(json.dumps(CONFIG, indent=1))
+        (made / "config.json").write_text(json.dumps(config, indent=1))
         write_tokenizer(made)
-        _write_weights(made, seed)
+        _write_weights(made, seed, config)
         shutil.move(made, folder)
     return folder
 
@@ -90,7 +121,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
-def _write_weights(folder: Path, seed: int) -> None:
+def _write_weights(folder: Path, seed: int, config: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
@@ -98,22 +129,39 @@ def _write_weights(folder: Path, seed: int) -> None:
     def projection(out_features: int, in_features: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(out_features, in_features, generator=generator) * (gain / math.sqrt(in_features))
 
-    hidden, inner, head_dim = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-    q_size, kv_size = CONFIG["num_attention_heads"] * head_dim, CONFIG["num_key_value_heads"] * head_dim
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+
+    def attention() -> dict[str, torch.Tensor]:
+        num_heads = config["num_attention_heads"]
+        if "kv_lora_rank" not in config:
+            q_size, kv_size = num_heads * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+            return {
+                "q_proj": projection(q_size, hidden, QUERY_GAIN),
+                "k_proj": projection(kv_size, hidden),
+                "v_proj": projection(kv_size, hidden),
+                "o_proj": projection(hidden, q_size),
+            }
+        latent, rope, value = config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"]
+        nope = config["qk_nope_head_dim"]
+        return {
+            "q_proj": projection(num_heads * (nope + rope), hidden, QUERY_GAIN),
+            "kv_a_proj_with_mqa": projection(latent + rope, hidden),
+            "kv_a_layernorm": torch.ones(latent),
+            "kv_b_proj": projection(num_heads * (nope + value), latent),
+            "o_proj": projection(hidden, num_heads * value),
+        }
+
     weights = {
         "model.embed_tokens.weight": torch.randn(VOCAB_SIZE, hidden, generator=generator),
         "model.norm.weight": torch.ones(hidden),
         "lm_head.weight": projection(VOCAB_SIZE, hidden),
     }
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         weights |= {
             f"model.layers.{layer}.{name}": tensor
             for name, tensor in {
                 "input_layernorm.weight": torch.ones(hidden),
-                "self_attn.q_proj.weight": projection(q_size, hidden, QUERY_GAIN),
-                "self_attn.k_proj.weight": projection(kv_size, hidden),
-                "self_attn.v_proj.weight": projection(kv_size, hidden),
-                "self_attn.o_proj.weight": projection(hidden, q_size),
+                **{f"self_attn.{name}.weight": tensor for name, tensor in attention().items()},
                 "post_attention_layernorm.weight": torch.ones(hidden),
                 "mlp.gate_proj.weight": projection(inner, hidden),
                 "mlp.up_proj.weight": projection(inner, hidden),

@@ -724,7 +724,7 @@ class TestRunners:
 
     def test_a_step_does_not_ask_for_the_backend_again(self, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every token that is generated takes such a step."""
-        monkeypatch.setattr(hooks, "is_ours", None)
+        monkeypatch.setattr(hooks, "is_selected", None)
         assert runner.execute_model(scheduled({"a": EXACT}), "ab", 2) == ["exact", DEFAULT]
         by_name = hooks._counting(lambda wrapper, attr: attr)
         assert by_name(SimpleNamespace(worker=None), "sample_tokens") == "sample_tokens"

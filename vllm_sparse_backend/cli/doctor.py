@@ -19,10 +19,11 @@ from vllm_sparse_backend.cli import attention_share
 from vllm_sparse_backend.cli.common import Json, MaybeModel, failures
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_shape import ModelShape, config_file
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import write_json
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
 
 Level = Literal["ok", "note", "bad"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -74,7 +75,8 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
             soft_wrap=True,
         )
         raise typer.Exit(1)
-    console.print("Works here: vllm serve MODEL --attention-backend sparse-prefill", highlight=False)
+    flag = MLA_FLAG if model is not None and has_mla(model) else FLAG
+    console.print(f"Works here: vllm serve MODEL {flag}", highlight=False, soft_wrap=True)
 
 
 def installed(distribution: str) -> str | None:
@@ -219,6 +221,9 @@ def attention(model: Path | None) -> Iterator[Finding]:
     if compat.IS_CPU:
         yield ok("attention", "torch; the engines hopper, flash and portable need a GPU")
         return
+    if model is not None and has_mla(model):
+        yield mla_kernels()
+        return
     spec = engine_picker.usual_attention(shape)
     if spec is None:
         yield bad("attention", "no block of keys fits into this device's shared memory")
@@ -243,6 +248,8 @@ def selection(model: Path | None) -> Iterator[Finding]:
         if compat.IS_CPU:
             yield ok("selection", "torch; engines need a GPU")
             return
+        if model is not None and has_mla(model):
+            return  # reported with its attention
         choice = engine_picker.forecast_selection(make_method("default", {}), head_dim)
     except ConfigurationError:
         return  # reported with the model's layers
@@ -272,9 +279,13 @@ def counters() -> Iterator[Finding]:
 def layer_findings(model: Path) -> Iterator[Finding]:
 
     try:
-        reasons = model_check.layer_reasons(config_of(model))
+        config = config_of(model)
+        reasons = model_check.layer_reasons(config)
     except ConfigurationError as error:
         yield bad("model", str(error))
+        return
+    if set(reasons) == {Fallback.MLA}:
+        yield from mla_findings(config, len(reasons))
         return
     for reason in dict.fromkeys(reasons):
         layers = [layer for layer, other in enumerate(reasons) if other == reason]
@@ -287,6 +298,35 @@ def layer_findings(model: Path) -> Iterator[Finding]:
         yield bad("model", f"no layer of {model} can run sparse; serve it without this backend")
     else:
         yield from best_speedups(model)
+
+
+def has_mla(model: Path) -> bool:
+    try:
+        return set(model_check.layer_reasons(config_of(model))) == {Fallback.MLA}
+    except ConfigurationError:
+        return False  # reported with the model's layers
+
+
+def mla_findings(config: dict[str, Any], num_layers: int) -> Iterator[Finding]:
+    problem = next(model_check.mla_problems(config), None)
+    if problem is not None:
+        yield bad("model", f"{MLA_FLAG} would refuse it: {problem}")
+        return
+    yield ok(
+        "can run sparse", f"{num_layers} of {num_layers} layers, with {MLA_FLAG}: they have multi-head latent attention"
+    )
+
+
+def mla_kernels() -> Finding:
+    import torch
+
+    from vllm_sparse_kernels.mla import MlaPrefill
+
+    qk_head_dim = model_check.QK_NOPE_HEAD_DIM + model_check.QK_ROPE_HEAD_DIM
+    refusal = MlaPrefill.refusal(1, qk_head_dim, model_check.V_HEAD_DIM, torch.bfloat16, torch.device("cuda"))
+    if refusal is not None:
+        return bad("attention", f"multi-head latent attention: {refusal}")
+    return ok("attention", "the kernels for multi-head latent attention")
 
 
 def best_speedups(model: Path) -> Iterator[Finding]:

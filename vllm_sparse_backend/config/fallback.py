@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
+from vllm_sparse_backend.identity import FLAG, MLA_FLAG
+
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 """The backend supports multiples of 8 in this range. Kernels pad head_dim to a power of two."""
 
@@ -64,7 +66,9 @@ class Fallback(StrEnum):
     HEAD_SCALES = ("head_scales",
         "the checkpoint has one scale per head for its fp8 KV cache (kv_cache_scheme with strategy attn_head); use a "
         "checkpoint with one scale per layer, or --kv-cache-dtype bfloat16")
-    MLA = ("mla", "multi-head latent attention caches compressed keys; use a model with plain keys and values")
+    MLA = ("mla",
+        f"multi-head latent attention caches compressed keys, and has a flag of its own; pass {MLA_FLAG} in place of "
+        f"{FLAG} (docs/mla.md)")
     PREFILL_CONTEXT_PARALLEL = ("prefill_context_parallel",
         "prefill context parallelism distributes a row's keys over devices; use --prefill-context-parallel-size 1")
     DECODE_CONTEXT_PARALLEL = ("decode_context_parallel",

@@ -5,7 +5,7 @@
 qualifies. The forecast may be too optimistic: each layer is checked again once vLLM has built it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ ENCODER_MODELS = {
     *("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "nomic_bert"),
     *("roberta", "xlm-roberta"),
 }
+
+QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM = 128, 64, 128
+"""Head dimensions of DeepSeek-V2, V3 and R1, and of Kimi-K2: kernels for multi-head latent attention support no others.
+"""
 
 
 class _CheckedFields(BaseModel):
@@ -147,3 +151,26 @@ def _head_dim_of_layer(config: Mapping[str, Any], layer: int, kind: str) -> int 
     else:
         head_dim = config.get("global_head_dim") if kind == "full_attention" else None
     return head_dim if isinstance(head_dim, int) else None
+
+
+def mla_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """List the reasons why a model with MLA cannot prefill sparsely.
+
+    Args:
+        config: The text part of the model's config.json.
+
+    Yields:
+        What the model has, what is possible, and what to do.
+    """
+    if config.get("index_topk"):
+        yield (
+            f"the model selects keys itself (index_topk {config['index_topk']} in its config, as DeepSeek-V3.2), "
+            "expected dense multi-head latent attention (DeepSeek-V3 and R1, Kimi-K2); serve it without this flag"
+        )
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    expected = dict(zip(names, (QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM), strict=True))
+    dims = {name: config.get(name) for name in names}
+    if dims != expected:
+        actual = ", ".join(f"{name} {value}" for name, value in dims.items())
+        wanted = ", ".join(map(str, expected.values()))
+        yield f"the model has {actual}, expected {wanted}: kernels exist for no others; serve it without this flag"

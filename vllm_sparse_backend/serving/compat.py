@@ -5,6 +5,7 @@ Decode rows and dense rows run on ``DenseBackend``: vLLM's FlashAttention, or it
 derive from it and its parts, so keywords that later versions add pass through by inheritance.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -450,6 +451,160 @@ def keep_schedule(metadata: DenseMetadata) -> None:
     """
     if not IS_CPU and metadata.scheduler_metadata is not None:
         metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
+
+
+def layer_number(name: str) -> int | None:
+    """Return the number in a layer's name.
+
+    Args:
+        name: vLLM's name of the layer.
+
+    Returns:
+        The number; None without a number or with several.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    try:
+        return int(extract_layer_index(name))
+    except AssertionError:
+        return None
+
+
+def uses_mla(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM runs the model with multi-head latent attention.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        True if it does.
+    """
+    return bool(getattr(vllm_config.model_config, "use_mla", False))
+
+
+def stock_mla_prefill(vllm_config: VllmConfig) -> type:
+    """Return the prefill backend for MLA that vLLM would choose without ``mla_prefill_backend``.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The class.
+
+    Raises:
+        ValueError: vLLM has no such backend for this device or model.
+    """
+    from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
+
+    # The selector reads only these two parts of the configuration.
+    stock_config = copy.copy(vllm_config)
+    stock_config.attention_config = copy.copy(vllm_config.attention_config)
+    stock_config.attention_config.mla_prefill_backend = None
+    backend: type = get_mla_prefill_backend(stock_config)
+    return backend
+
+
+def is_stock_mla_layer(layer: Any) -> bool:
+    """Return whether a layer prefills through the functions of vLLM that our hooks wrap.
+
+    Args:
+        layer: A layer of vLLM.
+
+    Returns:
+        False for layers that are not MLA, that select their own keys (DeepSeek-V3.2), or whose model has its own
+        prefill.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonBaseImpl
+
+    return (
+        isinstance(layer, MLAAttention)
+        and type(layer).forward_impl is MLAAttention.forward_impl
+        and isinstance(layer.impl, MLACommonBaseImpl)
+        and type(layer.impl).forward_mha is MLACommonBaseImpl.forward_mha
+        and not getattr(layer.impl, "is_sparse", False)
+    )
+
+
+def mla_chunk_tokens(vllm_config: VllmConfig) -> int:
+    """Return the largest number of context tokens that vLLM projects up at once.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The number of tokens of a chunk.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    return int(MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config))
+
+
+def mla_chunks(prefill_metadata: Any) -> list[tuple[slice, list[int]]]:
+    """Return the chunks of context of a step, from data that the host knows.
+
+    vLLM 0.26 passes a part of every row in each chunk, which may be empty. Later releases fill a chunk with whole rows
+    and at most a part of its first and its last row.
+
+    Args:
+        prefill_metadata: vLLM's metadata of the rows that prefill.
+
+    Returns:
+        For each chunk, its rows, and the number of its keys of each row.
+    """
+    context = prefill_metadata.chunked_context
+    if context is None:
+        return []
+    if hasattr(context, "chunks"):
+        return [(chunk.request_slice, chunk.seq_lens.tolist()) for chunk in context.chunks]
+    return [(slice(0, len(seq_lens)), seq_lens) for seq_lens in context.seq_lens.tolist()]
+
+
+def mla_new_tokens_part(prefill_metadata: Any, query_starts: torch.Tensor, max_query_len: int) -> Any:
+    """Return metadata of some of the rows, for a prefill backend that runs only their new tokens.
+
+    Args:
+        prefill_metadata: vLLM's metadata of all rows that prefill.
+        query_starts: [rows + 1] int32 on the device, offsets of the rows' tokens.
+        max_query_len: Largest number of new tokens of a row.
+
+    Returns:
+        The metadata. It is complete for FlashAttention and for the CPU's backend.
+    """
+    return replace(prefill_metadata, query_start_loc=query_starts, max_query_len=max_query_len, chunked_context=None)
+
+
+def mla_chunk_part(
+    prefill_metadata: Any,
+    i_chunk: int,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    key_starts: torch.Tensor,
+    max_keys: int,
+) -> tuple[Any, dict[str, Any]]:
+    """Return metadata of some of the rows, for a prefill backend that runs their part of a chunk of context.
+
+    Args:
+        prefill_metadata: vLLM's metadata of all rows that prefill.
+        i_chunk: Number of the chunk.
+        query_starts: [rows + 1] int32 on the device, offsets of the rows' new tokens.
+        max_query_len: Largest number of new tokens of a row.
+        key_starts: [rows + 1] int32 on the device, offsets of the rows' keys.
+        max_keys: Largest number of keys of a row.
+
+    Returns:
+        The metadata, and the argument that names the chunk. Both are complete for FlashAttention and for the CPU's
+        backend.
+    """
+    context = prefill_metadata.chunked_context
+    if hasattr(context, "chunks"):
+        chunk = replace(
+            context.chunks[i_chunk], query_start_loc=query_starts, max_query_len=max_query_len, cu_seq_lens=key_starts,
+            max_seq_len=max_keys,
+        )  # fmt: skip
+        return prefill_metadata, {"chunk": chunk}
+    single = replace(context, cu_seq_lens=[key_starts], max_seq_lens=[max_keys])
+    part = replace(prefill_metadata, query_start_loc=query_starts, max_query_len=max_query_len, chunked_context=single)
+    return part, {"chunk_idx": 0}
 
 
 def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, rows: slice, tokens: slice) -> None:

@@ -19,15 +19,22 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import DOCUMENTS, REQUESTS
 from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
-from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, RELEASES
-from vllm_sparse_backend.serving.registration import is_ours, why_displaced
+from vllm_sparse_backend.identity import BACKEND, FLAG, LOGGER, MLA_BACKEND, MLA_FLAG, NAMES, RELEASES
+from vllm_sparse_backend.serving.registration import (
+    is_our_mla_prefill,
+    is_ours,
+    is_selected,
+    mla_prefill_of,
+    why_displaced,
+    why_mla_prefill_displaced,
+)
 
 logger = logging.getLogger(LOGGER)
 
@@ -43,6 +50,7 @@ FRONT = "the front process"
 SERVER = "servers' processes"
 CORE = "the engine's core"
 WORKER = "workers"
+MLA_WORKER = "workers, for multi-head latent attention"
 OLDER = "workers with the older runner"
 NEWER = "workers with Model Runner V2"
 UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: 0.26 to 0.29, hybrid models, encoders"
@@ -54,6 +62,9 @@ Ranks without requests call the last of these while other ranks are busy. Steps 
 differ between executors.
 """
 
+MLA_LAYER = "sparse_prefill_layer"
+"""Attribute of vLLM's implementation of an MLA layer: its number, if it can run sparse."""
+
 LOOKED_UP = frozenset((WORKER_METHOD, REPORT_METHOD, AGREEMENT_METHOD, *FOR_NO_REQUEST))
 """Methods of a worker that vLLM calls by name, and that we provide or wrap."""
 
@@ -63,11 +74,19 @@ LOOKED_UP = frozenset((WORKER_METHOD, REPORT_METHOD, AGREEMENT_METHOD, *FOR_NO_R
 
 def _looked_up(original: Function) -> Function:
     """Refuse the flag's value if another plugin holds CUSTOM; the lookup happens after all plugins are loaded."""
+    return _refused_if_displaced(original, FLAG, why_displaced)
 
+
+def _mla_looked_up(original: Function) -> Function:
+    """Refuse the value of the flag for MLA if another plugin holds CUSTOM there."""
+    return _refused_if_displaced(original, MLA_FLAG, why_mla_prefill_displaced)
+
+
+def _refused_if_displaced(original: Function, flag: str, why_not: Callable[[], str | None]) -> Function:
     def look_up(cls: type, name: str) -> Any:
         member = original(cls, name)
-        if name in NAMES and (why := why_displaced()) is not None:
-            error = ConfigurationError(f"--attention-backend sparse-prefill: not available: {why}")
+        if name in NAMES and (why := why_not()) is not None:
+            error = ConfigurationError(f"{flag}: not available: {why}")
             _end_in_one_line(error)
             raise error
         return member
@@ -93,8 +112,10 @@ def _checked(original: Function) -> Function:
 
             log_unread_settings(vllm_config)
             return
-        from vllm_sparse_backend.serving.startup import check
+        from vllm_sparse_backend.serving import mla_startup, startup
 
+        is_for_mla = is_our_mla_prefill(mla_prefill_of(vllm_config.attention_config))
+        check = mla_startup.check if is_for_mla else startup.check
         try:
             check(vllm_config)
         except ConfigurationError as error:
@@ -119,11 +140,13 @@ def serves(vllm_config: Any) -> bool:
         ConfigurationError: The front process checked the configuration as ours, but in this process another plugin
             has taken the backend's place and would run its rows.
     """
-    if is_ours(vllm_config.attention_config.backend):
+    if is_selected(vllm_config.attention_config):
         return True
     carried = vllm_config.additional_config
-    if isinstance(carried, Mapping) and DOCUMENTS in carried and (why := why_displaced()) is not None:
-        raise ConfigurationError(f"--attention-backend sparse-prefill: not available in this process: {why}")
+    if isinstance(carried, Mapping) and DOCUMENTS in carried:
+        for flag, why in ((FLAG, why_displaced()), (MLA_FLAG, why_mla_prefill_displaced())):
+            if why is not None:
+                raise ConfigurationError(f"{flag}: not available in this process: {why}")
     return False
 
 
@@ -175,6 +198,23 @@ def _selectable(original: Function) -> Function:
     return get_attn_backend_cls
 
 
+def _mla_selectable(original: Function) -> Function:
+    """Select our prefill backend for MLA on the CPU platform, which otherwise ignores the configured backend."""
+
+    def get_mla_prefill_backend(vllm_config: Any) -> Any:
+        if vllm_config is not None and is_our_mla_prefill(mla_prefill_of(vllm_config.attention_config)):
+            return _imported(MLA_BACKEND)
+        return original(vllm_config)
+
+    return get_mla_prefill_backend
+
+
+def _imported(path: str) -> Any:
+    """Import a class or function by its qualified name."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 # --- servers' processes ---
 
 
@@ -205,7 +245,7 @@ def _counting(original: Function) -> Function:
         if attr not in LOOKED_UP:  # the methods of every step
             return original(self, attr)
         worker = vars(self).get("worker")  # absent until it is created
-        if worker is None or not is_ours(worker.vllm_config.attention_config.backend):
+        if worker is None or not is_selected(worker.vllm_config.attention_config):
             return original(self, attr)
         if attr == WORKER_METHOD:
             from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
@@ -243,7 +283,7 @@ def _marked(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours(self.vllm_config.attention_config.backend):
+        if not is_selected(self.vllm_config.attention_config):
             return original(self, *args, **kwargs)
         from vllm_sparse_backend.serving.frontend.prefill_reports import plain_ticket
         from vllm_sparse_backend.serving.level_policy import mark_of
@@ -262,7 +302,7 @@ def _with_http_level(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self.vllm_config.attention_config.backend):
+        if is_selected(self.vllm_config.attention_config):
             from vllm_sparse_backend.serving.level_policy import apply_http_request
 
             apply_http_request(signature.bind(self, *args, **kwargs).arguments["sampling_params"])
@@ -290,7 +330,7 @@ def _marked_in_core(original: Function) -> Function:
     """Mark requests that have no mark, and apply the exact switch to all requests, before their blocks are hashed."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        if not is_ours(self.vllm_config.attention_config.backend):
+        if not is_selected(self.vllm_config.attention_config):
             return original(self, request)
         from vllm_sparse_backend.serving.core import exact_switch, unmarked_requests
 
@@ -310,7 +350,7 @@ def _switching(original: Function) -> Function:
     """Answer ``SWITCH_METHOD`` in the core, and add the switch's position to the workers' answers for /metrics."""
 
     def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_ours(self.vllm_config.attention_config.backend):
+        if not is_selected(self.vllm_config.attention_config):
             return original(self, method, timeout, args, kwargs)
         from vllm_sparse_backend.serving.core import exact_switch
 
@@ -338,7 +378,7 @@ def _known(original: Function) -> Function:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         requests = vars(self).get(REQUESTS)
         if requests is None:  # the runner's first step, or a runner without a layer of ours
-            if not is_ours(self.vllm_config.attention_config.backend):
+            if not is_selected(self.vllm_config.attention_config):
                 return original(self, scheduler_output, *args, **kwargs)
             from vllm_sparse_backend.serving.worker.step_context import requests_of
 
@@ -363,6 +403,41 @@ def _batch_told(original: Function) -> Function:
         return original(self, input_batch, *args, **kwargs)
 
     return prepare_attn
+
+
+# --- workers: multi-head latent attention ---
+
+
+def _rows_of_mla_known(original: Function) -> Function:
+    """Give our prefill backend the metadata of the whole batch before vLLM gives it that of the rows that prefill.
+
+    Metadata of draft models (``fast_build``) is not passed on: their rows stay dense.
+    """
+
+    def build(
+        self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
+    ) -> Any:
+        begin_step = getattr(self._prefill_backend, "begin_step", None)
+        if begin_step is not None and not fast_build:
+            begin_step(common_attn_metadata, common_prefix_len, self.reorder_batch_threshold or 1)
+        return original(self, common_prefix_len, common_attn_metadata, fast_build, **kwargs)
+
+    return build
+
+
+def _layer_of_mla_known(original: Function) -> Function:
+    """Tell our prefill backend which layer calls it: the layers of a cache group share a backend in a step."""
+
+    def forward_mha(
+        self: Any, q: Any, kv_c_normed: Any, k_pe: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        begin_layer = getattr(attn_metadata.prefill.prefill_backend, "begin_layer", None)
+        if begin_layer is not None:
+            begin_layer(vars(self).get(MLA_LAYER))
+        return original(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *args, **kwargs)
+
+    return forward_mha
 
 
 # --- processes that are spawned ---
@@ -403,6 +478,8 @@ class ReadClass(NamedTuple):
 
 
 _BLOCK = ("request", "start_token_idx", "end_token_idx")
+_MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
+_MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
 # fmt: off
 HOOKS = (
@@ -410,12 +487,16 @@ HOOKS = (
          "the configuration is checked before a model loads; if it is ours, the front process gets its hooks"),
     Hook(EVERY, "vllm.v1.attention.backends.registry", "_AttentionBackendEnumMeta", "__getitem__", ("name",),
          _looked_up, "the flag is refused where another plugin has taken its backend's place"),
+    Hook(EVERY, f"{_MLA_PREFILL}.registry", "_MLAPrefillBackendEnumMeta", "__getitem__", ("name",), _mla_looked_up,
+         "the flag for MLA is refused where another plugin has taken its backend's place"),
     Hook(EVERY, "vllm.v1.executor.abstract", "Executor", "__init__", ("vllm_config",), _begun(_core_begins),
          "an engine's core whose configuration is ours gets its hooks"),
     Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerBase", "__init__", ("vllm_config",), _begun(_worker_begins),
          "a worker whose configuration is ours gets its hooks"),
     Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
          ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the configured backend"),
+    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", ("vllm_config",), _mla_selectable,
+         "a CPU runs the configured prefill backend for MLA"),
     Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoints,
          "levels are read from the bodies of POST requests; /metrics shows our counters"),
     Hook(COUNTERS, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "__getattr__", ("attr",), _counting,
@@ -437,6 +518,12 @@ HOOKS = (
          _known, "the requests of a step are mapped to levels"),
     Hook(UNNUMBERED, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",),
          _batch_told, "the rows of a step are mapped to requests"),
+    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build",
+         ("common_prefix_len", "common_attn_metadata", "fast_build"), _rows_of_mla_known,
+         "the rows that prefill are mapped to requests"),
+    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha",
+         ("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata"), _layer_of_mla_known,
+         "the prefill backend, which layers share, knows the layer"),
 )
 READ_CLASSES = (
     ReadClass(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
@@ -444,6 +531,9 @@ READ_CLASSES = (
     ReadClass(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
          ("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens")),
     ReadClass(WORKER, "vllm.v1.worker.gpu_worker", "Worker", FOR_NO_REQUEST),
+    ReadClass(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", ("_prefill_backend", "reorder_batch_threshold")),
+    ReadClass(MLA_WORKER, _MLA_ATTENTION, "MLACommonPrefillMetadata",
+         ("query_start_loc", "max_query_len", "chunked_context", "prefill_backend")),
     ReadClass(OLDER, "vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids",)),
     ReadClass(NEWER, "vllm.v1.worker.gpu.states", "RequestState", ("index_to_req_id",)),
     ReadClass(UNNUMBERED, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),
@@ -461,6 +551,7 @@ def install() -> None:
     _install(EVERY)
     if current_platform.is_cpu():
         _install(ON_CPU)
+        _replace_by_name("get_mla_prefill_backend", _imported(f"{_MLA_PREFILL}.selector.get_mla_prefill_backend"))
 
 
 def install_counters() -> str | None:
@@ -497,22 +588,22 @@ def install_in_front() -> None:
 
 def install_in_core() -> None:
     """Install the core's hooks. All modules that imported the block-hashing function by name get the wrapper."""
-    from vllm.v1.core import block_pool, kv_cache_utils
+    from vllm.v1.core import kv_cache_utils
 
     name = "generate_block_hash_extra_keys"
     hasher = kv_cache_utils.get_request_block_hasher(16, repr)
     if name not in hasher.__code__.co_names:
         raise _misfit(f"{kv_cache_utils.__name__}.get_request_block_hasher does not call {name}")
     _install(CORE)
-    for module in (block_pool, *_modules_with(name)):
-        setattr(module, name, getattr(kv_cache_utils, name))
+    importlib.import_module("vllm.v1.core.block_pool")
+    _replace_by_name(name, getattr(kv_cache_utils, name))
 
 
-def _modules_with(name: str) -> Iterator[Any]:
-    """Yield vLLM's modules that imported the function by name before it was replaced."""
+def _replace_by_name(name: str, function: Function) -> None:
+    """Replace a wrapped function in all modules of vLLM that imported it by name before."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("vllm.v1.") and name in vars(module):
-            yield module
+        if getattr(module, "__name__", "").startswith("vllm.") and name in vars(module):
+            setattr(module, name, function)
 
 
 def install_in_worker(vllm_config: Any) -> None:
@@ -524,6 +615,11 @@ def install_in_worker(vllm_config: Any) -> None:
     newer = (NEWER,) if numbers_rows(vllm_config) else (NEWER, UNNUMBERED)
     for where in (WORKER, *(newer if vllm_config.use_v2_model_runner else (OLDER,))):
         _install(where)
+
+
+def install_for_mla() -> None:
+    """Install a worker's hooks for multi-head latent attention, which provide the rows and the layer of each call."""
+    _install(MLA_WORKER)
 
 
 def numbers_rows(vllm_config: Any) -> bool:

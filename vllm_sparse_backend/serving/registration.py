@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This backend's entry in vLLM's enum of attention backends, and checks that no other plugin has taken it.
+"""This package's entries in vLLM's enums of attention backends, and checks that no other plugin has taken them.
 
-vLLM has a single entry for external backends, ``CUSTOM``, which ``plugin.register`` points at our backend. This module
-imports vLLM inside its functions only: plugins are loaded before vLLM knows its platform.
+vLLM has two enums: of attention backends, and of prefill backends for multi-head latent attention (MLA). Each has a
+single entry for external backends, ``CUSTOM``, which ``plugin.register`` points at our backend. This module imports
+vLLM inside its functions only: plugins are loaded before vLLM knows its platform.
 """
 
 from typing import Any
 
-from vllm_sparse_backend.identity import BACKEND
+from vllm_sparse_backend.identity import BACKEND, MLA_BACKEND
 
 
 def is_ours(backend: Any) -> bool:
@@ -21,12 +22,54 @@ def is_ours(backend: Any) -> bool:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    custom = AttentionBackendEnum.CUSTOM
-    return backend is custom and custom.is_overridden() and custom.get_path() == BACKEND
+    return backend is AttentionBackendEnum.CUSTOM and _holds(backend, BACKEND)
+
+
+def is_our_mla_prefill(backend: Any) -> bool:
+    """Return whether a configured prefill backend for MLA is this package's.
+
+    Args:
+        backend: vLLM's enum member for the prefill backend; None if vLLM chooses.
+
+    Returns:
+        True if it is ``CUSTOM`` and ``CUSTOM`` points at our prefill backend.
+    """
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    return backend is MLAPrefillBackendEnum.CUSTOM and _holds(backend, MLA_BACKEND)
+
+
+def is_selected(attention_config: Any) -> bool:
+    """Return whether an engine runs this package: its attention backend, or its prefill backend for MLA.
+
+    Args:
+        attention_config: vLLM's ``AttentionConfig``.
+
+    Returns:
+        True if one of the two flags selects this package.
+    """
+    return is_ours(attention_config.backend) or is_our_mla_prefill(mla_prefill_of(attention_config))
+
+
+def mla_prefill_of(attention_config: Any) -> Any:
+    """Return the configured prefill backend for MLA.
+
+    Args:
+        attention_config: vLLM's ``AttentionConfig``.
+
+    Returns:
+        vLLM's enum member; None if vLLM chooses.
+    """
+    return getattr(attention_config, "mla_prefill_backend", None)
+
+
+def _holds(custom: Any, path: str) -> bool:
+    """Return whether an enum's entry for external backends points at a class."""
+    return bool(custom.is_overridden() and custom.get_path() == path)
 
 
 def why_displaced() -> str | None:
-    """Return why the flag cannot select this backend.
+    """Return why ``--attention-backend`` cannot select this backend.
 
     Plugins load in the order of their entry points, so another plugin may take ``CUSTOM`` before or after ours.
 
@@ -35,12 +78,26 @@ def why_displaced() -> str | None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    custom = AttentionBackendEnum.CUSTOM
-    if not custom.is_overridden() or custom.get_path() == BACKEND:
+    return _why_taken(AttentionBackendEnum.CUSTOM, BACKEND, "attention backend")
+
+
+def why_mla_prefill_displaced() -> str | None:
+    """Return why ``--attention-config.mla_prefill_backend`` cannot select our prefill backend.
+
+    Returns:
+        The plugin that holds ``CUSTOM``, and what to do; None if no other plugin does.
+    """
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    return _why_taken(MLAPrefillBackendEnum.CUSTOM, MLA_BACKEND, "MLA prefill backend")
+
+
+def _why_taken(custom: Any, path: str, kind: str) -> str | None:
+    if not custom.is_overridden() or _holds(custom, path):
         return None
     return (
-        f"another plugin has taken vLLM's only slot for a custom attention backend ({custom.get_path()}). Choose "
-        "plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
+        f"another plugin has taken vLLM's only slot for a custom {kind} ({custom.get_path()}). Choose plugins with "
+        "VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
     )
 
 

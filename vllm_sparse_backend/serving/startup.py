@@ -94,12 +94,34 @@ def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
 
-def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+def shared_refusals(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    """List the options of vLLM that neither the attention backend nor the prefill backend for MLA can honour.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        resolved: The settings.
+
+    Yields:
+        The option, the reason, and what to do.
+    """
     if compat.is_set("VLLM_BATCH_INVARIANT"):
         yield (
             "VLLM_BATCH_INVARIANT is set, but the selected keys depend on how the scheduler cuts a prompt into chunks, "
             "and thus on other requests; unset it, or serve without this backend"
         )
+    if rust_frontend.is_configured() and (why := rust_frontend.refusal(resolved)) is not None:
+        yield why
+    stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
+    if stores and resolved.pools and not resolved.is_dense:
+        yield (
+            f"{', '.join(sorted(stores))} could not separate sparse and exact keys and values of pooling requests, "
+            "because these requests have no hashes of their own; serve without that store, or exact (requests: "
+            "{default: exact})"
+        )
+
+
+def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    yield from shared_refusals(vllm_config, resolved)
     # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
     if _optional(vllm_config, "speculative_config", "enable_adaptive_verification"):
         yield (
@@ -116,15 +138,6 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
         yield (
             "parts of this model's prompts (its images) attend in both directions, which needs FlashAttention 4, but "
             f"vLLM uses version {version} here; serve it without this backend"
-        )
-    if rust_frontend.is_configured() and (why := rust_frontend.refusal(resolved)) is not None:
-        yield why
-    stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
-    if stores and resolved.pools and not resolved.is_dense:
-        yield (
-            f"{', '.join(sorted(stores))} could not separate sparse and exact keys and values of pooling requests, "
-            "because these requests have no hashes of their own; serve without that store, or exact (requests: "
-            "{default: exact})"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_sparse_backend.config.keys import KEY, OPTION
-from vllm_sparse_backend.identity import LOGGER, NAMES
+from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG, NAMES
 
 VARIABLE = "VLLM_ATTENTION_BACKEND"
 """Environment variable that older releases of vLLM read instead of the flag."""
@@ -27,23 +27,25 @@ def log_unread_settings(vllm_config: Any) -> None:
         return
     backend = vllm_config.attention_config.backend
     if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
-        init_logger(LOGGER).info_once(unread_settings(backend))
+        has_mla = getattr(vllm_config.model_config, "use_mla", False)
+        init_logger(LOGGER).info_once(unread_settings(backend, MLA_FLAG if has_mla else FLAG))
     elif os.environ.get(VARIABLE, "").upper() in NAMES and not _is_read(VARIABLE):
         init_logger(LOGGER).info_once(unread_variable(backend))
 
 
-def unread_settings(backend: Any) -> str:
+def unread_settings(backend: Any, flag: str = FLAG) -> str:
     """Format the line about ignored settings.
 
     Args:
         backend: vLLM's enum member for the configured backend; None if vLLM chooses.
+        flag: The option that selects this package for the served model.
 
     Returns:
         The line, with what to do.
     """
     line = (
-        f"sparse-prefill: {KEY} in {OPTION} is ignored: attention runs on {_name_of(backend)}; add "
-        "--attention-backend sparse-prefill to use these settings, or remove them"
+        f"sparse-prefill: {KEY} in {OPTION} is ignored: attention runs on {_name_of(backend)}; add {flag} to use these "
+        "settings, or remove them"
     )
     if (value := os.environ.get(VARIABLE)) is not None and not _is_read(VARIABLE):
         line += f" ({VARIABLE}={value} is set, but this release of vLLM does not read it)"

@@ -88,7 +88,7 @@ class TestAddress:
 
     @pytest.fixture(autouse=True)
     def ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("vllm_sparse_backend.serving.frontend.metrics_endpoint.is_ours", lambda _: True)
+        monkeypatch.setattr("vllm_sparse_backend.serving.frontend.metrics_endpoint.is_selected", lambda _: True)
         monkeypatch.setattr(switch_endpoint, "TIMEOUT_S", 0.05)
 
     def test_every_engine_is_told(self) -> None:

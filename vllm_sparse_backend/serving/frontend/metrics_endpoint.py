@@ -27,7 +27,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend.engine_counts import TIMEOUT_S, EngineReader, SiblingCounts
 from vllm_sparse_backend.serving.frontend.engine_rpc import engine_calls, path_of, send_with_body
 from vllm_sparse_backend.serving.frontend.switch_endpoint import SwitchEndpoint
-from vllm_sparse_backend.serving.registration import is_ours
+from vllm_sparse_backend.serving.registration import is_selected
 from vllm_sparse_backend.serving.resolution import settings_of
 
 logger = logging.getLogger(LOGGER)
@@ -276,7 +276,7 @@ class MetricsEndpoint:
             args: The server's arguments, which are not used.
         """
         config = getattr(engine_client, "vllm_config", None)
-        if config is not None and is_ours(config.attention_config.backend):
+        if config is not None and is_selected(config.attention_config):
             settings = settings_of(config)
             siblings = SiblingCounts.of_server(config)
             name = config.model_config.served_model_name

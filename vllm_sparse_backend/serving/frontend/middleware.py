@@ -30,7 +30,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.frontend.engine_rpc import path_of
 from vllm_sparse_backend.serving.frontend.prefill_reports import ANSWERED, Reporting
 from vllm_sparse_backend.serving.level_policy import HTTP_REQUEST, HttpRequest, cached_choices, input_processor_of
-from vllm_sparse_backend.serving.registration import is_ours
+from vllm_sparse_backend.serving.registration import is_selected
 
 PREFILLING = {
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
@@ -391,7 +391,7 @@ class LevelsEndpoint:
             ConfigurationError: The policy names a model that the server does not serve.
         """
         config = getattr(engine_client, "vllm_config", None)
-        if config is None or not is_ours(config.attention_config.backend):
+        if config is None or not is_selected(config.attention_config):
             return
         choices, served = cached_choices(input_processor_of(engine_client)), served_names(args)
         unknown = [name for name in choices.models if name not in served]

@@ -18,7 +18,7 @@ from vllm_sparse_backend.config.resolved import Numbers
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.frontend.engine_rpc import call_engines
-from vllm_sparse_backend.serving.registration import is_ours
+from vllm_sparse_backend.serving.registration import is_selected
 from vllm_sparse_backend.serving.resolution import resolve
 
 logger = logging.getLogger(LOGGER)
@@ -99,7 +99,7 @@ class AgreementEndpoint:
             ConfigurationError: A worker has other lengths.
         """
         config = getattr(engine_client, "vllm_config", None)
-        if config is None or not is_ours(config.attention_config.backend) or not hasattr(engine_client, "engine_core"):
+        if config is None or not is_selected(config.attention_config) or not hasattr(engine_client, "engine_core"):
             return
         answers, failed = await call_engines(engine_client, AGREEMENT_METHOD, timeout_s=TIMEOUT_S)
         for engine, why in failed.items():

@@ -222,6 +222,25 @@ class Recorder:
             if name != "tiles" or self.is_first_rank:
                 self._add(name, (layer, level), amount)
 
+    def kept_pairs_counter(self, layer: int, level: str, causal_pairs: int, num_tiles: int) -> torch.Tensor:
+        """Count a call whose kernels count the pairs that they keep. Does not wait for the device.
+
+        Args:
+            layer: Number of the layer.
+            level: Name of the level of the call's rows.
+            causal_pairs: (query, key) pairs of dense attention, of all heads.
+            num_tiles: Tiles of queries, 0 if another call counts them.
+
+        Returns:
+            [1] int64 on the device: the counter of kept pairs, to which the kernels add.
+        """
+        amounts = {"kept_pairs": 0, "causal_pairs": causal_pairs, "tiles": num_tiles if self.is_first_rank else 0}
+        for name, amount in amounts.items():
+            if name != "tiles" or amount:
+                self._add(name, (layer, level), amount)
+        place = self._places[layer, level]
+        return self._listed[place : place + 1]
+
     def _count_shares(self, row_counts: torch.Tensor, totals: torch.Tensor, level: str) -> None:
         """Add the counts of all rows [num_rows, FIELDS] to the line of a level in ``totals`` [levels, FIELDS]."""
         i_level = self._levels[level]

@@ -6,14 +6,15 @@ from collections import Counter
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import BACKEND, LOGGER
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.startup import no_layer_message
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.mla_prefill import mla_worker
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 
 logger = logging.getLogger(LOGGER)
@@ -68,7 +69,7 @@ def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
     names: dict[int, str] = {}
     impls = plain_impls(vllm_config)
     for name in impls:
-        number = _number_of(name)
+        number = compat.layer_number(name)
         if number is not None and first <= number < end:
             names.setdefault(number, name)
     return {name: ModelLayer(number, impls[name]) for number, name in names.items()}
@@ -84,7 +85,11 @@ def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
         The shared object; None if no layer runs sparse.
     """
     impls = plain_impls(vllm_config).values()
-    return next((impl.worker for impl in impls if impl.is_adopted), None)
+    adopted = next((impl.worker for impl in impls if impl.is_adopted), None)
+    if adopted is not None:
+        return adopted
+    mla = mla_worker(vllm_config)
+    return mla.worker if mla is not None and mla.layers else None
 
 
 def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
@@ -101,21 +106,13 @@ def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
     heads: Counter[Reach] = Counter()
     known: set[int | None] = {None}
     for name, layer in layers.items():
-        impl, number = getattr(layer, "impl", None), _number_of(name)
+        impl, number = getattr(layer, "impl", None), compat.layer_number(name)
         if isinstance(impl, SparsePrefillImpl) and impl.attn_type == "decoder" and number not in known:
             known.add(number)
             if first <= number < end:
                 reach = Reach(layer.sliding_window or 0, getattr(layer, "attention_chunk_size", 0) or 0)
                 heads[reach] += impl.num_heads
     return heads
-
-
-def _number_of(name: str) -> int | None:
-    """Return the number in a layer's name; None without a number or with several."""
-    try:
-        return int(extract_layer_index(name))
-    except AssertionError:
-        return None
 
 
 def require_sparse_layer(vllm_config: VllmConfig) -> None:

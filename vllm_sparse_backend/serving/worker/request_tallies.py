@@ -87,6 +87,16 @@ class Tally:
             # The index is in memory that the next layer reuses.
             self.share_counts = counts.clone() if self.share_counts is None else merge_counts(self.share_counts, counts)
 
+    def add_counted_pairs(self, kept: torch.Tensor, causal: int) -> None:
+        """Add pairs that a kernel has counted. Does not wait for the device.
+
+        Args:
+            kept: Number of kept pairs, an int64 scalar on the device.
+            causal: Number of causal pairs of the same queries, of all heads.
+        """
+        self.listed_pairs = kept if self.listed_pairs is None else self.listed_pairs + kept
+        self.causal_pairs += causal
+
     def begin_copy(self) -> None:
         """Begin to copy the pairs and shares to the host. Does not wait for the device."""
         if self.listed_pairs is not None:

@@ -21,6 +21,21 @@ from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
 
 
+class AnyRoom:
+    """Room of kernels whose memory holds any row that the scheduler can form."""
+
+    def fits(self, row: Row) -> bool:
+        """Return True.
+
+        Args:
+            row: A sparse row.
+
+        Returns:
+            True.
+        """
+        return True
+
+
 @dataclass(frozen=True)
 class RowClassifier:
     """Classifies the rows of batches by their lengths and the levels of their requests.
@@ -34,7 +49,7 @@ class RowClassifier:
     """
 
     thresholds: Mapping[str, Thresholds]
-    room: Room | None
+    room: Room | AnyRoom | None
     requests: RunnerRequests
     reads_prompt_length: bool = False
 

@@ -56,6 +56,17 @@ def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[s
             continue
         for line in plan.describe(thresholds[level]):
             logger.info("sparse-prefill: %s", line)
+    log_levels(vllm_config, resolved, thresholds)
+
+
+def log_levels(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
+    """Log the levels that requests may choose, and a warning if no row can run sparse.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        resolved: The settings.
+        thresholds: Lengths in tokens from which rows run sparse, by level.
+    """
     permitted = choices(vllm_config, resolved)
     logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s", FIELD, permitted)
     if resolved.config.requests.model_fields_set:

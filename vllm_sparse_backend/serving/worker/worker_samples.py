@@ -9,6 +9,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.counters import Sample
+from vllm_sparse_backend.serving.worker.mla_prefill import mla_worker
 from vllm_sparse_backend.serving.worker.model_layers import adopted_worker, model_layers
 
 
@@ -38,6 +39,11 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
     # A layer that stays dense may have a ``Worker`` that a profile run made from the configuration of a model part.
     adopted_first = sorted(impls, key=lambda impl: not impl.is_adopted)
     shared = next((impl.worker for impl in adopted_first if impl.worker), None)
+    names = [impl.attention_name for impl in impls]
+    mla = mla_worker(worker.vllm_config)
+    if mla is not None:
+        shared = mla.worker
+        names += mla.attention_names(worker.vllm_config)
     samples: list[Sample] = []
     behind = False
     if shared is not None:
@@ -46,7 +52,6 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
         if shared.memory is not None:
             samples += _memory_samples(shared.memory)
     if compat.tensor_parallel(worker.vllm_config)[0] == 0:
-        names = [impl.attention_name for impl in impls]
         samples += [("layers", [name], names.count(name)) for name in dict.fromkeys(names)]
     samples += [("compilations", [when], count) for when, count in compile_monitor.counts().items()]
     return {

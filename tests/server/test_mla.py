@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model with multi-head latent attention, through the flag for its prefill backend, against stock vLLM."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.helpers import chunked_mla, scenario
+from tests.helpers.scenario import Answer
+from tests.helpers.tiny_models import MLA_CONFIG, make_model
+from tests.server.conftest import ENV, WORKER_PROCESS
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.evaluation.vllm_server import CPU_ENV, Server, ServerError, environment, has_cuda
+from vllm_sparse_backend.identity import FLAG, MLA_FLAG
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(has_cuda(), reason="float32 and vLLM's CPU_MLA backend need a CPU"),
+    pytest.mark.xdist_group("mla"),
+]
+
+TOLERANCE = 2e-5
+PAGE_TOKENS, MIN_TOKENS = 16, 256
+SETTINGS = {"method": "top_p", "params": {"kept_mass": 0.4}, "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
+ARGS = ("--max-model-len", "4096", "--attention-backend", "CPU_MLA", "--enable-prompt-tokens-details")
+ARGS += ("--kv-cache-memory-bytes", str(128 << 20))
+
+
+def flags(settings: dict[str, Any]) -> tuple[str, ...]:
+    return (*MLA_FLAG.split(), "--additional-config", json.dumps({"sparse_prefill": settings}))
+
+
+@pytest.fixture(scope="module")
+def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "mla", config=MLA_CONFIG)
+
+
+@pytest.fixture(scope="module")
+def mla_servers(mla_model: Path) -> Iterator[tuple[Server, Server]]:
+    """Stock vLLM, and our server, whose worker is a spawned process."""
+    stock = Server(mla_model, ARGS, env=ENV | {"VLLM_PLUGINS": "none"})
+    ours = Server(mla_model, (*flags(SETTINGS), *ARGS), env=ENV | {WORKER_PROCESS: "1"})
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(stack.enter_context, (stock, ours)))
+        yield stock, ours
+
+
+def assert_same(answer: Answer, expected: Answer) -> None:
+    assert answer.token_ids == expected.token_ids
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
+
+
+def test_a_server_runs_rows_sparse_and_exact_requests_as_stock(mla_servers: tuple[Server, Server]) -> None:
+    stock, ours = mla_servers
+    before = scenario.counted(ours)
+    assert (before.rows, before.attention) == ({}, {"mla": 2})
+    # One after another: with several prompts in a step, stock vLLM 0.32 gives other answers on a CPU.
+    requests = {"long": (scenario.prompt(901, seed=1), 6), "short": (scenario.prompt(70, seed=2), 6)}
+    for name, request in requests.items():
+        expected = scenario.ask(stock, *request)
+        assert_same(scenario.ask(ours, *request, level=0), expected)
+        answer = scenario.ask(ours, *request)
+        if name == "short":
+            assert_same(answer, expected)
+        else:
+            assert answer.logprobs != pytest.approx(expected.logprobs, abs=1e-3)
+            assert all(map(math.isfinite, answer.logprobs))
+
+    report = scenario.counted(ours, before)
+    assert report.rows_of("sparse") == 1
+    assert set(report.rows) == {
+        ("sparse", ""), ("dense", Fallback.REQUESTED), ("dense", Fallback.TOO_SHORT), ("decode", ""),
+    }  # fmt: skip
+    assert set(report.layers) == {0, 1}
+    assert all(0.1 < layer.density < 0.95 for layer in report.layers.values())
+    assert report.problem() is None
+
+
+def test_a_request_s_report_has_its_kept_pairs(mla_servers: tuple[Server, Server]) -> None:
+    _, ours = mla_servers
+    body = {"model": ours.model, "prompt": scenario.prompt(801, seed=3), "max_tokens": 1}
+    answer = ours.post("/v1/completions", body | {"vllm_xargs": {"sparse_prefill_report": 1}})
+    report = answer["sparse_prefill_report"]
+    assert (report["dense_tokens"], report["sparse_tokens"]) == (MIN_TOKENS, 801 - MIN_TOKENS)
+    assert 0.1 < report["share_kept"] < 0.95
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (flags({"method": "vertical_slash"}), f"{MLA_FLAG}: .*given 'vertical_slash', expected one of a_shape, top_p"),
+        (FLAG.split(), rf"no layer of this model can prefill sparsely \(mla: .*; pass {MLA_FLAG} in place of {FLAG}"),
+    ],
+)
+def test_a_wrong_flag_or_setting_ends_the_server_in_one_line(
+    mla_model: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    log = tmp_path / "server.log"
+    with (
+        pytest.raises(ServerError, match=r"exited with code [^0]"),
+        Server(mla_model, (*arguments, "--max-model-len", "4096"), log_path=log, ready_timeout_s=240),
+    ):
+        pass
+    last = log.read_text(errors="replace").rstrip().splitlines()[-1]
+    assert re.search(says, last), last
+
+
+def chunked(model: Path, settings: dict[str, Any] | None, *requests: str) -> dict[str, Answer]:
+    """Return the answers of an engine with chunked prefill and a prefix cache."""
+    argument = "stock" if settings is None else json.dumps(settings)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.chunked_mla", str(model), argument, *requests],
+        env=environment() | CPU_ENV | ENV, capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
+    return {
+        name: Answer(tuple(answer["token_ids"]), tuple(answer["logprobs"]), answer["cached_tokens"])
+        for name, answer in json.loads(line)["answers"].items()
+    }
+
+
+A_SHAPE = {"method": "a_shape", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
+
+
+def test_chunks_and_cached_prefixes(mla_model: Path) -> None:
+    """Windows longer than the prompt give stock's tokens. With short ones, exact requests get stock's tokens, and
+    sparse requests with the same beginning read only those of their blocks that lie within ``min_tokens``.
+
+    Equal requests run in equal chunks, because stock vLLM 0.32 gives other answers on a CPU if chunks differ.
+    """
+    everything, few = (
+        A_SHAPE | {"params": {"sink_tokens": sinks, "local_tokens": local}}
+        for sinks, local in ((4096, 4096), (32, 128))
+    )
+    names, exact = ("first", "second"), ("first-exact", "second-exact")
+    runs: list[tuple[Any, ...]] = [(None, *names), (everything, *names), (few, *exact, *names)]
+    with ThreadPoolExecutor(2) as pool:
+        stock, whole, sparse = pool.map(lambda run: chunked(mla_model, *run), runs)
+    shared = chunked_mla.SHARED_TOKENS // PAGE_TOKENS * PAGE_TOKENS
+    assert [stock[name].cached_tokens for name in names] == [0, shared]
+    for name in names:
+        for answers, request in ((whole, name), (sparse, f"{name}-exact")):
+            assert_same(answers[request], stock[name])
+            assert answers[request].cached_tokens == stock[name].cached_tokens
+        assert sparse[name].logprobs != pytest.approx(stock[name].logprobs, abs=0.05)
+        assert all(map(math.isfinite, sparse[name].logprobs))
+    assert [sparse[name].cached_tokens for name in names] == [MIN_TOKENS, shared]

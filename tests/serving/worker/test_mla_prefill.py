@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill backend for multi-head latent attention in vLLM's own layers: which rows run sparse, in which call."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla", reason="needs a vLLM with MLA on a CPU")
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers import mla_layers
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.request_levels import RequestLevel
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, BatchRow, RowKind
+from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, not_counting
+from vllm_sparse_backend.serving.worker.mla_prefill import merge, mla_worker
+from vllm_sparse_backend.serving.worker.mla_step import MlaBatch, MlaStep
+from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
+from vllm_sparse_backend.serving.worker.request_tallies import Tally
+from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow
+
+MIN_TOKENS = 80
+SINK, LOCAL = 24, 50
+A_SHAPE = {"method": "a_shape", "params": {"sink_tokens": SINK, "local_tokens": LOCAL}, "min_query_tokens": 1}
+CHUNK_TOKENS = 64
+
+# Rows of (context, new tokens): without context, cut in the middle, all sparse, shorter than min_tokens, cut in a row
+# with context, and context of more than a chunk.
+MIXED = [(0, 150), (0, 30), (96, 70), (16, 8), (32, 60), (200, 45)]
+
+
+@pytest.fixture
+def make_layers(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function: settings → two layers that share a builder, with chunks of 64 tokens."""
+    monkeypatch.setattr(
+        mla_layers.MLACommonMetadataBuilder,
+        "determine_chunked_prefill_workspace_size",
+        staticmethod(lambda _: CHUNK_TOKENS),
+    )
+    monkeypatch.setattr(compat, "is_stock_mla_layer", lambda layer: True)
+    model = mla_layers.make_mla_model(tmp_path / "model")
+
+    def make(settings: Any = None, **options: Any) -> Any:
+        config = mla_layers.make_mla_config(model, A_SHAPE | {"min_tokens": MIN_TOKENS} | (settings or {}))
+        return mla_layers.MlaLayers(config, **options)
+
+    return make
+
+
+def a_shape_past(min_tokens: int, dense_rows: tuple[int, ...] = ()) -> Callable[..., torch.Tensor]:
+    """A-shape for queries from ``min_tokens`` on, except in ``dense_rows``."""
+
+    def keeps(row: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        kept = (keys < SINK) | (keys > queries - LOCAL)
+        return kept | (queries < min_tokens) | (row in dense_rows)
+
+    return keeps
+
+
+def kept_pairs(step: Any, keeps: Callable[..., torch.Tensor], min_tokens: int, rows: range | list[int]) -> int:
+    total = 0
+    for row in rows:
+        context, length = step.lengths[row]
+        queries = torch.arange(max(context, min_tokens), context + length)[:, None]
+        keys = torch.arange(context + length)
+        total += int((keeps(row, queries, keys) & (keys <= queries)).sum())
+    return total * mla_layers.HEADS
+
+
+@pytest.mark.parametrize(
+    "lengths", [MIXED, MIXED[::-1], [(0, 150)], [(200, 45)], [(16, 8), (200, 45)], [(78, 2), (79, 2), (0, 81)]]
+)
+def test_each_query_attends_to_what_its_position_says(make_layers: Any, lengths: Any) -> None:
+    """A-shape keeps absolute positions, so neither chunks nor cut rows show in the output."""
+    layers = make_layers()
+    step = layers.make_step(lengths)
+    torch.testing.assert_close(layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS)), atol=2e-5, rtol=1e-4)
+
+
+def test_decodes_come_before_the_rows_that_prefill(make_layers: Any) -> None:
+    layers = make_layers()
+    step = layers.make_step([(63, 1), (90, 1), (0, 30), (96, 70)])
+    output, expected = layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS))
+    assert output[:2].isnan().all()
+    torch.testing.assert_close(output[2:], expected[2:], atol=2e-5, rtol=1e-4)
+
+
+def test_the_reference_sees_a_missing_key(make_layers: Any) -> None:
+    layers = make_layers()
+    step = layers.make_step(MIXED)
+    assert (layers.run(step) - layers.expected(step)).abs().max() > 0.1
+    assert (layers.run(step) - layers.expected(step, a_shape_past(MIN_TOKENS + 1))).abs().max() > 0.01
+
+
+def test_steps_without_sparse_rows_are_bit_for_bit_stock_s(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = make_layers({"min_tokens": 1000})
+    step = layers.make_step(MIXED)
+    ours = layers.run(step)
+    monkeypatch.setattr(layers.builder, "_prefill_backend", layers.builder._prefill_backend.stock)
+    assert torch.equal(ours, layers.run(step))
+
+
+def test_exact_requests_next_to_sparse_ones(make_layers: Any, at_step: Any) -> None:
+    layers = make_layers()
+    step = layers.make_step(MIXED)
+    at_step(["exact" if row % 2 == 0 else "default" for row in range(len(MIXED))])
+    expected = layers.expected(step, a_shape_past(MIN_TOKENS, dense_rows=(0, 2, 4)))
+    torch.testing.assert_close(layers.run(step), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_requests_with_a_p_of_their_own(make_layers: Any, at_step: Any) -> None:
+    layers = make_layers({"method": "top_p", "params": {"kept_mass": 0.3}, "min_tokens": 0})
+    step = layers.make_step([(130, 200), (0, 250)])
+    dense = layers.expected(step)
+    at_step([RequestLevel("p", 1.0), RequestLevel("p", 1.0)])
+    torch.testing.assert_close(layers.run(step), dense, atol=2e-5, rtol=1e-4)
+    at_step(["default", RequestLevel("p", 1.0)])
+    output = layers.run(step)
+    torch.testing.assert_close(output[200:], dense[200:], atol=2e-5, rtol=1e-4)
+    assert (output[:200] - dense[:200]).abs().max() > 0.1
+
+
+def test_a_request_with_an_unknown_row_makes_the_step_dense(make_layers: Any, at_step: Any) -> None:
+    layers = make_layers()
+    step = layers.make_step([(0, 150), (96, 70)])
+    at_step(["exact", "default"])
+    worker = mla_worker(layers.config).worker
+    worker.requests.step.req_ids = tuple
+    torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
+    counts = {tuple(labels): value for name, labels, value in worker.recorder.samples()[0] if name == "rows"}
+    assert counts == {("dense", Fallback.UNNAMED.value, "default"): 2}
+
+
+def test_rows_and_pairs_are_counted(make_layers: Any) -> None:
+    layers = make_layers()
+    step = layers.make_step(MIXED)
+    layers.run(step)
+    with not_counting():
+        layers.run(step, 1)
+    samples, _ = adopted_worker(layers.config).recorder.samples()
+    counts = {(name, *labels): value for name, labels, value in samples}
+    sparse = [row for row, (context, length) in enumerate(MIXED) if context + length > MIN_TOKENS]
+    assert counts["rows", "sparse", "", "default"] == len(sparse) == 4
+    assert counts["rows", "dense", Fallback.TOO_SHORT.value, "default"] == 2
+    everything = a_shape_past(10**6)
+    assert counts["causal_pairs", "0", "default"] == kept_pairs(step, everything, MIN_TOKENS, sparse)
+    assert counts["kept_pairs", "0", "default"] == kept_pairs(step, a_shape_past(0), MIN_TOKENS, sparse)
+    assert counts["tiles", "0", "default"] == 4
+    assert counts["prefill_pairs",] == 2 * kept_pairs(step, everything, 0, range(len(MIXED)))
+    assert ("kept_pairs", "1", "default") not in counts
+
+
+def test_a_report_counts_its_request_s_pairs_only(make_layers: Any, at_step: Any) -> None:
+    layers = make_layers()
+    step = layers.make_step([(0, 150), (96, 70)])
+    at_step(["default", "default"])
+    tallies = mla_worker(layers.config).worker.requests.tallies
+    tally: Tally = tallies.begin("1", "default")
+    layers.run(step)
+    assert (tally.dense_tokens, tally.sparse_tokens) == (0, 70)
+    assert tally.kept_pairs == kept_pairs(step, a_shape_past(0), 0, [1])
+    assert tally.causal_pairs == kept_pairs(step, a_shape_past(10**6), 0, [1])
+    samples, _ = mla_worker(layers.config).worker.recorder.samples()
+    (total,) = [value for name, labels, value in samples if name == "kept_pairs" and labels[0] == "0"]
+    assert total == kept_pairs(step, a_shape_past(0), MIN_TOKENS, [0, 1])
+
+
+def test_listed_layers_and_draft_layers_run_dense(make_layers: Any) -> None:
+    """The layers of a group share a backend. Layer 2 is past the model's last, as a draft model's."""
+    layers = make_layers({"dense_layers": [0]}, numbers=(0, 1, 2))
+    assert mla_worker(layers.config).layers == {1}
+    step = layers.make_step(MIXED)
+    for number, expected in enumerate([None, a_shape_past(MIN_TOKENS), None]):
+        output = layers.run(step, number)
+        torch.testing.assert_close(output, layers.expected(step, expected), atol=2e-5, rtol=1e-4)
+
+
+def test_a_draft_model_s_step_stays_dense_and_is_not_counted(make_layers: Any) -> None:
+    layers = make_layers()
+    build, step = layers.builder.build, layers.make_step(MIXED)
+    layers.builder.build = lambda prefix, common: build(prefix, common, fast_build=True)
+    torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
+    assert mla_worker(layers.config).worker.recorder.samples()[0] == []
+
+
+def test_nothing_of_a_step_is_left_for_the_next(make_layers: Any) -> None:
+    """A step with sparse rows, then one of a decode only, then a dense one."""
+    layers = make_layers()
+    layers.run(layers.make_step(MIXED))
+    layers.builder.build(0, mla_layers.make_common([(64, 1)]))
+    short = layers.make_step([(0, 30), (16, 8)])
+    torch.testing.assert_close(layers.run(short), layers.expected(short), atol=2e-5, rtol=1e-4)
+
+
+def test_all_layers_share_the_memory(make_layers: Any) -> None:
+    layers = make_layers(numbers=(0, 1, 2))
+    backends = [layer.prefill_backend for layer in layers.layers] + [layers.builder._prefill_backend]
+    assert len({id(backend.shared.kernels) for backend in backends}) == 1
+    assert backends[0].shared.kernels.max_query_tokens == layers.config.scheduler_config.max_num_batched_tokens
+    assert backends[0].shared.kernels.max_key_tokens >= CHUNK_TOKENS
+
+
+def test_memory_does_not_depend_on_torch_s_defaults(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM builds layers with the model's dtype and device as defaults."""
+    default, created = torch.get_default_dtype(), []
+    original = MlaPrefill.__init__
+
+    def record(self: MlaPrefill, **options: Any) -> None:
+        created.append(torch.empty(1))
+        original(self, **options)
+
+    monkeypatch.setattr(MlaPrefill, "__init__", record)
+    config = make_layers().config
+    context = config.compilation_config.static_forward_context
+    context.clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            mla_layers.SparseMlaPrefillBackend(
+                mla_layers.HEADS, mla_layers.SCALE, **mla_layers.DIMS, vllm_config=config
+            )
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(default)
+    assert [(tensor.device.type, tensor.dtype) for tensor in created] == [("cpu", torch.float32)] * 2
+
+
+def test_models_whose_layers_prefill_in_another_way_are_refused(
+    make_layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "is_stock_mla_layer", lambda layer: False)
+    with pytest.raises(ConfigurationError, match="no layer of this model can prefill sparsely: given layers of Simple"):
+        make_layers()
+
+
+def test_what_the_kernels_refuse_and_dense_rows_elsewhere_are_refused(
+    make_layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MlaPrefill, "refusal", staticmethod(lambda *_: "given 3 heads, expected 2"))
+    with pytest.raises(ConfigurationError, match="mla_prefill_backend sparse-prefill: given 3 heads, expected 2"):
+        make_layers()
+    stock = compat.stock_mla_prefill
+    monkeypatch.setattr(
+        compat,
+        "stock_mla_prefill",
+        lambda config: type("Other", (stock(config),), {"get_name": lambda *_: "FLASHINFER"}),
+    )
+    with pytest.raises(ConfigurationError, match="dense rows on FLASHINFER here, expected FLASH_ATTN or CPU_SDPA_MLA"):
+        make_layers()
+
+
+@dataclass
+class Context026:
+    """The fields of vLLM 0.26's metadata of chunks that FlashAttention reads, and the lengths on the host."""
+
+    cu_seq_lens: Any
+    max_seq_lens: list[int]
+    seq_lens: torch.Tensor
+
+
+@dataclass
+class Prefill026:
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    chunked_context: Context026 | None
+
+
+class Stock:
+    metadata: Prefill026
+
+    def prepare_metadata(self, metadata: Prefill026) -> None:
+        self.metadata = metadata
+
+
+def test_chunks_of_vllm_0_26() -> None:
+    """There, a chunk has a part of every row, and may have no key of some. A row with 10 new tokens is dense, two are
+    sparse, and a decode is before them."""
+    sparse = RowKind(SPARSE)
+    rows = [
+        BatchRow(0, 1, 9, DECODE_ROW),
+        BatchRow(1, 10, 70, RowKind(DENSE, Fallback.REQUESTED)),
+        BatchRow(11, 20, 0, sparse),
+        BatchRow(31, 30, 100, sparse),
+    ]
+    seq_lens = torch.tensor([[64, 0, 64], [6, 0, 36]], dtype=torch.int32)
+    metadata = Prefill026(torch.tensor([0, 10, 30, 60]), 30, Context026(None, [64, 36], seq_lens))
+    method = MlaAShape(1, 1)
+    step = MlaStep.of(MlaBatch(rows, (), True), metadata, Stock(), lambda request: method)
+    assert step is not None
+    assert [len(call.dense) for call in (step.new_tokens, *step.chunks)] == [1, 1, 1]
+    new, first, second = (call.dense[0] for call in (step.new_tokens, *step.chunks))
+    assert (new.queries, new.keys, new.chunk) == (slice(0, 10), slice(0, 10), {})
+    assert new.stock.metadata.query_start_loc.tolist() == [0, 10]
+    assert (new.stock.metadata.max_query_len, new.stock.metadata.chunked_context) == (10, None)
+    for run, keys in ((first, 64), (second, 6)):
+        context = run.stock.metadata.chunked_context
+        assert (run.queries, run.keys, run.chunk) == (slice(0, 10), slice(0, keys), {"chunk_idx": 0})
+        assert (context.cu_seq_lens[0].tolist(), context.max_seq_lens) == ([0, keys], [keys])
+    own = (MlaRow(10, 20, 0, 10, 10, 20, 0), MlaRow(30, 30, 100, 30, 30, 30, 100))
+    assert [group.rows for group in step.new_tokens.sparse] == [own]
+    assert [group.rows for group in step.chunks[0].sparse] == [(MlaRow(30, 30, 100, 30, 64, 64, 0),)]
+    assert [group.rows for group in step.chunks[1].sparse] == [(MlaRow(30, 30, 100, 30, 6, 36, 64),)]
+    assert [call.empty for call in step.chunks] == [(slice(10, 30),)] * 2
+    dense = Prefill026(torch.tensor([0, 10]), 10, None)
+    assert MlaStep.of(MlaBatch(rows[:2], (), True), dense, Stock(), lambda request: method) is None
+    assert compat.mla_chunks(SimpleNamespace(chunked_context=None)) == []
+
+
+def test_merged_parts_are_attention_over_both() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, values = torch.randn(2, 5, 9, generator=generator), torch.randn(9, 2, 4, generator=generator)
+
+    def part(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = scores[..., keys].softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values[keys]), scores[..., keys].logsumexp(-1)
+
+    out, lse = part(slice(0, 4))
+    other_out, other_lse = part(slice(4, 9))
+    other_out[2], other_lse[:, 2] = 0, -torch.inf
+    merge(out, lse, other_out, other_lse)
+    expected, expected_lse = part(slice(0, 9))
+    alone, alone_lse = part(slice(0, 4))
+    expected[2], expected_lse[:, 2] = alone[2], alone_lse[:, 2]
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)

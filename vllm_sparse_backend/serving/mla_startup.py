@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks before a model with multi-head latent attention (MLA) loads, for ``MLA_FLAG``. docs/mla.md lists them."""
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.fallback import CPU_DTYPES, DTYPES
+from vllm_sparse_backend.config.mla import setting_problems
+from vllm_sparse_backend.config.model_check import mla_problems
+from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.identity import FLAG, MLA_FLAG
+from vllm_sparse_backend.serving import compat, rust_frontend
+from vllm_sparse_backend.serving.level_policy import choices, warn_of_stores
+from vllm_sparse_backend.serving.registration import is_ours
+from vllm_sparse_backend.serving.resolution import carry_settings, resolve, settings_of
+from vllm_sparse_backend.serving.startup import shared_refusals
+
+STOCK_PREFILL = ("FLASH_ATTN", "CPU_SDPA_MLA")
+"""vLLM's prefill backends that run rows dense here: their metadata can be divided among rows."""
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Validate vLLM's configuration before the model loads, and carry the settings as ``startup.check`` does.
+
+    Args:
+        vllm_config: vLLM's configuration of a server with ``MLA_FLAG``.
+
+    Raises:
+        ConfigurationError: A setting or an option of vLLM does not work with MLA, or the model is not supported. The
+            message is a single line.
+    """
+    _refuse(_model_problems(vllm_config))
+    _refuse(setting_problems(settings_of(vllm_config)))
+    carry_settings(vllm_config)
+    resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
+    _refuse(_option_problems(vllm_config, resolved))
+    choices(vllm_config, resolved)
+    if multiprocessing.parent_process() is not None:
+        return  # engine cores check the configuration again, and would repeat the warnings
+    warn_of_stores(vllm_config)
+    if rust_frontend.is_configured():
+        rust_frontend.warn_of_missing()
+
+
+def _refuse(problems: Iterator[str]) -> None:
+    problem = next(problems, None)
+    if problem is not None:
+        raise ConfigurationError(f"{MLA_FLAG}: {problem}")
+
+
+def _model_problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield why the model cannot prefill sparsely through this flag."""
+    if not compat.uses_mla(vllm_config):
+        yield (
+            "the model does not use multi-head latent attention, so vLLM would ignore the flag; serve it with "
+            f"{FLAG} instead"
+        )
+    if is_ours(vllm_config.attention_config.backend):
+        yield (
+            f"given together with {FLAG}, which is for models with plain keys and values; leave --attention-backend "
+            "out, so that decode runs on vLLM's own backend"
+        )
+    yield from mla_problems(compat.hf_config(vllm_config))
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    dtypes = CPU_DTYPES if compat.IS_CPU else DTYPES
+    if dtype not in dtypes:
+        yield f"given --dtype {dtype}, expected {' or '.join(dtypes)}; use one of these"
+
+
+def _option_problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    """Yield why options of vLLM do not work with sparse MLA prefill."""
+    parallel = vllm_config.parallel_config
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, option, 1)
+        if size > 1:
+            yield (
+                f"given --{option.replace('_', '-')} {size}, expected 1: context parallelism distributes a row's keys "
+                "over devices; leave it out"
+            )
+    if parallel.use_ubatching:
+        yield (
+            "vLLM splits steps into microbatches (--enable-dbo or --ubatch-size), expected whole steps: microbatches "
+            "would share the sums of top_p; leave these options out"
+        )
+    if vllm_config.attention_config.use_prefill_query_quantization:
+        yield (
+            "given use_prefill_query_quantization in --attention-config, expected false: sparse prefill computes in "
+            "the model's dtype; leave it out"
+        )
+    yield from shared_refusals(vllm_config, resolved)
+
+
+def refuse_stock_prefill(backend: Any) -> None:
+    """Refuse a prefill backend that cannot run some of a step's rows.
+
+    Args:
+        backend: The backend that vLLM would choose itself, which runs dense rows.
+
+    Raises:
+        ConfigurationError: It is not one of ``STOCK_PREFILL``.
+    """
+    name = backend.get_name()
+    if name not in STOCK_PREFILL:
+        raise ConfigurationError(
+            f"{MLA_FLAG}: vLLM would run dense rows on {name} here, expected {' or '.join(STOCK_PREFILL)}, whose "
+            "metadata can be divided among rows; serve without this flag"
+        )

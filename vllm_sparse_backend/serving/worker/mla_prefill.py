@@ -1,0 +1,591 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill backend for multi-head latent attention (MLA) that ``MLA_FLAG`` selects.
+
+It holds the backend that vLLM would choose itself. That backend runs every step and layer without sparse rows, and the
+dense rows of all others. Sparse rows run on ``MlaPrefill``. Nothing in a step waits for the device.
+
+vLLM creates a backend for each layer, and a copy of it for each group of layers. All of them share an ``MlaWorker``.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefillBackend
+
+from vllm_sparse_backend.config.attention_reach import Reach
+from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.mla import ENGINE, MlaMethod, describe, mla_method
+from vllm_sparse_backend.config.model_check import QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM
+from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.ranges import format_ranges
+from vllm_sparse_backend.config.request_levels import RequestLevel
+from vllm_sparse_backend.identity import LOGGER, MLA_FLAG
+from vllm_sparse_backend.serving import compat, hooks
+from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
+from vllm_sparse_backend.serving.worker import startup_log
+from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
+from vllm_sparse_backend.serving.worker.counters import is_counting
+from vllm_sparse_backend.serving.worker.mla_step import Call, MlaBatch, MlaStep, SparseRows, causal_pairs
+from vllm_sparse_backend.serving.worker.row_classifier import AnyRoom, RowClassifier
+from vllm_sparse_backend.serving.worker.row_counter import RowCounter
+from vllm_sparse_backend.serving.worker.shared_worker import Worker
+from vllm_sparse_backend.serving.worker.step_context import Step
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.mla import MlaPrefill, MlaRow
+
+logger = logging.getLogger(LOGGER)
+
+ATTENTION_NAME = "mla"
+"""Name of sparse MLA prefill in the metric ``layers``."""
+
+WARM_UP_TOKENS = 512
+
+
+class MlaShape(NamedTuple):
+    """Shape of a layer's prefill attention on this rank."""
+
+    num_heads: int
+    scale: float
+    qk_head_dim: int
+    v_head_dim: int
+
+
+class MlaWorker:
+    """State that the prefill backends of one worker share: settings, scratch memory, counters and the current rows.
+
+    It is created with the first layer, so that vLLM counts its memory before it sizes the KV cache.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        shape: Shape of the first layer.
+
+    Attributes:
+        worker: Settings, counters and requests.
+        shape: Shape of the layers that run sparse.
+        kernels: Sparse prefill, with its scratch memory; None if every row runs dense.
+        layers: Numbers of the layers that run sparse; empty before ``adopt``.
+
+    Raises:
+        ConfigurationError: The kernels cannot run on this device.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, shape: MlaShape) -> None:
+        self.shape = shape
+        self.layers: frozenset[int] = frozenset()
+        self._device = torch.device(compat.DEVICE_TYPE)
+        self._dtype = vllm_config.model_config.dtype
+        self.worker: Worker
+        self.kernels: MlaPrefill | None
+        self.worker, self.kernels = compat.outside_memory_pool(
+            vllm_config, self._device, partial(self._allocate, vllm_config)
+        )
+        self._method: Method | None = None
+        self._row_classifier: RowClassifier | None = None
+        self._row_counter: RowCounter | None = None
+        self._batch: tuple[Step | None, MlaBatch | None] = (None, None)
+
+    def _allocate(self, vllm_config: VllmConfig) -> tuple[Worker, MlaPrefill | None]:
+        with _usual_defaults():
+            return self._allocated(vllm_config)
+
+    def _allocated(self, vllm_config: VllmConfig) -> tuple[Worker, MlaPrefill | None]:
+        worker = Worker(vllm_config, self._device)
+        if worker.resolved.is_dense:
+            return worker, None
+        shape = self.shape
+        refusal = MlaPrefill.refusal(shape.num_heads, shape.qk_head_dim, shape.v_head_dim, self._dtype, self._device)
+        if refusal is not None:
+            raise ConfigurationError(f"{MLA_FLAG}: {refusal}")
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        kernels = MlaPrefill(
+            num_heads=shape.num_heads,
+            scale=shape.scale,
+            qk_head_dim=shape.qk_head_dim,
+            v_head_dim=shape.v_head_dim,
+            max_query_tokens=step_tokens,
+            max_key_tokens=max(step_tokens, compat.mla_chunk_tokens(vllm_config)),
+            dtype=self._dtype,
+            device=self._device,
+        )
+        if not compat.IS_CPU:
+            self._warm_up(kernels, mla_method(_method_of(worker)), min(WARM_UP_TOKENS, step_tokens))
+        return worker, kernels
+
+    def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, num_tokens: int) -> None:
+        """Compile the kernels, with the layouts in which vLLM passes keys and values."""
+        shape, options = self.shape, {"dtype": self._dtype, "device": self._device}
+        q = torch.randn(num_tokens, shape.num_heads, shape.qk_head_dim, **options)
+        k = torch.randn_like(q)
+        nope_and_value = torch.randn(num_tokens, shape.num_heads, QK_NOPE_HEAD_DIM + shape.v_head_dim, **options)
+        v = nope_and_value[..., QK_NOPE_HEAD_DIM:]
+        out = torch.empty(num_tokens, shape.num_heads, shape.v_head_dim, **options)
+        lse = torch.empty(shape.num_heads, num_tokens, dtype=torch.float32, device=self._device)
+        kept_pairs = torch.zeros(1, dtype=torch.int64, device=self._device)
+        row = MlaRow(0, num_tokens, num_tokens, 0, 0, num_tokens, num_tokens)
+        kernels.attend(method, q, k, v, [row], is_causal=True, out=out, lse=lse, kept_pairs=kept_pairs)
+        context = row._replace(key_position=0)
+        kernels.attend(method, q, k, v, [context], is_causal=False, out=out, lse=lse, kept_pairs=kept_pairs)
+
+    def adopt(self, vllm_config: VllmConfig) -> None:
+        """Make the layers of this worker run sparse, once vLLM has built them. Later calls change nothing.
+
+        Args:
+            vllm_config: vLLM's configuration.
+
+        Raises:
+            ConfigurationError: No layer can run sparse.
+        """
+        if self._row_counter is not None:
+            return
+        resolved = self.worker.resolved
+        all_layers = mla_layers(vllm_config)
+        if resolved.is_dense:
+            if self.worker.rank == 0:
+                startup_log.log_pooling()
+            numbers: list[int] = []
+        else:
+            numbers = sorted(
+                number
+                for number, layer in all_layers.items()
+                if layer.prefill_backend.shape == self.shape
+                and compat.is_stock_mla_layer(layer)
+                and resolved.plan.layer(number) is not None
+            )
+            self._refuse_without_layers(vllm_config, all_layers, numbers)
+        for number in numbers:
+            vars(all_layers[number].impl)[hooks.MLA_LAYER] = number
+        self.layers = frozenset(numbers)
+        self.worker.recorder.add_layers(numbers, resolved.plans)
+        thresholds = self._thresholds(vllm_config)
+        room = AnyRoom() if numbers else None
+        self._row_classifier = RowClassifier(thresholds, room, self.worker.requests)
+        heads = Counter({Reach(): sum(layer.num_heads for layer in all_layers.values())})
+        by_level = dict.fromkeys(resolved.plans, self.layers)
+        self._row_counter = RowCounter(
+            self.worker.recorder, self.worker.requests, None, by_level, heads, counts_rows=True
+        )
+        hooks.install_in_worker(vllm_config)
+        hooks.install_for_mla()
+        if numbers:
+            self._method = _method_of(self.worker)
+            if self.worker.rank == 0:
+                self._log(vllm_config, all_layers, thresholds)
+
+    def _refuse_without_layers(
+        self, vllm_config: VllmConfig, all_layers: Mapping[int, Any], numbers: list[int]
+    ) -> None:
+        """Refuse a model whose layers do not prefill through the functions that our hooks wrap."""
+        supported = [number for number, layer in all_layers.items() if compat.is_stock_mla_layer(layer)]
+        if numbers or (supported and vllm_config.parallel_config.pipeline_parallel_size > 1):
+            return
+        kinds = sorted({type(layer).__name__ for layer in all_layers.values()})
+        raise ConfigurationError(
+            f"{MLA_FLAG}: no layer of this model can prefill sparsely: given layers of {', '.join(kinds) or 'no kind'},"
+            " expected vLLM's MLAAttention with dense prefill in at least one layer; serve it without this flag"
+        )
+
+    def _thresholds(self, vllm_config: VllmConfig) -> dict[str, Thresholds]:
+        """Return the lengths from which rows of each level run sparse."""
+        resolved, limits = self.worker.resolved, ChunkLimits.of(vllm_config)
+        thresholds = {level: replace(resolved.thresholds(level, {ENGINE}), notes=()) for level in resolved.plans}
+        if resolved.config.min_query_tokens != AUTO:
+            return thresholds
+        return {level: numbers.fitted(*limits) for level, numbers in thresholds.items()}
+
+    def _log(
+        self, vllm_config: VllmConfig, all_layers: Mapping[int, Any], thresholds: Mapping[str, Thresholds]
+    ) -> None:
+        config, numbers = self.worker.resolved.config, thresholds[DEFAULT]
+        logger.info(
+            "sparse-prefill: MLA layers %s prefill with %s, for %s; dense rows and decodes run as in stock vLLM",
+            format_ranges(sorted(self.layers)), describe(self.method(RequestLevel(DEFAULT))), numbers,
+        )  # fmt: skip
+        dense = sorted(set(all_layers) - self.layers)
+        if dense:
+            logger.info("sparse-prefill: MLA layers %s prefill dense", format_ranges(dense))
+        if AUTO in (config.min_tokens, config.min_query_tokens):
+            logger.info(
+                "sparse-prefill: no crossover of MLA is measured on any device: auto uses the conservative defaults; "
+                "set min_tokens and min_query_tokens to choose other numbers"
+            )
+        startup_log.log_levels(vllm_config, self.worker.resolved, thresholds)
+
+    def method(self, request: RequestLevel) -> MlaMethod:
+        """Return the method of a level.
+
+        Args:
+            request: The level, with the p that a request sets, if any.
+
+        Returns:
+            The method and its parameters.
+        """
+        assert self._method is not None
+        method = self._method
+        return mla_method(method if request.kept_mass is None else method.with_kept_mass(request.kept_mass))
+
+    def batch_of(
+        self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
+    ) -> MlaBatch | None:
+        """Classify and count the rows of a step. Groups of layers share the result within a step.
+
+        Args:
+            common: vLLM's metadata of the batch.
+            common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
+            max_decode_tokens: Rows with at most this many new tokens are decodes.
+
+        Returns:
+            The rows; None if all are decodes of one token.
+        """
+        step = self.worker.requests.step
+        if step is not None and self._batch[0] is step:
+            return self._batch[1]
+        batch = self._new_batch(common, common_prefix_len, max_decode_tokens)
+        self._batch = (step, batch)
+        return batch
+
+    def _new_batch(
+        self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
+    ) -> MlaBatch | None:
+        assert self._row_classifier is not None
+        assert self._row_counter is not None
+        is_counted = is_counting()
+        if common.max_query_len <= 1:
+            if is_counted:
+                self._row_counter.count_decodes(common)
+            return None
+        rows = self._row_classifier.classify(common, common_prefix_len, max_decode_tokens)
+        if is_counted:
+            self._row_counter.count(rows)
+        return MlaBatch(rows, self._row_counter.report_spans(rows, common), is_counted)
+
+    def attention_names(self, vllm_config: VllmConfig) -> list[str]:
+        """Return the name of each layer's prefill attention, for the metric ``layers``.
+
+        Args:
+            vllm_config: vLLM's configuration.
+
+        Returns:
+            A name for each MLA layer of this worker.
+        """
+        return [ATTENTION_NAME if number in self.layers else "dense" for number in mla_layers(vllm_config)]
+
+
+@contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """Restore torch's defaults, float32 on the host: vLLM builds layers with the model's dtype and its device."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def _method_of(worker: Worker) -> Method:
+    """Return the only method of the settings: profiles, which could have several, are refused for MLA."""
+    (method,) = worker.resolved.plan.methods
+    return method
+
+
+class SparseMlaPrefillBackend(MLAPrefillBackend):
+    """vLLM's own prefill backend for MLA with sparse rows.
+
+    Attributes:
+        stock: The backend that vLLM would choose itself.
+        shape: Shape of the layer's attention.
+        shared: State that all prefill backends of the worker share.
+    """
+
+    supported_mla_dimensions: ClassVar[list[MLADimensions]] = [
+        MLADimensions(qk_nope_head_dim=QK_NOPE_HEAD_DIM, qk_rope_head_dim=QK_ROPE_HEAD_DIM, v_head_dim=V_HEAD_DIM)
+    ]
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        vllm_config: VllmConfig,
+    ) -> None:
+        dims = {
+            "num_heads": num_heads, "scale": scale, "kv_lora_rank": kv_lora_rank, "qk_nope_head_dim": qk_nope_head_dim,
+            "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim, "vllm_config": vllm_config,
+        }  # fmt: skip
+        super().__init__(**dims)
+        self.stock = compat.stock_mla_prefill(vllm_config)(**dims)
+        refuse_stock_prefill(self.stock)
+        self.shape = MlaShape(num_heads, float(scale), qk_nope_head_dim + qk_rope_head_dim, v_head_dim)
+        self.shared = mla_worker(vllm_config) or MlaWorker(vllm_config, self.shape)
+        self._batch: MlaBatch | None = None
+        self._step: MlaStep | None = None
+        self._layer: int | None = None
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name of the backend.
+
+        Returns:
+            The name, as vLLM logs it.
+        """
+        return "SPARSE_PREFILL"
+
+    def clone(self) -> "SparseMlaPrefillBackend":
+        """Return a backend for a group of layers. By then vLLM has built all layers, so they are made to run sparse.
+
+        Returns:
+            The backend, which shares the worker's state.
+        """
+        clone: SparseMlaPrefillBackend = super().clone()
+        self.shared.adopt(self.vllm_config)
+        return clone
+
+    def supports_out(self) -> bool:
+        """Return whether calls write into a given tensor.
+
+        Returns:
+            As for vLLM's own backend; sparse rows can.
+        """
+        return bool(self.stock.supports_out()) if hasattr(self.stock, "supports_out") else False
+
+    def begin_step(self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int) -> None:
+        """Take the rows of a step, before ``prepare_metadata``.
+
+        Args:
+            common: vLLM's metadata of the batch.
+            common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
+            max_decode_tokens: Rows with at most this many new tokens are decodes.
+        """
+        self._batch = self.shared.batch_of(common, common_prefix_len, max_decode_tokens)
+
+    def begin_layer(self, number: int | None) -> None:
+        """Take the number of the layer whose calls follow.
+
+        Args:
+            number: The number; None for a layer that cannot run sparse, such as that of a draft model.
+        """
+        self._layer = number
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        """Divide the calls of a step among its rows.
+
+        Args:
+            prefill_metadata: vLLM's metadata of the rows that prefill.
+        """
+        super().prepare_metadata(prefill_metadata)
+        self.stock.prepare_metadata(prefill_metadata)
+        batch, self._batch = self._batch, None
+        self._step = None
+        if batch is not None:
+            self._step = MlaStep.of(batch, prefill_metadata, self.stock, self.shared.method)
+
+    def _sparse_step(self) -> MlaStep | None:
+        """Return the step if the current layer runs any row sparse."""
+        return self._step if self._layer in self.shared.layers else None
+
+    def run_prefill_new_tokens(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Compute the attention of new tokens among themselves.
+
+        Args:
+            q: [tokens, num_heads, qk_head_dim].
+            k: Same shape.
+            v: [tokens, num_heads, v_head_dim].
+            return_softmax_lse: Whether to return the log-sum-exp too.
+            out: [tokens, num_heads, v_head_dim] to write into; None to allocate it.
+            output_scale: Scale of a quantised output, which vLLM passes only to backends that support it.
+
+        Returns:
+            The output; with [num_heads, tokens] log-sum-exp if it is to be returned.
+        """
+        step = self._sparse_step()
+        if step is None:
+            return self.stock.run_prefill_new_tokens(
+                q=q, k=k, v=v, return_softmax_lse=return_softmax_lse, out=out, output_scale=output_scale
+            )
+        assert output_scale is None  # supports_quant_output is False
+        out, lse = self._run(step, step.new_tokens, q, k, v, out, return_softmax_lse)
+        return (out, lse) if return_softmax_lse else out
+
+    def run_prefill_context_chunk(
+        self,
+        chunk: Any = None,
+        q: Any = None,
+        k: Any = None,
+        v: Any = None,
+        out: torch.Tensor | None = None,
+        chunk_idx: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the attention of new tokens over a chunk of their rows' contexts.
+
+        Args:
+            chunk: vLLM's chunk.
+            q: [tokens, num_heads, qk_head_dim], of the rows of the chunk; in vLLM 0.26, of all rows.
+            k: [keys, num_heads, qk_head_dim].
+            v: [keys, num_heads, v_head_dim].
+            out: Same shape as the output, to write into; None to allocate it.
+            chunk_idx: Number of the chunk, which vLLM 0.26 passes in place of ``chunk``.
+
+        Returns:
+            The output [tokens, num_heads, v_head_dim], and its log-sum-exp [num_heads, tokens].
+        """
+        name = {"chunk": chunk} if chunk_idx is None else {"chunk_idx": chunk_idx}
+        to_write = {} if out is None else {"out": out}
+        step = self._sparse_step()
+        if step is None:
+            return self.stock.run_prefill_context_chunk(**name, q=q, k=k, v=v, **to_write)
+        call = step.chunks[chunk.index if chunk_idx is None else chunk_idx]
+        if call.sparse or call.empty:
+            return self._run(step, call, q, k, v, out, True)
+        stock_out, lse = self.stock.run_prefill_context_chunk(**name, q=q, k=k, v=v, **to_write)
+        # FlashAttention 2 pads values to the keys' width, but all parts of a step's output need the same layout.
+        return stock_out[..., : self.v_head_dim].contiguous(), lse
+
+    def _run(
+        self,
+        step: MlaStep,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None,
+        return_softmax_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the dense and the sparse rows of a call into a single output."""
+        if out is None:
+            out = torch.empty(q.shape[0], self.num_heads, self.v_head_dim, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self.num_heads, q.shape[0], dtype=torch.float32, device=q.device)
+        for run in call.dense:
+            tensors = {"q": q[run.queries], "k": k[run.keys], "v": v[run.keys]}
+            if run.chunk:
+                part, part_lse = run.stock.run_prefill_context_chunk(**run.chunk, **tensors)
+                lse[:, run.queries] = part_lse
+            elif return_softmax_lse:
+                part, part_lse = run.stock.run_prefill_new_tokens(**tensors, return_softmax_lse=True)
+                lse[:, run.queries] = part_lse
+            else:
+                part = run.stock.run_prefill_new_tokens(**tensors, return_softmax_lse=False)
+            out[run.queries] = part[..., : self.v_head_dim]
+        for queries in call.empty:
+            out[queries] = 0
+            lse[:, queries] = -torch.inf
+        for rows in call.sparse:
+            self._attend(rows, q, k, v, out, lse, step.is_counted)
+        if call.heads:
+            self._add_heads(step, call, q, k, v, out, lse)
+        return out, lse
+
+    def _add_heads(
+        self,
+        step: MlaStep,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Add attention over the dense heads of rows that are cut to the output of these rows' sparse tokens."""
+        head_out, head_lse = torch.empty_like(out), torch.empty_like(lse)
+        for rows in call.heads:
+            self._attend(rows, q, k, v, head_out, head_lse, step.is_counted)
+            for row in rows.rows:
+                queries = slice(row.query_start, row.query_start + row.num_queries)
+                merge(out[queries], lse[:, queries], head_out[queries], head_lse[:, queries])
+
+    def _attend(
+        self,
+        rows: SparseRows,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        is_counted: bool,
+    ) -> None:
+        """Run rows of one method, and count their pairs."""
+        kernels, recorder = self.shared.kernels, self.shared.worker.recorder
+        assert kernels is not None
+        assert self._layer is not None
+        attend = partial(kernels.attend, rows.method, q, k, v, is_causal=rows.is_causal, out=out, lse=lse)
+        if not is_counted:
+            attend(rows.rows)
+            return
+        pairs = self.num_heads * rows.causal_pairs
+        kept_pairs = recorder.kept_pairs_counter(self._layer, rows.level, pairs, rows.num_tiles)
+        others = [row for row, tally in zip(rows.rows, rows.tallies, strict=True) if tally is None]
+        if others:
+            attend(others, kept_pairs=kept_pairs)
+        for row, tally in zip(rows.rows, rows.tallies, strict=True):
+            if tally is not None:
+                row_pairs = torch.zeros_like(kept_pairs)
+                attend([row], kept_pairs=row_pairs)
+                kept_pairs += row_pairs
+                tally.add_counted_pairs(row_pairs[0], self.num_heads * causal_pairs(row, rows.is_causal))
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Merge attention over two sets of keys.
+
+    Args:
+        out: [tokens, num_heads, v_head_dim], attention over the first set; replaced by attention over both.
+        lse: [num_heads, tokens], its log-sum-exp, which is finite; replaced too.
+        other_out: Attention over the second set.
+        other_lse: Its log-sum-exp; −∞ for queries without keys.
+    """
+    merged = torch.logaddexp(lse, other_lse)
+    weight, other_weight = ((part - merged).exp().t()[..., None] for part in (lse, other_lse))
+    out.copy_(weight * out.float() + other_weight * other_out.float())
+    lse.copy_(merged)
+
+
+def mla_worker(vllm_config: VllmConfig) -> MlaWorker | None:
+    """Return the state that the prefill backends of this worker share.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The shared state; None if no layer has our prefill backend.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = (getattr(layer, "prefill_backend", None) for layer in layers)
+    return next((backend.shared for backend in backends if isinstance(backend, SparseMlaPrefillBackend)), None)
+
+
+def mla_layers(vllm_config: VllmConfig) -> dict[int, Any]:
+    """Return the served model's layers with our prefill backend, without those of a draft model.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The layers of this pipeline stage by number.
+    """
+    first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
+    layers: dict[int, Any] = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        number = compat.layer_number(name)
+        has_ours = isinstance(getattr(layer, "prefill_backend", None), SparseMlaPrefillBackend)
+        if has_ours and number is not None and first <= number < end:
+            layers.setdefault(number, layer)
+    return layers
