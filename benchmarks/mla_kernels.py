@@ -254,11 +254,7 @@ def measure_times(step: Step, about: str, report: Report, repeats: int) -> None:
 
         totals: dict[str, float] = defaultdict(float)
         for part in step.parts:
-
-            def attend(method: MlaMethod = method, part: Part = part) -> None:
-                step.attend(method, part)
-
-            calls = {"attend": attend}
+            calls: dict[str, Callable[[], object]] = {"attend": partial(step.attend, method, part)}
             if isinstance(method, MlaTopP) and method.kept_mass < 1 and step.engine._selection is not None:
                 calls["selection"] = selection_call(step, method, part)
             for what, call in calls.items():
@@ -360,7 +356,7 @@ def main(
     for name in shape or SHAPES:
         num_heads = 2 if small else SHAPES[name]
         about = f"MLA kernels, {name}'s shape, {num_heads} heads, {new:,} tokens after {context:,}"
-        problems += measure_shape(about, lambda n=num_heads: Step(n, new, context, device), report, repeats, end)
+        problems += measure_shape(about, partial(Step, num_heads, new, context, device), report, repeats, end)
     for figure in report.figures.values():
         print(f"{figure['name']}: {figure['value']} {figure['unit']}", flush=True)
     for problem in problems:

@@ -152,7 +152,7 @@ def test_large_cards_keep_the_stages_that_were_measured(target: int, head_dim: i
         assert last_queries._num_stages(stack_bytes, tile_bytes, limit_bytes) == 3
     if (target, head_dim) != (80, 256):
         assert last_queries._num_stages(128 << 10, tile_bytes, limit_bytes) == 2
-        assert top_p._num_stages(head_dim * 2, limit_bytes) == 3
+        assert top_p._num_stages(128, head_dim * 2, limit_bytes) == 3
     assert block_average._map_stages(head_dim, limit_bytes) == (2 if head_dim == 256 else 3)
 
 
@@ -163,4 +163,5 @@ def test_head_dim_512_has_fewer_stages_on_large_cards() -> None:
 def test_an_a100_at_head_dim_256_has_fewer_stages() -> None:
     limit_bytes = BY_TARGET[80].shared_bytes
     assert last_queries._num_stages(128 << 10, 32 << 10, limit_bytes) == 1
-    assert top_p._num_stages(512, limit_bytes) == 2
+    assert top_p._num_stages(128, 512, limit_bytes) == 2
+    assert top_p._num_stages(64, 512, limit_bytes) == 3
