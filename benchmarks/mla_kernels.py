@@ -254,7 +254,7 @@ def measure_times(step: Step, about: str, report: Report, repeats: int) -> None:
 
         totals: dict[str, float] = defaultdict(float)
         for part in step.parts:
-            calls: dict[str, Callable[[], object]] = {"attend": partial(step.attend, method, part)}
+            calls: dict[str, Callable[[], None]] = {"attend": partial(step.attend, method, part)}
             if isinstance(method, MlaTopP) and method.kept_mass < 1 and step.engine._selection is not None:
                 calls["selection"] = selection_call(step, method, part)
             for what, call in calls.items():
