@@ -293,8 +293,8 @@ def print_kernels(step: Step, about: str) -> None:
                 step.attend(method, part)
                 torch.cuda.synchronize()
             times: dict[str, float] = defaultdict(float)
-            for event in profiler.events():
-                times[event.name] += event.device_time_total
+            for event in profiler.key_averages():
+                times[event.key] += event.self_device_time_total
             heaviest = sorted(times.items(), key=lambda item: -item[1])[:10]
             print(f"{about}, {method}, {part.name}:", ", ".join(f"{name} {us / 1e3:.3f} ms" for name, us in heaviest))
 
