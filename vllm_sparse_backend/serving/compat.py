@@ -196,6 +196,15 @@ def reads_fp8() -> bool:
     return prefers_bulk_pages()
 
 
+def current_device() -> torch.device:
+    """Return the device of this worker.
+
+    Returns:
+        The current GPU, with its number, or the CPU.
+    """
+    return torch.device("cpu") if IS_CPU else torch.device("cuda", torch.cuda.current_device())
+
+
 def device_name() -> str:
     """Return the name of the device. The driver answers, so no CUDA context is created.
 

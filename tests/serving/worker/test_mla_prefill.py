@@ -304,8 +304,8 @@ def test_chunks_of_vllm_0_26() -> None:
         context = run.stock.metadata.chunked_context
         assert (run.queries, run.keys, run.chunk) == (slice(0, 10), slice(0, keys), {"chunk_idx": 0})
         assert (context.cu_seq_lens[0].tolist(), context.max_seq_lens) == ([0, keys], [keys])
-    own = (MlaRow(10, 20, 0, 10, 10, 20, 0), MlaRow(30, 30, 100, 30, 30, 30, 100))
-    assert [group.rows for group in step.new_tokens.sparse] == [own]
+    new_rows = (MlaRow(10, 20, 0, 10, 10, 20, 0), MlaRow(30, 30, 100, 30, 30, 30, 100))
+    assert [group.rows for group in step.new_tokens.sparse] == [new_rows]
     assert [group.rows for group in step.chunks[0].sparse] == [(MlaRow(30, 30, 100, 30, 64, 64, 0),)]
     assert [group.rows for group in step.chunks[1].sparse] == [(MlaRow(30, 30, 100, 30, 6, 36, 64),)]
     assert [call.empty for call in step.chunks] == [(slice(10, 30),)] * 2

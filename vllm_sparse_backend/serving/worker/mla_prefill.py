@@ -81,7 +81,7 @@ class MlaWorker:
     def __init__(self, vllm_config: VllmConfig, shape: MlaShape) -> None:
         self.shape = shape
         self.layers: frozenset[int] = frozenset()
-        self._device = torch.device(compat.DEVICE_TYPE)
+        self._device = compat.current_device()
         self._dtype = vllm_config.model_config.dtype
         self.worker: Worker
         self.kernels: MlaPrefill | None
