@@ -32,7 +32,7 @@ from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods.top_p import hopper, portable
-from vllm_sparse_kernels.methods.top_p.scored import HALF_SCORED
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED
 from vllm_sparse_kernels.selection.engine import SelectEngine
 from vllm_sparse_kernels.selection.slabs import TileBytes, slabs_of
 
@@ -156,7 +156,7 @@ class Worker:
                 chunk = slab.rows.tokens[i] - begins[number], slab.rows.query_lens[i]
                 runs = [
                     run_cuts(slab.rows, i, self.heads[0], tile_bytes)
-                    for tile_bytes in (hopper.tile_bytes(HALF_SCORED), portable.tile_bytes(HALF_SCORED))
+                    for tile_bytes in (hopper.tile_bytes(ALL_SCORED), portable.tile_bytes(ALL_SCORED))
                 ]
                 cuts[number].append((*chunk, *runs))
         return cuts

@@ -61,9 +61,9 @@ BELOW = f"queries below {FLOOR:g}"
 
 SETTINGS = (
     "top_p",
-    f'top_p:queries="all",floor={FLOOR}',
+    f"top_p:floor={FLOOR}",
     'top_p:channels="low_rank"',
-    f'top_p:channels="low_rank",queries="all",floor={FLOOR}',
+    f'top_p:channels="low_rank",floor={FLOOR}',
 )
 
 

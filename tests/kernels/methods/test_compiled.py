@@ -105,7 +105,7 @@ def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
 
 
 COMPILE_TOP_P = """
-import json, sys
+import json, re, sys
 import torch
 from benchmarks.compile_matrix import barriers_in_data, hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
@@ -144,6 +144,7 @@ for name, recorder in recorders.items():
         "variants": len({id(one) for one in recorder.compiled}),
         "products": code.count(r"QGMMA[\\w.]*"), "maxima_of_pairs": code.count(r"HMNMX2|VHMNMX"),
         "shuffles": code.count(r"SHFL[\\w.]*"),
+        "carries_previous_sum": len(re.findall(r"%b_previous\\w* = %cst", recorder.compiled[0].asm["ttgir"])),
     }
 print(json.dumps(found))
 """
@@ -166,6 +167,14 @@ def test_top_ps_gluon_kernel_compiles_as_meant(of_top_p: dict[str, dict[str, int
     # another finds the larger half.
     assert scores["maxima_of_pairs"] <= 2 * 4 * 10
     assert scores["shuffles"] <= 2 * 4 * 2 + 2, "only sums at the end go from thread to thread"
+
+
+def test_two_tiles_of_a_group_have_separate_sums(
+    of_top_p: dict[str, dict[str, int]], request: pytest.FixtureRequest
+) -> None:
+    """The first tile's sum is the sum before the last step, which loops of both consumers carry from step to step."""
+    _, scored = request.node.callspec.params["of_top_p"]
+    assert of_top_p["_scores_kernel"]["carries_previous_sum"] == (2 if scored == 64 else 0)
 
 
 def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top_p: dict[str, dict[str, int]]) -> None:

@@ -443,7 +443,9 @@ def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr
     b_factor, b_shift = b_factor / EXPONENT_RANGE, (-LEAST_EXPONENT - b_top) / EXPONENT_RANGE
     b_sum = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     b_word = gl.zeros([TILE, STEP_BLOCKS], gl.int32, layout)
-    b_previous = b_sum  # without the last step
+    # The sum without the last step. A separate tensor: Triton would not carry a second name of the first sum on from
+    # step to step.
+    b_previous = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (SCORED * 4)
     words = words + ((o_tile * (tensors.num_rounds * SCORED) + o_query)[:, None] * 4 + o_t[None, :])
     steps = rounded.steps + work.key // KEY_BLOCK + o_t

@@ -129,9 +129,9 @@ class TopP(PerHead):
     ``low_rank`` combines the channels into a quarter as many in each step, and multiplies these. The minimum is 64
     channels, so all three are the same for a head_dim of 64."""
 
-    queries: QUERIES = "half"
-    """Queries of a tile that are scored: ``all``, or the second of each two neighbours, which halves the time of
-    scoring. The kept blocks are for all queries of the tile."""
+    queries: QUERIES = "all"
+    """Queries of a tile that are scored: ``all``, or with ``half`` the second of each two neighbours, which nearly
+    halves the time of scoring. The kept blocks are for all queries of the tile."""
 
     peak_share: float = 0.2
     """Blocks with at least this share, in (0, 1], of a single scored query's attention are kept. 1 turns this off."""
