@@ -8,8 +8,8 @@ The estimate needs only a model's config. A prompt of N tokens costs
 
 floating-point operations: N (N + 1) / 2 pairs, or the pairs within the layer's window or chunk. Both are divided by the
 rates measured on an H100 in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
-``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16 at head_dim 128. Norms, rotary positions, the output
-head (applied to one token) and communication are left out. Layers of linear attention and Mamba also update a state of
+``ATTENTION_FLOPS`` in FlashAttention-3. Norms, rotary positions, the output head (applied to one token) and
+communication are left out. Layers of linear attention and Mamba also update a state of
 (key, value) elements per head for each token, at ``RECURRENCE_ELEMENTS`` elements per second. Experts of a MoE model
 count as dense layers, but run slower, which overstates the speed-up. Another device changes the result only if the
 ratios of the rates differ.
@@ -27,9 +27,11 @@ from vllm_sparse_backend.config.model_shape import ModelShape, layer_kinds
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 
 LINEAR_FLOPS = 650e12
-ATTENTION_FLOPS = 600e12
+ATTENTION_FLOPS = {64: 441e12, 128: 600e12, 256: 658e12}
+"""Rates by head_dim; others have the rate of the next larger one. At 128 over vLLM's pages of 16, else over pages of
+128."""
 
-RECURRENCE_ELEMENTS = 3.0e12
+RECURRENCE_ELEMENTS = 3.28e12
 """Elements of states that a recurrence updates per second, on an H100: what Qwen3-Next's shape leaves of stock's TTFT
 at 65,536 tokens after linear layers and attention (vLLM 0.33, Triton's gated delta rule; docs/results/cards.json). The
 rate of Mamba 2 is assumed to be the same."""
@@ -77,12 +79,15 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
     shape = ModelShape.from_config(config, source)
     window, chunk = (config.get(name) or 0 for name in ("sliding_window", "attention_chunk_size"))
     near = Reach(window) if window else Reach(chunk=chunk)
-    per_pair = 4 * shape.head_dim * shape.num_heads
+    rate = next(
+        (rate for head_dim, rate in ATTENTION_FLOPS.items() if shape.head_dim <= head_dim), ATTENTION_FLOPS[256]
+    )
+    pair_s = 4 * shape.head_dim * shape.num_heads / rate
     seconds = {"sparse": 0.0, "dense": 0.0}
     for reason in layer_reasons(config):
         if reason is not Fallback.NOT_DECODER:
             pairs = (near if reason is Fallback.SLIDING_WINDOW else Reach()).pairs(0, num_tokens)
-            seconds["dense" if reason else "sparse"] += per_pair * pairs / ATTENTION_FLOPS
+            seconds["dense" if reason else "sparse"] += pair_s * pairs
     weights, state_elements = map(sum, zip(*_layer_sizes(config, shape, source), strict=True))
     linear_s, recurrence_s = 2 * weights * num_tokens / LINEAR_FLOPS, state_elements * num_tokens / RECURRENCE_ELEMENTS
     return PrefillShare(linear_s, seconds["sparse"], seconds["dense"], recurrence_s)
