@@ -72,8 +72,11 @@ def test_hybrids_count_the_weights_that_their_layers_have(name: str, tmp_path: P
     assert share.linear_s * LINEAR_FLOPS / (2 * 65536) == pytest.approx(sum(matrices.values()), rel=0.01)
 
 
-def test_a_hybrids_forecast_is_what_was_measured(tmp_path: Path) -> None:
-    """Measured with stock vLLM 0.33 on an H100: TTFT, and the speed-up at a density of 0.013 (results/cards.json)."""
+def test_a_hybrid_reaches_nine_tenths_of_its_forecast(tmp_path: Path) -> None:
+    """The speed-up was measured at a density of 0.013 (vLLM 0.33, H100; results/cards.json).
+
+    The recurrence's rate is what the other parts leave of stock's TTFT, so the first line only checks that arithmetic.
+    """
     share = prefill_share(read_config(make_folder("qwen3-next", tmp_path / "model", 65536, small=False)), 65536)
     assert share.linear_s + share.sparse_s + share.recurrence_s == pytest.approx(1.664, rel=0.01)
     assert 0.9 * share.best_speedup < 1.515 < share.best_speedup
@@ -85,4 +88,9 @@ def test_recurrences_of_mamba_count() -> None:
     mixed = {"layer_types": ["mamba", "full_attention"] * 16}
     share = prefill_share(LLAMA_8B | mixed | state, 8192)
     assert share.recurrence_s == pytest.approx(16 * 128 * 64 * 128 * 8192 / RECURRENCE_ELEMENTS)
-    assert prefill_share(LLAMA_8B, 8192).recurrence_s == 0
+    assert share.num_unknown == prefill_share(LLAMA_8B, 8192).recurrence_s == 0
+    renamed = {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8}
+    assert prefill_share(LLAMA_8B | mixed | renamed, 8192) == share
+    for unknown in {}, {"linear_attn_config": {"num_heads": 32}}, renamed | {"mamba_d_head": "auto"}:
+        other = prefill_share(LLAMA_8B | mixed | unknown, 8192)
+        assert (other.recurrence_s, other.num_unknown) == (0, 16)

@@ -231,6 +231,9 @@ def test_what_can_be_won_at_all(tmp_path: Path) -> None:
     assert share.text.startswith("76.5% of 32,768 tokens'")  # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
     model_folder(tmp_path, LLAMA | {"max_position_embeddings": 4096})
     assert "supports only 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
+    recurrent = LLAMA_8B | {"layer_types": [FULL, "mamba"] * 16, "max_position_embeddings": 131072}
+    _, left_out = doctor.best_speedups(model_folder(tmp_path / "recurrent", recurrent))
+    assert left_out.text.startswith("16 layers have a recurrence that the config describes in unknown fields")
 
 
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:

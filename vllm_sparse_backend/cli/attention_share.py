@@ -48,12 +48,15 @@ class PrefillShare:
         sparse_s: In attention that can run sparse.
         dense_s: In attention that stays dense.
         recurrence_s: In recurrences of linear attention and Mamba layers.
+        num_unknown: Number of layers with a recurrence that the config does not describe in known fields. They count
+            as linear layers of attention's size.
     """
 
     linear_s: float
     sparse_s: float
     dense_s: float
     recurrence_s: float = 0.0
+    num_unknown: int = 0
 
     @property
     def attention(self) -> float:
@@ -88,14 +91,16 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
         if reason is not Fallback.NOT_DECODER:
             pairs = (near if reason is Fallback.SLIDING_WINDOW else Reach()).pairs(0, num_tokens)
             seconds["dense" if reason else "sparse"] += pair_s * pairs
-    weights, state_elements = map(sum, zip(*_layer_sizes(config, shape, source), strict=True))
-    linear_s, recurrence_s = 2 * weights * num_tokens / LINEAR_FLOPS, state_elements * num_tokens / RECURRENCE_ELEMENTS
-    return PrefillShare(linear_s, seconds["sparse"], seconds["dense"], recurrence_s)
+    weights, states = zip(*_layer_sizes(config, shape, source), strict=True)
+    linear_s = 2 * sum(weights) * num_tokens / LINEAR_FLOPS
+    recurrence_s = sum(filter(None, states)) * num_tokens / RECURRENCE_ELEMENTS
+    return PrefillShare(linear_s, seconds["sparse"], seconds["dense"], recurrence_s, states.count(None))
 
 
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
     """Return the widths and expert counts of a config; 0 for absent values."""
-    widths = {name: config.get(name) or 0 for name in WIDTHS}
+    others = {name: config[other] for name, other in OTHER_NAMES.items() if type(config.get(other)) is int}
+    widths = {name: config.get(name) or others.get(name, 0) for name in WIDTHS}
     for name, width in widths.items():
         if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models list a width for each layer
             expected = f"one number for all layers, at most {MOST_COUNT}"
@@ -103,10 +108,10 @@ def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
     return widths
 
 
-def _layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int]]:
+def _layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int | None]]:
     """Yield for each layer the weights that apply to each token, and the elements of its recurrence's state.
 
-    Weights are those of projections and active experts.
+    Weights are those of projections and active experts. The elements are None for a recurrence that is not known.
     """
     widths = _widths(config, source)
     hidden = widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
@@ -120,7 +125,7 @@ def _layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> I
     # Nemotron-H lists feed-forward layers as separate layers.
     is_split = any(kind in FEED_FORWARD_KINDS for kind in kinds)
     for layer, kind in enumerate(kinds):
-        weights = state_elements = 0
+        weights, state_elements = 0, 0
         if kind == "hybrid":
             weights, state_elements = attention + recurrence, _state_elements(widths)
         elif "linear" in kind or "mamba" in kind:
@@ -144,10 +149,10 @@ def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:
     return hidden * (3 * inner + states + widths["mamba_num_heads"]) if inner else 0
 
 
-def _state_elements(widths: Mapping[str, int]) -> int:
-    """Return the elements of the state of a gated delta rule or Mamba 2 layer; 0 if the config describes none."""
+def _state_elements(widths: Mapping[str, int]) -> int | None:
+    """Return the elements of the state of a gated delta rule or Mamba 2 layer; None if the config describes none."""
     gated = widths["linear_num_value_heads"] * widths["linear_key_head_dim"] * widths["linear_value_head_dim"]
-    return gated or widths["mamba_num_heads"] * widths["mamba_head_dim"] * widths["ssm_state_size"]
+    return gated or widths["mamba_num_heads"] * widths["mamba_head_dim"] * widths["ssm_state_size"] or None
 
 
 def _inner_width(widths: Mapping[str, int], hidden: int, has_experts: bool) -> int:
@@ -167,6 +172,12 @@ WIDTHS = (
     *("moe_shared_expert_intermediate_size", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads"),
     *("linear_value_head_dim", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
 )
+
+OTHER_NAMES = {
+    "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
+    "ssm_state_size": "mamba_d_state",
+}  # fmt: skip
+"""Names of the same widths in the configs of Granite 4, Bamba and Falcon-H1."""
 
 FEED_FORWARD_KINDS = ("mlp", "moe")
 """Kinds of layers without attention or recurrence."""

@@ -343,6 +343,13 @@ def best_speedups(model: Path) -> Iterator[Finding]:
         yield ok("share of prefill attention that can run sparse, in (query, key) pairs", ", ".join(pairs))
     speedups = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
     yield ok("share of attention in prefill, and the largest speed-up that it allows", "; ".join(speedups))
+    num_unknown = next(iter(shares.values())).num_unknown
+    if num_unknown:
+        yield note(
+            "recurrences",
+            f"{num_unknown} layers have a recurrence that the config describes in unknown fields; it is left out, so "
+            "the speed-ups above are too large",
+        )
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and longest < min(shares):
         yield note("length", f"the model supports only {longest:,} tokens, at which the speed-up is smaller")

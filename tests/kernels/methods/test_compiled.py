@@ -260,7 +260,7 @@ with compiling_for():
         batch = random_batch(lengths, 8, 2, 128, 16, torch.bfloat16)
         inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
         workspace = Workspace(torch.device("cpu"))
-        storage = rounding.Storage(low_rank.rank_of(128), True, torch.float8_e4m3fn)
+        storage = rounding.Storage(low_rank.rank_of(128), True, 128, torch.float8_e4m3fn)
         shares = torch.zeros(len(lengths), 16, dtype=torch.int64)
         moments = rounding.row_moments(inputs, storage, workspace, shares)
         rounding.round_queries(inputs, moments, torch.arange(8, dtype=torch.int32), storage, workspace)
