@@ -125,7 +125,8 @@ def _layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> I
     # Nemotron-H lists feed-forward layers as separate layers.
     is_split = any(kind in FEED_FORWARD_KINDS for kind in kinds)
     for layer, kind in enumerate(kinds):
-        weights, state_elements = 0, 0
+        weights = 0
+        state_elements: int | None = 0
         if kind == "hybrid":
             weights, state_elements = attention + recurrence, _state_elements(widths)
         elif "linear" in kind or "mamba" in kind:
