@@ -95,7 +95,11 @@ def method_problem(method: MlaMethod) -> str | None:
 
 
 class Tensors(NamedTuple):
-    """Queries, keys, values and results, whose channels are contiguous."""
+    """Queries, keys, values and results, whose channels are contiguous.
+
+    Triton specialises kernels by these strides, which follow from a model's layouts. The stride of ``lse`` changes with
+    the number of tokens, so it is not a field.
+    """
 
     q: Any  # [tokens, heads, qk_head_dim]
     k: Any  # [keys, heads, qk_head_dim]
@@ -110,7 +114,6 @@ class Tensors(NamedTuple):
     stride_v_head: int
     stride_out_token: int
     stride_out_head: int
-    stride_lse_head: int
 
     @staticmethod
     def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> "Tensors":
@@ -129,7 +132,6 @@ class Tensors(NamedTuple):
         return Tensors(
             q, k, v, out, lse,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-            lse.stride(0),
         )  # fmt: skip
 
 
