@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,14 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker import compile_monitor
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, BatchRow, RowKind
 from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, not_counting
 from vllm_sparse_backend.serving.worker.mla_prefill import merge, mla_worker
 from vllm_sparse_backend.serving.worker.mla_step import MlaBatch, MlaStep
 from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
 from vllm_sparse_backend.serving.worker.request_tallies import Tally
-from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow
+from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow, MlaTopP
 
 MIN_TOKENS = 80
 SINK, LOCAL = 24, 50
@@ -206,6 +208,36 @@ def test_all_layers_share_the_memory(make_layers: Any) -> None:
     assert len({id(backend.shared.kernels) for backend in backends}) == 1
     assert backends[0].shared.kernels.max_query_tokens == layers.config.scheduler_config.max_num_batched_tokens
     assert backends[0].shared.kernels.max_key_tokens >= CHUNK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (MlaAShape(SINK, LOCAL), {MlaAShape(SINK, LOCAL)}),
+        (MlaTopP(0.9), {MlaTopP(0.9)}),
+        (MlaTopP(1.0, 0.2), {MlaTopP(1.0, 0.2), MlaTopP(0.5, 0.2)}),
+    ],
+)
+def test_warm_up_compiles_every_kind_of_call(
+    make_layers: Any, monkeypatch: pytest.MonkeyPatch, method: Any, expected: Any
+) -> None:
+    """Calls of requests differ in their method, their tokens, and the place of their counter."""
+    worker, calls = mla_worker(make_layers().config), []
+
+    def record(self: MlaPrefill, method: Any, q: Any, k: Any, v: Any, rows: Any, **options: Any) -> None:
+        assert compile_monitor.listener().warming_up
+        counter = options["kept_pairs"]
+        place = None if counter is None else counter.storage_offset()
+        assert {len(q), options["lse"].shape[1], rows[0].num_queries} == {len(q)}
+        calls.append((method, len(q), options["is_causal"], place))
+
+    monkeypatch.setattr(MlaPrefill, "attend", record)
+    worker._warm_up(worker.kernels, method, 4096)
+    assert not compile_monitor.listener().warming_up
+    assert set(calls) == set(product(expected, (512, 511, 1), (True, False), (None, 0, 1)))
+    calls.clear()
+    worker._warm_up(worker.kernels, method, 100)
+    assert {num_tokens for _, num_tokens, _, _ in calls} == {100, 1}
 
 
 def test_memory_does_not_depend_on_torch_s_defaults(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

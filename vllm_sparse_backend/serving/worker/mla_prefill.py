@@ -33,6 +33,7 @@ from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
+from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.counters import is_counting
 from vllm_sparse_backend.serving.worker.mla_step import Call, MlaBatch, MlaStep, SparseRows, causal_pairs
 from vllm_sparse_backend.serving.worker.row_classifier import AnyRoom, RowClassifier
@@ -40,14 +41,17 @@ from vllm_sparse_backend.serving.worker.row_counter import RowCounter
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step_context import Step
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.mla import MlaPrefill, MlaRow
+from vllm_sparse_kernels.mla import MlaPrefill, MlaRow, MlaTopP
 
 logger = logging.getLogger(LOGGER)
 
 ATTENTION_NAME = "mla"
 """Name of sparse MLA prefill in the metric ``layers``."""
 
-WARM_UP_TOKENS = 512
+WARM_UP_TOKENS = (512, 511, 1)
+"""New tokens of the calls that compile kernels. Triton specialises integers that are 1 or a multiple of 16. Kernels
+exempt those that change between calls; an integer that was overlooked takes all its kinds here (as in ``warmup``).
+"""
 
 
 class MlaShape(NamedTuple):
@@ -117,11 +121,28 @@ class MlaWorker:
             device=self._device,
         )
         if not compat.IS_CPU:
-            self._warm_up(kernels, mla_method(_method_of(worker)), min(WARM_UP_TOKENS, step_tokens))
+            self._warm_up(kernels, mla_method(_method_of(worker)), step_tokens)
         return worker, kernels
 
-    def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, num_tokens: int) -> None:
-        """Compile the kernels, with the layouts in which vLLM passes keys and values."""
+    def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, step_tokens: int) -> None:
+        """Compile every kernel that serves requests.
+
+        A server that keeps everything may get requests with a p below 1, so it compiles the kernels of selection too.
+        """
+        methods = [method]
+        if isinstance(method, MlaTopP) and method.kept_mass == 1:
+            methods.append(method._replace(kept_mass=0.5))
+        counters = torch.zeros(2, dtype=torch.int64, device=self._device)
+        with warming_up():
+            for num_tokens in {min(num_tokens, step_tokens) for num_tokens in WARM_UP_TOKENS}:
+                for to_compile in methods:
+                    for kept_pairs in (None, counters[:1], counters[1:]):  # a dummy run; even and odd places
+                        self._run_calls(kernels, to_compile, num_tokens, kept_pairs)
+
+    def _run_calls(
+        self, kernels: MlaPrefill, method: MlaMethod, num_tokens: int, kept_pairs: torch.Tensor | None
+    ) -> None:
+        """Run new tokens and a chunk of context, with the layouts in which vLLM passes keys and values."""
         shape, options = self.shape, {"dtype": self._dtype, "device": self._device}
         q = torch.randn(num_tokens, shape.num_heads, shape.qk_head_dim, **options)
         k = torch.randn_like(q)
@@ -129,7 +150,6 @@ class MlaWorker:
         v = nope_and_value[..., QK_NOPE_HEAD_DIM:]
         out = torch.empty(num_tokens, shape.num_heads, shape.v_head_dim, **options)
         lse = torch.empty(shape.num_heads, num_tokens, dtype=torch.float32, device=self._device)
-        kept_pairs = torch.zeros(1, dtype=torch.int64, device=self._device)
         row = MlaRow(0, num_tokens, num_tokens, 0, 0, num_tokens, num_tokens)
         kernels.attend(method, q, k, v, [row], is_causal=True, out=out, lse=lse, kept_pairs=kept_pairs)
         context = row._replace(key_position=0)
