@@ -53,6 +53,9 @@ WARM_UP_TOKENS = (512, 511, 1)
 exempt those that change between calls; an integer that was overlooked takes all its kinds here (as in ``warmup``).
 """
 
+MERGED_TOKENS = 512
+"""Tokens that ``merge`` processes at a time: for 16 heads, a float32 temporary takes 4 MiB."""
+
 
 class MlaShape(NamedTuple):
     """Shape of a layer's prefill attention on this rank."""
@@ -85,6 +88,7 @@ class MlaWorker:
     def __init__(self, vllm_config: VllmConfig, shape: MlaShape) -> None:
         self.shape = shape
         self.layers: frozenset[int] = frozenset()
+        self._served_layers: tuple[Any, ...] = ()
         self._device = compat.current_device()
         self._dtype = vllm_config.model_config.dtype
         self.worker: Worker
@@ -184,6 +188,7 @@ class MlaWorker:
         for number in numbers:
             vars(all_layers[number].impl)[hooks.MLA_LAYER] = number
         self.layers = frozenset(numbers)
+        self._served_layers = tuple(all_layers.values())
         self.worker.recorder.add_layers(numbers, resolved.plans)
         thresholds = self._thresholds(vllm_config)
         room = AnyRoom() if numbers else None
@@ -251,6 +256,17 @@ class MlaWorker:
         assert self._method is not None
         method = self._method
         return mla_method(method if request.kept_mass is None else method.with_kept_mass(request.kept_mass))
+
+    def serves(self, backend: MLAPrefillBackend) -> bool:
+        """Return whether a prefill backend is that of a layer of the served model, not of a draft model.
+
+        Args:
+            backend: The prefill backend of a layer.
+
+        Returns:
+            True for the served model; False before ``adopt``.
+        """
+        return any(layer.prefill_backend is backend for layer in self._served_layers)
 
     def batch_of(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
@@ -352,6 +368,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         self._batch: MlaBatch | None = None
         self._step: MlaStep | None = None
         self._layer: int | None = None
+        self._is_of_draft_model = False
 
     @staticmethod
     def get_name() -> str:
@@ -365,11 +382,15 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
     def clone(self) -> "SparseMlaPrefillBackend":
         """Return a backend for a group of layers. By then vLLM has built all layers, so they are made to run sparse.
 
+        vLLM clones the backend of the group's first layer. Where a served and a draft model share a group, that is a
+        layer of the served model, which vLLM builds first.
+
         Returns:
             The backend, which shares the worker's state.
         """
         clone: SparseMlaPrefillBackend = super().clone()
         self.shared.adopt(self.vllm_config)
+        clone._is_of_draft_model = not self.shared.serves(self)
         return clone
 
     def supports_out(self) -> bool:
@@ -381,14 +402,15 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         return bool(self.stock.supports_out()) if hasattr(self.stock, "supports_out") else False
 
     def begin_step(self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int) -> None:
-        """Take the rows of a step, before ``prepare_metadata``.
+        """Take the rows of a step, before ``prepare_metadata``. Those of a draft model stay dense and are not counted.
 
         Args:
             common: vLLM's metadata of the batch.
             common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
             max_decode_tokens: Rows with at most this many new tokens are decodes.
         """
-        self._batch = self.shared.batch_of(common, common_prefix_len, max_decode_tokens)
+        if not self._is_of_draft_model:
+            self._batch = self.shared.batch_of(common, common_prefix_len, max_decode_tokens)
 
     def begin_layer(self, number: int | None) -> None:
         """Take the number of the layer whose calls follow.
@@ -525,12 +547,14 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         lse: torch.Tensor,
     ) -> None:
         """Add attention over the dense heads of rows that are cut to the output of these rows' sparse tokens."""
-        head_out, head_lse = torch.empty_like(out), torch.empty_like(lse)
         for rows in call.heads:
-            self._attend(rows, q, k, v, head_out, head_lse, step.is_counted)
-            for row in rows.rows:
+            for row, tally in zip(rows.rows, rows.tallies, strict=True):
                 queries = slice(row.query_start, row.query_start + row.num_queries)
-                merge(out[queries], lse[:, queries], head_out[queries], head_lse[:, queries])
+                part = replace(rows, rows=(row._replace(query_start=0),), tallies=(tally,))
+                head_out = out.new_empty(row.num_queries, *out.shape[1:])
+                head_lse = lse.new_empty(len(lse), row.num_queries)
+                self._attend(part, q[queries], k, v, head_out, head_lse, step.is_counted)
+                merge(out[queries], lse[:, queries], head_out, head_lse)
 
     def _attend(
         self,
@@ -572,10 +596,16 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_l
         other_out: Attention over the second set.
         other_lse: Its log-sum-exp; −∞ for queries without keys.
     """
-    merged = torch.logaddexp(lse, other_lse)
-    weight, other_weight = ((part - merged).exp().t()[..., None] for part in (lse, other_lse))
-    out.copy_(weight * out.float() + other_weight * other_out.float())
-    lse.copy_(merged)
+    for first in range(0, len(out), MERGED_TOKENS):
+        tokens = slice(first, first + MERGED_TOKENS)
+        parts = lse[:, tokens], other_lse[:, tokens]
+        merged = torch.logaddexp(*parts)
+        weight, other_weight = ((part - merged).exp().t()[..., None] for part in parts)
+        # Weights are float32, so products are too.
+        merged_out = out[tokens] * weight
+        merged_out += other_out[tokens] * other_weight
+        out[tokens] = merged_out
+        lse[:, tokens] = merged
 
 
 def mla_worker(vllm_config: VllmConfig) -> MlaWorker | None:
