@@ -185,6 +185,7 @@ class Call:
         rows: [num_rows, 4] int32: first query, number of queries, first key, number of keys.
         tiles: [num_tiles, 8] int32, ``TileFields``, the longest reach first.
         reaches: The tiles' reaches in keys, in the same order.
+        state_ranges: (start, length) of the rows' running sums; those of neighbouring rows are a single range.
         longest_queries: Queries of the longest row.
         longest_keys: Keys of the longest row.
     """
@@ -192,6 +193,7 @@ class Call:
     rows: torch.Tensor
     tiles: torch.Tensor
     reaches: tuple[int, ...]
+    state_ranges: tuple[tuple[int, int], ...]
     longest_queries: int
     longest_keys: int
 
@@ -216,6 +218,7 @@ class Call:
             on_device[num_numbers:].view(-1, ROW_FIELDS.value),
             on_device[:num_numbers].view(-1, TILE_FIELDS.value),
             tuple(tile.reach for tile in tiles),
+            _state_ranges(rows),
             max(row.num_queries for row in rows),
             max(row.num_keys for row in rows),
         )
@@ -237,6 +240,17 @@ class Call:
             runs.append(Run(self.tiles[first:end], end - first, width))
             first = end
         return runs
+
+
+def _state_ranges(rows: Sequence[MlaRow]) -> tuple[tuple[int, int], ...]:
+    ranges: list[tuple[int, int]] = []
+    for row in sorted(rows, key=lambda row: row.state_start):
+        if ranges and sum(ranges[-1]) == row.state_start:
+            start, length = ranges.pop()
+            ranges.append((start, length + row.num_queries))
+        else:
+            ranges.append((row.state_start, row.num_queries))
+    return tuple(ranges)
 
 
 @lru_cache(maxsize=256)
