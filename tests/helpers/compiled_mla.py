@@ -23,6 +23,13 @@ STEPS = [
 ]
 """Rows of chunks. One compiled variant of each kernel must be enough for their new tokens, and one for the chunks."""
 
+ONE_TOKEN = [MlaRow(0, 1, 4000, 0, 0, 3000, 0)]
+
+CASES = [(STEPS[0], 512, 0), (STEPS[1], 511, 1), (ONE_TOKEN, 1, 1)]
+"""Rows, tokens of the call, and the place of its counter in a tensor of counters. Tokens decide the stride of the
+log-sum-exp, which Triton would specialise if it is 1 or a multiple of 16. Counters at odd places are not aligned to 16
+bytes, which Triton would specialise too."""
+
 
 def compiled(target: int) -> dict[str, Usage]:
     """Return ``compiled_kernels`` from a separate process, in which kernels are not interpreted.
@@ -57,15 +64,17 @@ def compiled_kernels(capability: int) -> dict[str, Usage]:
         engine.use_kernels()
         tensors = [torch.zeros(512, heads, 192), torch.zeros(3072, heads, 192), torch.zeros(3072, heads, 256)]
         q, k, up = (x.to(torch.bfloat16) for x in tensors)
-        out, lse = torch.zeros(512, heads, 128, dtype=torch.bfloat16), torch.zeros(heads, 512)
-        kept_pairs = torch.zeros(1, dtype=torch.int64)
-        for rows in STEPS:
+        counters = torch.zeros(2, dtype=torch.int64)
+        for rows, num_tokens, place in CASES:
+            out, lse = torch.zeros(num_tokens, heads, 128, dtype=torch.bfloat16), torch.zeros(heads, num_tokens)
+            kept_pairs = counters[place : place + 1]
             new = [row._replace(key_start=0, num_keys=row.num_queries, key_position=row.query_position) for row in rows]
             for method in MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25), MlaTopP(0.9, channels=64):
                 for is_causal, part in (True, new), (False, rows):
                     engine.attend(
-                        method, q, k, up[..., 128:], part, is_causal=is_causal, out=out, lse=lse, kept_pairs=kept_pairs
-                    )
+                        method, q[:num_tokens], k, up[..., 128:], part, is_causal=is_causal, out=out, lse=lse,
+                        kept_pairs=kept_pairs,
+                    )  # fmt: skip
     return kernels
 
 

@@ -411,7 +411,8 @@ def _batch_told(original: Function) -> Function:
 def _rows_of_mla_known(original: Function) -> Function:
     """Give our prefill backend the metadata of the whole batch before vLLM gives it that of the rows that prefill.
 
-    Metadata of draft models (``fast_build``) is not passed on: their rows stay dense.
+    The older runner builds a draft model's metadata with ``fast_build``, which is not passed on. Model Runner V2 does
+    not, but its draft models have builders of their own, whose prefill backends ignore the metadata.
     """
 
     def build(

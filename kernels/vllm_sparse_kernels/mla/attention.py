@@ -104,8 +104,8 @@ def run_attention(
         STEP=options.step, CAUSAL=is_causal, PRECISION="ieee" if is_float32 else "tf32",
     )  # fmt: skip
     attend_kernel[(run.num_tiles, num_heads)](
-        tensors, *_matrices(tensors, shape), run.tiles, lists, run.width, scale * LOG2_E.value, sink_tokens,
-        local_tokens, compile_time(shape),
+        tensors, tensors.lse.stride(0), *_matrices(tensors, shape), run.tiles, lists, run.width, scale * LOG2_E.value,
+        sink_tokens, local_tokens, compile_time(shape),
         num_warps=options.num_warps, num_stages=options.num_stages,
     )  # fmt: skip
 
@@ -153,9 +153,9 @@ def launch_options(limit_bytes: int) -> LaunchOptions:
     return LaunchOptions(BLOCK_TOKENS if limit_bytes > 128 << 10 else BLOCK_TOKENS // 2, num_warps=8, num_stages=2)
 
 
-@triton.jit(do_not_specialize=["width", "sink_tokens", "local_tokens"])
+@triton.jit(do_not_specialize=["stride_lse_head", "width", "sink_tokens", "local_tokens"])
 def attend_kernel(
-    tensors, k_main, k_extra, v_matrix, tiles, lists, width, scale, sink_tokens, local_tokens, SHAPE
+    tensors, stride_lse_head, k_main, k_extra, v_matrix, tiles, lists, width, scale, sink_tokens, local_tokens, SHAPE
 ):  # fmt: skip
     """Compute O = softmax(scale · Q Kᵀ) V and its log-sum-exp, of one tile and head over the keys that it keeps.
 
@@ -167,6 +167,7 @@ def attend_kernel(
 
     Args:
         tensors: ``Tensors``.
+        stride_lse_head: Elements between heads of the log-sum-exp.
         k_main: Descriptor of the keys as a matrix of tokens, with boxes of [STEP, MAIN_D]; or None. Only steps that
             need no mask are copied in bulk.
         k_extra: Like ``k_main``, with boxes of [STEP, EXTRA_D].
@@ -234,7 +235,7 @@ def attend_kernel(
     o_out = (token + o_m) * tensors.stride_out_token + i_head * tensors.stride_out_head
     tl.store(tensors.out + o_out[:, None] + tl.arange(0, SHAPE.VALUE_D)[None, :], b_out, mask=in_tile[:, None])
     b_lse = tl.where(is_empty, float("-inf"), (softmax.b_max + tl.log2(b_sum)) * LN_2)
-    tl.store(tensors.lse + i_head * tensors.stride_lse_head + token + o_m, b_lse, mask=in_tile)
+    tl.store(tensors.lse + i_head * stride_lse_head + token + o_m, b_lse, mask=in_tile)
 
 
 @triton.jit

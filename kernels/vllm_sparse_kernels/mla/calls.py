@@ -95,7 +95,11 @@ def method_problem(method: MlaMethod) -> str | None:
 
 
 class Tensors(NamedTuple):
-    """Queries, keys, values and results, whose channels are contiguous."""
+    """Queries, keys, values and results, whose channels are contiguous.
+
+    Triton specialises kernels by these strides, which follow from a model's layouts. The stride of ``lse`` changes with
+    the number of tokens, so it is not a field.
+    """
 
     q: Any  # [tokens, heads, qk_head_dim]
     k: Any  # [keys, heads, qk_head_dim]
@@ -110,7 +114,6 @@ class Tensors(NamedTuple):
     stride_v_head: int
     stride_out_token: int
     stride_out_head: int
-    stride_lse_head: int
 
     @staticmethod
     def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> "Tensors":
@@ -129,7 +132,6 @@ class Tensors(NamedTuple):
         return Tensors(
             q, k, v, out, lse,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-            lse.stride(0),
         )  # fmt: skip
 
 
@@ -183,6 +185,7 @@ class Call:
         rows: [num_rows, 4] int32: first query, number of queries, first key, number of keys.
         tiles: [num_tiles, 8] int32, ``TileFields``, the longest reach first.
         reaches: The tiles' reaches in keys, in the same order.
+        state_ranges: (start, length) of the rows' running sums; those of neighbouring rows are a single range.
         longest_queries: Queries of the longest row.
         longest_keys: Keys of the longest row.
     """
@@ -190,6 +193,7 @@ class Call:
     rows: torch.Tensor
     tiles: torch.Tensor
     reaches: tuple[int, ...]
+    state_ranges: tuple[tuple[int, int], ...]
     longest_queries: int
     longest_keys: int
 
@@ -214,6 +218,7 @@ class Call:
             on_device[num_numbers:].view(-1, ROW_FIELDS.value),
             on_device[:num_numbers].view(-1, TILE_FIELDS.value),
             tuple(tile.reach for tile in tiles),
+            _state_ranges(rows),
             max(row.num_queries for row in rows),
             max(row.num_keys for row in rows),
         )
@@ -235,6 +240,17 @@ class Call:
             runs.append(Run(self.tiles[first:end], end - first, width))
             first = end
         return runs
+
+
+def _state_ranges(rows: Sequence[MlaRow]) -> tuple[tuple[int, int], ...]:
+    ranges: list[tuple[int, int]] = []
+    for row in sorted(rows, key=lambda row: row.state_start):
+        if ranges and sum(ranges[-1]) == row.state_start:
+            start, length = ranges.pop()
+            ranges.append((start, length + row.num_queries))
+        else:
+            ranges.append((row.state_start, row.num_queries))
+    return tuple(ranges)
 
 
 @lru_cache(maxsize=256)

@@ -121,6 +121,7 @@ class MlaPrefill:
         # Whole tiles, so that the sums of every head are aligned.
         num_state_tokens = ceil_div(max_query_tokens, TILE_TOKENS) * TILE_TOKENS
         self.sums = RunningSums.zeros(num_heads, num_state_tokens, device)
+        self._has_selected = False  # before the first selection, no sum needs a restart
         self._selection: Selection | None = None  # None to run the reference
         if device.type == "cuda" or not isinstance(attend_kernel, triton.JITFunction):
             self.use_kernels()
@@ -168,6 +169,7 @@ class MlaPrefill:
             if kept_pairs is not None:
                 kept_pairs += num_kept
         elif isinstance(method, MlaTopP) and method.kept_mass < 1:
+            self._has_selected = True
             for first in range(0, len(rows), MOST_ROWS):
                 call = self._call(rows[first : first + MOST_ROWS])
                 self._selection.attend(method, tensors, call, self.sums, self.scale, is_causal, kept_pairs)
@@ -185,9 +187,9 @@ class MlaPrefill:
     ) -> None:
         """Attend to sinks and a window. Running sums restart, because a later chunk may be of ``top_p``."""
         call = self._call(rows)
-        if is_causal:
-            for row in rows:
-                self.sums.part(row.state_start, row.num_queries).clear()
+        if is_causal and self._has_selected:
+            for start, length in call.state_ranges:
+                self.sums.part(start, length).clear()
         # Windows are counted in keys: more than all positions is the same as all.
         run_attention(
             tensors, Run(call.tiles, len(call.reaches), 0), self.scale, is_causal,

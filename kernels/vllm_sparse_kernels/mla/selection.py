@@ -531,7 +531,10 @@ def _masses_kernel(scratch, tiles, sums, width, CAUSAL: tl.constexpr, BLOCKS: tl
         tl.store(scratch.masses + place + o_b, tl.sum(b_e * b_weight[None, :], 1), mask=o_b < num_blocks)
 
 
-@triton.jit(do_not_specialize=["first_head", "width", "kept_mass", "most_share"])
+@triton.jit(
+    do_not_specialize=["first_head", "width", "kept_mass", "most_share"],
+    do_not_specialize_on_alignment=["kept_pairs"],  # an element of a tensor of counters, at an even or an odd place
+)
 def _choose_kernel(
     scratch, tiles, sums, lists, kept_pairs, first_head, width, kept_mass, most_share,
     CAUSAL: tl.constexpr, CHUNK: tl.constexpr,

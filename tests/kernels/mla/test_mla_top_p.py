@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from tests.helpers.mla_calls import HEADS, KEY_DIM, POISON, SCALE, Inputs, inputs_of, prefill
-from vllm_sparse_kernels.mla import MlaPrefill, MlaRow, MlaTopP, prefill as prefill_module, reference, selection
+from vllm_sparse_kernels.mla import (
+    MlaAShape,
+    MlaMethod,
+    MlaPrefill,
+    MlaRow,
+    MlaTopP,
+    prefill as prefill_module,
+    reference,
+    selection,
+)
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, SINK_TOKENS, Call
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.mla.selection import Selection
@@ -61,7 +70,7 @@ def listed_blocks(engine: MlaPrefill, rows: Sequence[MlaRow]) -> dict[int, list[
     return lists
 
 
-def attend(engine: MlaPrefill, method: MlaTopP, rows: Sequence[MlaRow], is_causal: bool, inputs: Inputs) -> int:
+def attend(engine: MlaPrefill, method: MlaMethod, rows: Sequence[MlaRow], is_causal: bool, inputs: Inputs) -> int:
     """Run a call and return the kept pairs."""
     kept = torch.zeros(1, dtype=torch.int64, device=inputs.q.device)
     engine.attend(
@@ -209,6 +218,8 @@ def test_other_methods_restart_the_sums_too(by_kernels: bool, device: str, monke
     if not by_kernels:
         monkeypatch.setattr(MlaPrefill, "use_kernels", lambda self: None)
     engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
+    earlier = MlaRow(0, 1, 0, 0, 0, 1, 0)
+    attend(engine, METHOD, [earlier], True, inputs_of([earlier], device, engine.dtype))
     for x in engine.sums:
         x.fill_(3.0)
     row = MlaRow(0, 70, 100, 5, 0, 70, 100)
@@ -218,6 +229,26 @@ def test_other_methods_restart_the_sums_too(by_kernels: bool, device: str, monke
     assert (engine.sums.dropped[:, 5:75] == 0).all()
     assert (engine.sums.total[:, :5] == 3).all()
     assert (engine.sums.total[:, 75:] == 3).all()
+
+
+def test_sums_restart_once_for_neighbouring_rows_and_never_without_top_p(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
+    clear, ranges = RunningSums.clear, []
+
+    def record(sums: RunningSums) -> None:
+        ranges.append((sums.top.storage_offset() % engine.sums.top.stride(0), sums.top.shape[1]))
+        clear(sums)
+
+    monkeypatch.setattr(RunningSums, "clear", record)
+    rows = [MlaRow(5, 4, 0, 5, 5, 4, 0), MlaRow(0, 5, 9, 0, 0, 5, 9), MlaRow(10, 3, 0, 10, 10, 3, 0)]
+    inputs = inputs_of(rows, device, engine.dtype)
+    attend(engine, MlaAShape(1, 2), rows, True, inputs)
+    assert ranges == []
+    attend(engine, METHOD, rows[:1], True, inputs)
+    attend(engine, MlaAShape(1, 2), rows, True, inputs)
+    assert ranges == [(0, 9), (10, 3)]
 
 
 def test_most_share_limits_blocks_for_their_mass(device: str) -> None:

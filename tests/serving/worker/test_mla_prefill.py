@@ -3,15 +3,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
 pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla", reason="needs a vLLM with MLA on a CPU")
+
+from vllm.config import set_current_vllm_config
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers import mla_layers
@@ -19,13 +23,14 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker import compile_monitor
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, BatchRow, RowKind
 from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, not_counting
-from vllm_sparse_backend.serving.worker.mla_prefill import merge, mla_worker
+from vllm_sparse_backend.serving.worker.mla_prefill import MERGED_TOKENS, merge, mla_worker
 from vllm_sparse_backend.serving.worker.mla_step import MlaBatch, MlaStep
 from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
 from vllm_sparse_backend.serving.worker.request_tallies import Tally
-from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow
+from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow, MlaTopP
 
 MIN_TOKENS = 80
 SINK, LOCAL = 24, 50
@@ -191,6 +196,42 @@ def test_a_draft_model_s_step_stays_dense_and_is_not_counted(make_layers: Any) -
     assert mla_worker(layers.config).worker.recorder.samples()[0] == []
 
 
+def test_a_draft_model_of_model_runner_v2_stays_dense_and_is_not_counted(make_layers: Any, at_step: Any) -> None:
+    """That runner builds a draft model's metadata without ``fast_build``, by a builder of the draft's layers only, and
+    in the step of the served model, whose rows may be others."""
+    layers = make_layers(numbers=(0, 1, 2))
+    shared = layers.builder
+    with set_current_vllm_config(layers.config):
+        draft = mla_layers.MLACommonMetadataBuilder(
+            shared.kv_cache_spec, layers.names[2:], layers.config, shared.device
+        )
+    at_step(["default"] * len(MIXED))
+    step = layers.make_step(MIXED)
+    torch.testing.assert_close(layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS)), atol=2e-5, rtol=1e-4)
+    counted = mla_worker(layers.config).worker.recorder.samples()[0]
+    layers.builder = draft
+    for lengths in (MIXED, [(0, 150)] * (len(MIXED) + 1)):
+        other = layers.make_step(lengths)
+        torch.testing.assert_close(layers.run(other, 2), layers.expected(other), atol=2e-5, rtol=1e-4)
+        assert draft._prefill_backend._step is None
+    assert mla_worker(layers.config).worker.recorder.samples()[0] == counted
+
+
+def test_heads_take_the_memory_of_their_rows_only(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, sizes = make_layers(), []
+    attend = MlaPrefill.attend
+
+    def record(self: MlaPrefill, method: Any, q: Any, k: Any, v: Any, rows: Any, **options: Any) -> None:
+        if not options["is_causal"]:
+            sizes.append((len(options["out"]), options["lse"].shape[1]))
+        attend(self, method, q, k, v, rows, **options)
+
+    monkeypatch.setattr(MlaPrefill, "attend", record)
+    step = layers.make_step([(0, 150), (0, 30), (0, 100)])
+    torch.testing.assert_close(layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS)), atol=2e-5, rtol=1e-4)
+    assert sizes == [(70, 70), (20, 20)]
+
+
 def test_nothing_of_a_step_is_left_for_the_next(make_layers: Any) -> None:
     """A step with sparse rows, then one of a decode only, then a dense one."""
     layers = make_layers()
@@ -206,6 +247,36 @@ def test_all_layers_share_the_memory(make_layers: Any) -> None:
     assert len({id(backend.shared.kernels) for backend in backends}) == 1
     assert backends[0].shared.kernels.max_query_tokens == layers.config.scheduler_config.max_num_batched_tokens
     assert backends[0].shared.kernels.max_key_tokens >= CHUNK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (MlaAShape(SINK, LOCAL), {MlaAShape(SINK, LOCAL)}),
+        (MlaTopP(0.9), {MlaTopP(0.9)}),
+        (MlaTopP(1.0, 0.2), {MlaTopP(1.0, 0.2), MlaTopP(0.5, 0.2)}),
+    ],
+)
+def test_warm_up_compiles_every_kind_of_call(
+    make_layers: Any, monkeypatch: pytest.MonkeyPatch, method: Any, expected: Any
+) -> None:
+    """Calls of requests differ in their method, their tokens, and the place of their counter."""
+    worker, calls = mla_worker(make_layers().config), []
+
+    def record(self: MlaPrefill, method: Any, q: Any, k: Any, v: Any, rows: Any, **options: Any) -> None:
+        assert compile_monitor.listener().warming_up
+        counter = options["kept_pairs"]
+        place = None if counter is None else counter.storage_offset()
+        assert {len(q), options["lse"].shape[1], rows[0].num_queries} == {len(q)}
+        calls.append((method, len(q), options["is_causal"], place))
+
+    monkeypatch.setattr(MlaPrefill, "attend", record)
+    worker._warm_up(worker.kernels, method, 4096)
+    assert not compile_monitor.listener().warming_up
+    assert set(calls) == set(product(expected, (512, 511, 1), (True, False), (None, 0, 1)))
+    calls.clear()
+    worker._warm_up(worker.kernels, method, 100)
+    assert {num_tokens for _, num_tokens, _, _ in calls} == {100, 1}
 
 
 def test_memory_does_not_depend_on_torch_s_defaults(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,4 +401,31 @@ def test_merged_parts_are_attention_over_both() -> None:
     alone, alone_lse = part(slice(0, 4))
     expected[2], expected_lse[:, 2] = alone[2], alone_lse[:, 2]
     torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+class AllocatedBytes(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation allocates."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result._base is None and not func._schema.is_mutable:
+            self.largest = max(self.largest, result.nbytes)
+        return result
+
+
+def test_merging_takes_little_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = 3 * MERGED_TOKENS + 5
+    out, other = torch.randn(2, num_tokens, 2, 128, generator=generator).bfloat16()
+    lse, other_lse = torch.randn(2, 2, num_tokens, generator=generator)
+    weight = torch.sigmoid(lse - other_lse).t()[..., None]
+    expected = weight * out.float() + (1 - weight) * other.float()
+    expected_lse = torch.logaddexp(lse, other_lse)
+    with AllocatedBytes() as allocated:
+        merge(out, lse, other, other_lse)
+    assert 0 < allocated.largest <= MERGED_TOKENS * 2 * 128 * 4
+    torch.testing.assert_close(out, expected.bfloat16(), atol=1e-6, rtol=1e-2)
     torch.testing.assert_close(lse, expected_lse)

@@ -33,6 +33,7 @@ from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
+from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.counters import is_counting
 from vllm_sparse_backend.serving.worker.mla_step import Call, MlaBatch, MlaStep, SparseRows, causal_pairs
 from vllm_sparse_backend.serving.worker.row_classifier import AnyRoom, RowClassifier
@@ -40,14 +41,20 @@ from vllm_sparse_backend.serving.worker.row_counter import RowCounter
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step_context import Step
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.mla import MlaPrefill, MlaRow
+from vllm_sparse_kernels.mla import MlaPrefill, MlaRow, MlaTopP
 
 logger = logging.getLogger(LOGGER)
 
 ATTENTION_NAME = "mla"
 """Name of sparse MLA prefill in the metric ``layers``."""
 
-WARM_UP_TOKENS = 512
+WARM_UP_TOKENS = (512, 511, 1)
+"""New tokens of the calls that compile kernels. Triton specialises integers that are 1 or a multiple of 16. Kernels
+exempt those that change between calls; an integer that was overlooked takes all its kinds here (as in ``warmup``).
+"""
+
+MERGED_TOKENS = 512
+"""Tokens that ``merge`` processes at a time: for 16 heads, a float32 temporary takes 4 MiB."""
 
 
 class MlaShape(NamedTuple):
@@ -81,6 +88,7 @@ class MlaWorker:
     def __init__(self, vllm_config: VllmConfig, shape: MlaShape) -> None:
         self.shape = shape
         self.layers: frozenset[int] = frozenset()
+        self._served_layers: tuple[Any, ...] = ()
         self._device = compat.current_device()
         self._dtype = vllm_config.model_config.dtype
         self.worker: Worker
@@ -117,11 +125,28 @@ class MlaWorker:
             device=self._device,
         )
         if not compat.IS_CPU:
-            self._warm_up(kernels, mla_method(_method_of(worker)), min(WARM_UP_TOKENS, step_tokens))
+            self._warm_up(kernels, mla_method(_method_of(worker)), step_tokens)
         return worker, kernels
 
-    def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, num_tokens: int) -> None:
-        """Compile the kernels, with the layouts in which vLLM passes keys and values."""
+    def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, step_tokens: int) -> None:
+        """Compile every kernel that serves requests.
+
+        A server that keeps everything may get requests with a p below 1, so it compiles the kernels of selection too.
+        """
+        methods = [method]
+        if isinstance(method, MlaTopP) and method.kept_mass == 1:
+            methods.append(method._replace(kept_mass=0.5))
+        counters = torch.zeros(2, dtype=torch.int64, device=self._device)
+        with warming_up():
+            for num_tokens in {min(num_tokens, step_tokens) for num_tokens in WARM_UP_TOKENS}:
+                for to_compile in methods:
+                    for kept_pairs in (None, counters[:1], counters[1:]):  # a dummy run; even and odd places
+                        self._run_calls(kernels, to_compile, num_tokens, kept_pairs)
+
+    def _run_calls(
+        self, kernels: MlaPrefill, method: MlaMethod, num_tokens: int, kept_pairs: torch.Tensor | None
+    ) -> None:
+        """Run new tokens and a chunk of context, with the layouts in which vLLM passes keys and values."""
         shape, options = self.shape, {"dtype": self._dtype, "device": self._device}
         q = torch.randn(num_tokens, shape.num_heads, shape.qk_head_dim, **options)
         k = torch.randn_like(q)
@@ -129,7 +154,6 @@ class MlaWorker:
         v = nope_and_value[..., QK_NOPE_HEAD_DIM:]
         out = torch.empty(num_tokens, shape.num_heads, shape.v_head_dim, **options)
         lse = torch.empty(shape.num_heads, num_tokens, dtype=torch.float32, device=self._device)
-        kept_pairs = torch.zeros(1, dtype=torch.int64, device=self._device)
         row = MlaRow(0, num_tokens, num_tokens, 0, 0, num_tokens, num_tokens)
         kernels.attend(method, q, k, v, [row], is_causal=True, out=out, lse=lse, kept_pairs=kept_pairs)
         context = row._replace(key_position=0)
@@ -164,6 +188,7 @@ class MlaWorker:
         for number in numbers:
             vars(all_layers[number].impl)[hooks.MLA_LAYER] = number
         self.layers = frozenset(numbers)
+        self._served_layers = tuple(all_layers.values())
         self.worker.recorder.add_layers(numbers, resolved.plans)
         thresholds = self._thresholds(vllm_config)
         room = AnyRoom() if numbers else None
@@ -231,6 +256,17 @@ class MlaWorker:
         assert self._method is not None
         method = self._method
         return mla_method(method if request.kept_mass is None else method.with_kept_mass(request.kept_mass))
+
+    def serves(self, backend: MLAPrefillBackend) -> bool:
+        """Return whether a prefill backend is that of a layer of the served model, not of a draft model.
+
+        Args:
+            backend: The prefill backend of a layer.
+
+        Returns:
+            True for the served model; False before ``adopt``.
+        """
+        return any(layer.prefill_backend is backend for layer in self._served_layers)
 
     def batch_of(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
@@ -332,6 +368,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         self._batch: MlaBatch | None = None
         self._step: MlaStep | None = None
         self._layer: int | None = None
+        self._is_of_draft_model = False
 
     @staticmethod
     def get_name() -> str:
@@ -345,11 +382,15 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
     def clone(self) -> "SparseMlaPrefillBackend":
         """Return a backend for a group of layers. By then vLLM has built all layers, so they are made to run sparse.
 
+        vLLM clones the backend of the group's first layer. Where a served and a draft model share a group, that is a
+        layer of the served model, which vLLM builds first.
+
         Returns:
             The backend, which shares the worker's state.
         """
         clone: SparseMlaPrefillBackend = super().clone()
         self.shared.adopt(self.vllm_config)
+        clone._is_of_draft_model = not self.shared.serves(self)
         return clone
 
     def supports_out(self) -> bool:
@@ -361,14 +402,15 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         return bool(self.stock.supports_out()) if hasattr(self.stock, "supports_out") else False
 
     def begin_step(self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int) -> None:
-        """Take the rows of a step, before ``prepare_metadata``.
+        """Take the rows of a step, before ``prepare_metadata``. Those of a draft model stay dense and are not counted.
 
         Args:
             common: vLLM's metadata of the batch.
             common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
             max_decode_tokens: Rows with at most this many new tokens are decodes.
         """
-        self._batch = self.shared.batch_of(common, common_prefix_len, max_decode_tokens)
+        if not self._is_of_draft_model:
+            self._batch = self.shared.batch_of(common, common_prefix_len, max_decode_tokens)
 
     def begin_layer(self, number: int | None) -> None:
         """Take the number of the layer whose calls follow.
@@ -505,12 +547,14 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         lse: torch.Tensor,
     ) -> None:
         """Add attention over the dense heads of rows that are cut to the output of these rows' sparse tokens."""
-        head_out, head_lse = torch.empty_like(out), torch.empty_like(lse)
         for rows in call.heads:
-            self._attend(rows, q, k, v, head_out, head_lse, step.is_counted)
-            for row in rows.rows:
+            for row, tally in zip(rows.rows, rows.tallies, strict=True):
                 queries = slice(row.query_start, row.query_start + row.num_queries)
-                merge(out[queries], lse[:, queries], head_out[queries], head_lse[:, queries])
+                part = replace(rows, rows=(row._replace(query_start=0),), tallies=(tally,))
+                head_out = out.new_empty(row.num_queries, *out.shape[1:])
+                head_lse = lse.new_empty(len(lse), row.num_queries)
+                self._attend(part, q[queries], k, v, head_out, head_lse, step.is_counted)
+                merge(out[queries], lse[:, queries], head_out, head_lse)
 
     def _attend(
         self,
@@ -552,10 +596,16 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_l
         other_out: Attention over the second set.
         other_lse: Its log-sum-exp; −∞ for queries without keys.
     """
-    merged = torch.logaddexp(lse, other_lse)
-    weight, other_weight = ((part - merged).exp().t()[..., None] for part in (lse, other_lse))
-    out.copy_(weight * out.float() + other_weight * other_out.float())
-    lse.copy_(merged)
+    for first in range(0, len(out), MERGED_TOKENS):
+        tokens = slice(first, first + MERGED_TOKENS)
+        parts = lse[:, tokens], other_lse[:, tokens]
+        merged = torch.logaddexp(*parts)
+        weight, other_weight = ((part - merged).exp().t()[..., None] for part in parts)
+        # Weights are float32, so products are too.
+        merged_out = out[tokens] * weight
+        merged_out += other_out[tokens] * other_weight
+        out[tokens] = merged_out
+        lse[:, tokens] = merged
 
 
 def mla_worker(vllm_config: VllmConfig) -> MlaWorker | None:
