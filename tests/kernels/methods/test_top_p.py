@@ -81,7 +81,11 @@ LONG = [(8100, 150), (0, 2049), (0, 1)]
     ("method", "heads", "dtype", "page_size", "lengths"),
     [
         *by_turns([METHOD, HALF] * 2, SHAPES, DTYPES, [16, 48, 128], [LENGTHS]),
-        *by_turns([FEW_QUERIES, FEWEST] * 2, SHAPES, DTYPES, [48, 128, 16], [LENGTHS]),
+        (FEWEST, (3, 3, 128), torch.float16, 128, LENGTHS),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in by_turns([FEW_QUERIES, FEWEST] * 2, SHAPES, DTYPES, [48, 128, 16], [LENGTHS])
+        ),
         pytest.param(METHOD, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
         pytest.param(FEW_QUERIES, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
         (replace(LOW_RANK, queries="half"), (4, 2, 128), torch.float16, 48, [(300, 63), (130, 1), (0, 2)]),
