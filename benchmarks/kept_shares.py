@@ -10,8 +10,8 @@ Captures queries and keys of every layer on a text (``benchmarks.capture``), and
   refers;
 * the true share is the part of its exact softmax that lies in them.
 
-Blocks have 32 keys, as on Hopper and on CPUs. On other GPUs, an index has wider blocks, and queries keep more. The
-kernels round what the rule here keeps in float32: on Hopper, an estimated share is off by up to a ninth.
+Blocks have 32 keys, as on Hopper and on CPUs. Other GPUs use wider blocks, so their queries keep more. The rule here
+computes in float32. Kernels round: on Hopper, an estimated share is off by up to a ninth.
 
 This needs no server and no Triton. It runs on CPU and on CUDA devices; memory holds the scores of one tile.
 """

@@ -420,6 +420,20 @@ def _print_part(part: str, **values: Any) -> None:
     print(json.dumps({"mla": part, **values}), flush=True)
 
 
+def check_shapes(names: Sequence[str]) -> None:
+    """Refuse names that are not in ``SHAPES``."""
+    if unknown := set(names) - set(SHAPES):
+        raise typer.BadParameter(f"--shape: given {', '.join(sorted(unknown))}, expected {' or '.join(SHAPES)}")
+
+
+def make_folder(place: Path, name: str, tokens: int, small: bool) -> tuple[Path, dict[str, Any]]:
+    """Write a shape's config into a new folder. Return the folder and the config."""
+    folder, config = place / name, config_of(name, tokens, small)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return folder, config
+
+
 @app.command()
 def measure(
     shape: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(SHAPES)}. Default: both.")] = None,
@@ -436,18 +450,14 @@ def measure(
     small: Annotated[bool, typer.Option(help="A small model and short prompts, to try this program on a CPU.")] = False,
 ) -> None:
     """Measure stock vLLM with each shape."""
-    if unknown := set(shape or ()) - set(SHAPES):
-        raise typer.BadParameter(f"--shape: given {', '.join(sorted(unknown))}, expected {' or '.join(SHAPES)}")
+    check_shapes(shape or ())
     lengths = sorted(tokens or ([256, 512] if small else [65536, 131072]))
     end, problems = time.monotonic() + budget_s, []
     logs.mkdir(parents=True, exist_ok=True)
     report = Report("mla", device_name(), None, out)
     with TemporaryDirectory() as place:
         for name in shape or SHAPES:
-            folder = Path(place) / name
-            folder.mkdir()
-            config = config_of(name, lengths[-1], small)
-            (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+            folder, config = make_folder(Path(place), name, lengths[-1], small)
             rows = Rows(report, name, config)
             log = logs / f"{name}.log"
             arguments = [str(folder), ",".join(map(str, lengths)), str(repeats), backend]
@@ -473,8 +483,7 @@ def compare(
     small: Annotated[bool, typer.Option(help="A small model and short prompts, to try this program on a CPU.")] = False,
 ) -> None:
     """Compare TTFT of stock vLLM and of sparse MLA prefill with each shape."""
-    if unknown := set(shape or ()) - set(SHAPES):
-        raise typer.BadParameter(f"--shape: given {', '.join(sorted(unknown))}, expected {' or '.join(SHAPES)}")
+    check_shapes(shape or ())
     lengths = sorted(tokens or ([256, 512] if small else [16384, 65536, 131072]))
     settings = {name: values | ({"min_tokens": 64} if small else {}) for name, values in SETTINGS.items()}
     end, problems = time.monotonic() + budget_s, []
@@ -482,10 +491,7 @@ def compare(
     report = Report("mla", device_name(), None, out)
     with TemporaryDirectory() as place:
         for name in shape or SHAPES:
-            folder = Path(place) / name
-            folder.mkdir()
-            config = config_of(name, lengths[-1], small)
-            (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+            folder, config = make_folder(Path(place), name, lengths[-1], small)
             about = f"{name}'s shape, {config['num_attention_heads']} heads"
             engines = {
                 kind: Answerer(folder, lengths[-1], settings.get(kind), logs / f"{name}-{kind}.log", end)

@@ -50,7 +50,7 @@ class DenseRun:
     Attributes:
         queries: The queries among those of the call.
         keys: Their keys among those of the call.
-        stock: vLLM's backend, prepared as if these rows were the entire step.
+        stock: vLLM's backend, with the metadata of a step that has only these rows.
         chunk: The argument that names the chunk of context; empty for new tokens.
     """
 

@@ -217,8 +217,8 @@ class Groups(NamedTuple):
         of_rows: Groups, by row.
         table: [num_groups, GROUP_FIELDS] int32.
         row_starts: [num_rows + 1] int32, the number of each row's first group.
-        tile_windows: [num_tiles, TILE_FIELDS] int32, each tile's window start and list offset. Kernels that run for
-            each tile would otherwise wait for the number of the tile's group before they can load them.
+        tile_windows: [num_tiles, TILE_FIELDS] int32, each tile's window start and list offset. They are also in
+            ``table``, but there a kernel must load the tile's group first.
     """
 
     of_rows: list[list[Group]]

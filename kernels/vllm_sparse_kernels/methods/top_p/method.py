@@ -24,10 +24,9 @@ scale s:
 
 docs/quality.md has densities and losses on trained models, also for other rules.
 
-* ``queries`` "half" scores the second of each two neighbouring queries (``scored.py``), and halves the time of the
-  product and of everything after it. Neighbours look at similar blocks, so the means hardly change. Steps 4 and 5 then
-  hold for scored queries. A quarter of the queries is too few: answers are lost.
-
+* ``queries`` "half" scores the second of each two neighbouring queries (``scored.py``). That halves the product, and
+  the work on its scores. Neighbours look at similar blocks, so the means hardly change. Steps 4 and 5 then hold for
+  scored queries. A quarter of the queries is too few: answers are lost.
 * ``channels`` "half" multiplies only the half of each kv head's channels that affects scores most in this step, by
   variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
   takes most of the method's time.
