@@ -7,7 +7,7 @@ Captures queries and keys of every layer on a text (``benchmarks.capture``), and
 (``methods/top_p/reference.py``), chunk by chunk as on a server. For every query past ``--min-tokens``:
 
 * the estimated share is the part of the query's own estimated sum that lies in its kept blocks, to which ``floor``
-  refers;
+  refers. A floor holds for scored queries, so settings with a floor score ``all``;
 * the true share is the part of its exact softmax that lies in them.
 
 Blocks have 32 keys, as on Hopper and on CPUs. Other GPUs use wider blocks, so their queries keep more. The rule here
@@ -61,9 +61,9 @@ BELOW = f"queries below {FLOOR:g}"
 
 SETTINGS = (
     "top_p",
-    f"top_p:floor={FLOOR}",
+    f'top_p:queries="all",floor={FLOOR}',
     'top_p:channels="low_rank"',
-    f'top_p:channels="low_rank",floor={FLOOR}',
+    f'top_p:queries="all",channels="low_rank",floor={FLOOR}',
 )
 
 
@@ -213,7 +213,7 @@ def add_rows(report: Report, about: str, method: TopP, shares: KeptShares) -> li
     rows = []
     for kind, values in (("estimated", shares.estimated[0]), ("true", shares.true[0])):
         figures = statistics(values)
-        is_bound = kind == "estimated" and method.floor > 0
+        is_bound = kind == "estimated" and method.floor > 0 and method.queries == "all"
         for name, value in figures.items():
             what = f"{about}: share of queries whose {kind} kept share is below {FLOOR:g}"
             if name != BELOW:

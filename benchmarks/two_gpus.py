@@ -14,8 +14,9 @@ left:
   the second. The two servers of a ratio run on the same card, and are measured one after the other.
 * ``tensor``: MODEL with tensor parallelism of 2, stock and this backend; then levels, guard and counters by rank, and
   200 requests with aborts and a cache that is too small for all of them.
+* ``pipeline``: MODEL with pipeline parallelism of 2, stock and this backend.
 * ``others``: a prefill server on the first card with a stock decode server on the second, compared with single servers;
-  pipeline parallelism of 2; data parallelism of 2 behind two API server processes. All servers start together.
+  data parallelism of 2 behind two API server processes. All servers start together.
 
 The pair uses vLLM's ``NixlConnector`` and deploy/salting_proxy.py if the package ``nixl`` is installed. Otherwise it
 uses vLLM's ``ExampleConnector`` with a shared folder. That connector does not distinguish levels, so only the
@@ -89,7 +90,7 @@ ANSWER_TOKENS = 8
 LEVELS = ("exact", "on", "fast", 0.9)
 """Levels of the requests to the servers whose levels are checked. Their profile defines ``fast``."""
 
-LIMITS = {"one": (480.0, 120.0), "tensor": (480.0, 140.0), "others": (300.0, 130.0)}
+LIMITS = {"one": (480.0, 120.0), "tensor": (480.0, 140.0), "pipeline": (480.0, 140.0), "others": (300.0, 130.0)}
 """Maximum seconds of each step, and the seconds that must be left to start it: servers take up to two minutes."""
 
 RANKS_APART = 0.01
@@ -360,12 +361,10 @@ class TwoGpus:
     )
     profile: Annotated[Path | None, typer.Option(help="Profile of MODEL from `profile best`, also measured.")] = None
     budget_s: Annotated[float, typer.Option(help="Maximum seconds for all steps together.")] = 480.0
-    steps: Annotated[str, typer.Option(help="Steps to run, comma-separated: one, tensor, others.")] = (
-        "one,tensor,others"
+    steps: Annotated[str, typer.Option(help="Steps, comma-separated: one, tensor, pipeline, others.")] = (
+        "one,tensor,pipeline,others"
     )
-    layouts: Annotated[str, typer.Option(help="Layouts that the step `others` measures: pair, data, pipeline.")] = (
-        "pair,data,pipeline"
-    )
+    layouts: Annotated[str, typer.Option(help="Layouts that the step `others` measures: pair, data.")] = "pair,data"
     lengths: Annotated[str, typer.Option(help="Lengths of timed prompts in tokens, comma-separated.")] = "32768,131072"
     answer_lengths: Annotated[str, typer.Option(help="Lengths of prompts with questions, comma-separated.")] = "32768"
     prompts: Annotated[int, typer.Option(help="Prompts with questions per length.", min=1)] = 4
@@ -379,10 +378,15 @@ class TwoGpus:
 
     def run(self) -> None:
         """Run the steps, and print the failures."""
-        steps: dict[str, Callable[[Lab], None]] = {"one": self.one, "tensor": self.tensor, "others": self.others}
+        steps: dict[str, Callable[[Lab], None]] = {
+            "one": self.one,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "others": self.others,
+        }
         with failures():
             chosen = names_among("--steps", self.steps, steps)
-            names_among("--layouts", self.layouts, ("pair", "data", "pipeline"))
+            names_among("--layouts", self.layouts, ("pair", "data"))
             if self.profile is not None:
                 Settings.parse(str(self.profile), self.model)
             lab = Lab(self.out.absolute(), self.budget_s)
@@ -502,7 +506,7 @@ class TwoGpus:
         single_gain = self.gain(lab, spec, ONE, tokens)
         if single_gain is not None and spec.layout != ONE:
             name = f"{about}: TTFT, speed-up over stock ÷ {ONE}'s"
-            bar = 0.95 if spec.layout == TENSOR else None
+            bar = 0.95 if spec.layout in (TENSOR, PIPELINE) else None
             lab.report.add_cards_figure(cards, name, gain / single_gain, "ratio", "higher", bar)
 
     def gain(self, lab: Lab, spec: Spec, layout: str, tokens: int) -> float | None:
@@ -699,12 +703,22 @@ class TwoGpus:
             lab.problem(about, problem)
         return done
 
-    # --- step: the pair, pipeline and data parallelism ---
+    # --- step: pipeline parallelism ---
+
+    def pipeline(self, lab: Lab) -> None:
+        """Measure pipeline parallelism of two: speed and answers."""
+        specs = [self.timed_spec(self.model, setting, PIPELINE, (0, 1)) for setting in self.settings_of(self.model)]
+        running = lab.start(specs)
+        servers = [(spec, running.servers[spec]) for spec in specs if spec in running.servers]
+        if servers:
+            self.measure_speed(lab, servers, 2)
+            self.measure_answers(lab, self.workload(), servers, 2)
+
+    # --- step: the pair and data parallelism ---
 
     def others(self, lab: Lab) -> None:
         """Measure layouts that share the cards. Their servers start together, and are measured one after the other."""
         small = self.second or self.model
-        pipeline = self.timed_spec(self.model, DEFAULT, PIPELINE, (0, 1))
         data = self.checked_spec(
             small, DATA, (0, 1),
             # Without cached prefixes, both engines compute the same chunks, so their answers must be equal.
@@ -713,11 +727,10 @@ class TwoGpus:
         )  # fmt: skip
         with ExitStack() as stack:
             pair = Pair.plan(self, lab.logs, stack)
-            specs_by_layout = {"pair": pair.specs, "data": [data], "pipeline": [pipeline]}
+            specs_by_layout = {"pair": pair.specs, "data": [data]}
             checks: dict[str, Callable[[Running], object]] = {
                 "pair": lambda running: pair.check(lab, running, stack),
                 "data": lambda running: self.check_data(lab, data, running.servers[data]),
-                "pipeline": lambda running: self.check_pipeline(lab, pipeline, running.servers[pipeline]),
             }
             for layouts in self.together():
                 running = lab.start([spec for layout in layouts for spec in specs_by_layout[layout]])
@@ -732,18 +745,8 @@ class TwoGpus:
 
     def together(self) -> list[list[str]]:
         """Return groups of layouts. The servers of a group fit on two cards, and groups run one after the other."""
-        layouts = names_among("--layouts", self.layouts, ("pair", "data", "pipeline"))
-        if self.second is not None:
-            return [layouts]
-        groups = [
-            [layout for layout in layouts if layout != "data"],
-            [layout for layout in layouts if layout == "data"],
-        ]
-        return [group for group in groups if group]
-
-    def check_pipeline(self, lab: Lab, spec: Spec, server: Server) -> None:
-        self.measure_answers(lab, self.workload(), [(spec, server)], 2)
-        self.measure_speed(lab, [(spec, server)], 2)
+        layouts = names_among("--layouts", self.layouts, ("pair", "data"))
+        return [layouts] if self.second is not None else [[layout] for layout in layouts]
 
     def check_data(self, lab: Lab, spec: Spec, server: Server) -> None:
         """Check levels, the switch and the counters with two engines behind two API server processes."""

@@ -58,7 +58,12 @@ def test_uniform_attention(floor: float, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [TopP(), TopP(queries="half"), TopP(kept_mass=0.3, floor=0.7), TopP(channels="low_rank", floor=0.5)],
+    [
+        TopP(),
+        TopP(queries="all"),
+        TopP(kept_mass=0.3, queries="all", floor=0.7),
+        TopP(channels="low_rank", queries="all", floor=0.5),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("chunk_tokens", [4096, 640])
@@ -105,7 +110,7 @@ def test_statistics() -> None:
 
 def test_settings() -> None:
     assert settings((), 64) == [TopP(), TopP(queries="all", floor=0.5)]  # low_rank keeps all channels of head dim 64
-    assert settings((), 128)[2:] == [TopP(channels="low_rank"), TopP(channels="low_rank", floor=0.5)]
+    assert settings((), 128)[2:] == [TopP(channels="low_rank"), TopP(queries="all", channels="low_rank", floor=0.5)]
     assert settings(["default"], 64) == [TopP()]
     with pytest.raises(BenchError, match="given 'sale', expected top_p or default"):
         settings(["sale"], 64)
@@ -121,7 +126,7 @@ def test_the_program_adds_rows_to_a_results_file(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(out.read_text())}
     assert len(rows) == 2 * 2 * 2 * 5  # lengths, settings, kinds of share, statistics
-    name = "top_p floor=0.5, tiny, 600 tokens, float32: estimated kept share of a query, least"
+    name = 'top_p queries="all" floor=0.5, tiny, 600 tokens, float32: estimated kept share of a query, least'
     assert rows[name]["bar"] == 0.5 <= rows[name]["value"] <= 1
     assert {row["device"] for row in rows.values()} == {"CPU"}
     assert all(row["bar"] is None for name, row in rows.items() if "true" in name or "floor" not in name)

@@ -21,7 +21,7 @@ from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError
 def options(folder: Path, **changes: Any) -> TwoGpus:
     values: dict[str, Any] = {
         "model": model_folder(folder / "large", CONFIG), "out": folder / "out", "second": None, "profile": None,
-        "budget_s": 100.0, "steps": "one,tensor,others", "layouts": "pair,data,pipeline",
+        "budget_s": 100.0, "steps": "one,tensor,pipeline,others", "layouts": "pair,data",
         "lengths": "40,900", "answer_lengths": "480", "prompts": 1,
         "repeats": 1, "output_tokens": 3, "requests": 8, "clients": 2, "checked_min_tokens": 256,
         "server_args": "", "text": None,
@@ -51,11 +51,11 @@ def replace_step(monkeypatch: pytest.MonkeyPatch, name: str, step: Any) -> None:
 
 class TestSteps:
     def test_a_step_without_enough_time_is_skipped_with_its_reason(self, tmp_path, monkeypatch) -> None:
-        for name in ("one", "tensor", "others"):
+        for name in ("one", "tensor", "pipeline", "others"):
             replace_step(monkeypatch, name, lambda self, lab: None)
         with pytest.raises(typer.Exit):
             options(tmp_path, budget_s=0.0).run()
-        assert problems(tmp_path).keys() == {"step one", "step tensor", "step others"}
+        assert problems(tmp_path).keys() == {"step one", "step tensor", "step pipeline", "step others"}
         assert "expected at least 120 s" in problems(tmp_path)["step one"]
 
     def test_a_step_that_takes_too_long_ends_with_its_servers_and_the_next_runs(self, tmp_path, monkeypatch) -> None:
@@ -99,7 +99,7 @@ class TestSteps:
     def test_an_unknown_step_is_an_error(self, tmp_path, capsys) -> None:
         with pytest.raises(typer.Exit):
             options(tmp_path, steps="one,two").run()
-        assert "given 'two', expected names from one, tensor, others" in capsys.readouterr().err
+        assert "given 'two', expected names from one, tensor, pipeline, others" in capsys.readouterr().err
 
     def test_a_server_that_does_not_start_is_recorded_with_the_engines_error(self, tmp_path, monkeypatch) -> None:
         def enter(server: Server) -> Server:
@@ -146,9 +146,9 @@ class TestServers:
         assert [two_gpus.visible_card(card) for card in (0, 1)] == ["5", "7"]
 
     def test_a_large_model_for_data_parallelism_waits_for_the_cards(self, tmp_path) -> None:
-        assert options(tmp_path).together() == [["pair", "pipeline"], ["data"]]
+        assert options(tmp_path).together() == [["pair"], ["data"]]
         assert options(tmp_path, layouts="data").together() == [["data"]]
-        assert options(tmp_path, second=tmp_path).together() == [["pair", "data", "pipeline"]]
+        assert options(tmp_path, second=tmp_path).together() == [["pair", "data"]]
 
     def test_lengths_fit_the_model(self, tmp_path) -> None:
         test = options(tmp_path, lengths="8192,16384")

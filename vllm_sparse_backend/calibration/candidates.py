@@ -22,7 +22,7 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p.method import TopP
 
 FLOOR = 0.5
-"""Floor of the candidates with a floor: every query keeps at least half of its estimated attention."""
+"""Floor of the candidates with a floor: every scored query keeps at least half of its estimated attention."""
 
 
 def candidates_of(names: Sequence[str], head_dim: int) -> list[Method]:

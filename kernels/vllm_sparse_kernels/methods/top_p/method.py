@@ -18,9 +18,9 @@ scale s:
    of the tile's blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
-5. With a ``floor`` above 0, each query whose kept blocks hold less than this share of its own estimated attention adds
+5. With a ``floor`` above 0, each scored query whose kept blocks hold less than this share of its own estimated attention adds
    the fewest of its heaviest blocks that reach it (``floor.py``). Blocks that other queries add do not count for it.
-   Ties go to the first blocks. Then no query keeps less than ``floor`` of Σ_b a[q, b].
+   Ties go to the first blocks. Then no scored query keeps less than ``floor`` of Σ_b a[q, b].
 
 docs/quality.md has densities and losses on trained models, also for other rules.
 
@@ -128,7 +128,7 @@ class TopP(PerHead):
     ``low_rank`` combines the channels into a quarter as many in each step, and multiplies these. The minimum is 64
     channels, so all three are the same for a head_dim of 64."""
 
-    queries: QUERIES = "all"
+    queries: QUERIES = "half"
     """Queries of a tile that are scored: ``all``, or with ``half`` the second of each two neighbours, which nearly
     halves the time of scoring. The kept blocks are for all queries of the tile."""
 
