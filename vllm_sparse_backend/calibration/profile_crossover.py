@@ -16,6 +16,7 @@ import torch
 from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.layer_judge import LayerPrompt, Served
 from vllm_sparse_backend.config.crossover_table import ProfileCrossover
+from vllm_sparse_backend.config.layer_weights import LinearSizes
 from vllm_sparse_backend.config.method_parameters import parameters_of
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
@@ -62,6 +63,7 @@ def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> 
     whole, device = Served(captured.num_tokens), torch.device(job.device)
     prompts = [AttentionPrompt(LayerPrompt.read(captured, layer, whole, device).batches[0]) for layer in layers]
     plan = [layer_plan(methods[i], chain.from_iterable([*methods[:i], *methods[i + 1 :]])) for i in layers]
+    linear = LinearSizes.of(job.model)
     engines: set[str] = set()
     least: dict[str, int | None] = {}
 
@@ -69,7 +71,7 @@ def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> 
         step = layers_of(prompts, plan, seq_len - query_len, query_len, AUTO)
         attending = [layer.engine(card.engines) for layer in step]
         engines.update(engine.name for engine in attending)
-        return dict(against_dense(card, step, attending))
+        return dict(against_dense(card, step, attending, linear))
 
     def climb(name: str, rungs: Mapping[int, tuple[int, int]]) -> Generator[dict[str, Any], None, None]:
         least[name] = yield from climb_down(rungs, measure)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.config.layer_weights import LinearSizes
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.report import BenchError, Report, cell, table_of
 
@@ -125,8 +126,8 @@ def crossover(
 ) -> None:
     """Measure the prompt length from which each method is faster than dense attention: the table that `auto` uses.
 
-    Measures all methods, or those of --settings, with the heads of MODEL or of an 8B model. Needs a GPU with vLLM's
-    FlashAttention. Checks each method's output against exact attention before timing it.
+    Measures all methods, or those of --settings, in layers as large as those of MODEL or of an 8B model. Needs a GPU
+    with vLLM's FlashAttention. Checks each method's output against exact attention before timing it.
     """
     with common.failures(f"{out} holds the measurements so far."):
         from vllm_sparse_backend.evaluation import crossover_bench as part
@@ -138,7 +139,8 @@ def crossover(
         shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)
         methods = part.methods_of_settings([Settings.parse(text, model).values for text in settings or ()], shape)
         report = Report("crossover", card.name, json_path)
-        rows = part.measure_crossovers(card, heads, methods, longest, chunk, out, report)
+        linear = LinearSizes.of(model)
+        rows = part.measure_crossovers(card, heads, linear, methods, longest, chunk, out, report)
         steps = len(methods) * len(card.engines)
         show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows, steps, lambda row: "entry" in row)
         entries = [case["entry"] for case in report.cases if "entry" in case]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lengths from which each method is faster than dense attention on this card: the table that ``auto`` reads.
 
-The benchmark measures two ladders of lengths, from the longest rung down. It compares the wall time of a layer's
-selection and attention, including launches by the host, with that of FlashAttention.
+The benchmark measures two ladders of lengths, from the longest rung down. It compares the wall time that a layer's
+selection and attention add to its linear layers with the time that FlashAttention adds. The device multiplies matrices
+of the linear layers' size while the host launches the next layer's selection, as on a server. A layer of a large model
+hides these launches; in a small model, they take longer than the device's work.
 
 * ``min_tokens``: this many tokens are dense in every row. The benchmark times the tokens after them: half a chunk
   (4,096 tokens), which is the average sparse part of a chunk, or the same number as the dense tokens, if that is
@@ -25,6 +27,7 @@ from statistics import median
 from typing import Any
 
 from vllm_sparse_backend.config.crossover_table import load_crossover
+from vllm_sparse_backend.config.layer_weights import LinearSizes
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
@@ -43,6 +46,8 @@ from vllm_sparse_kernels.methods.base import Method
 MARGIN = 1.03
 LAYERS = 4
 """Layers that follow each other in a step."""
+LEAST_MS = 1e-3
+"""Least time of attention, in ms. Linear layers may hide all of the host's time."""
 STEPS = 2
 """Steps of a pass. With more steps, the wait for the last step matters less."""
 PASSES_S = 0.25
@@ -143,7 +148,14 @@ def crossover_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tu
 
 
 def measure_crossovers(
-    card: Card, heads: Heads, methods: Sequence[Method], longest: int, chunk_tokens: int, table: Path, report: Report
+    card: Card,
+    heads: Heads,
+    linear: LinearSizes,
+    methods: Sequence[Method],
+    longest: int,
+    chunk_tokens: int,
+    table: Path,
+    report: Report,
 ) -> Iterator[dict[str, Any]]:
     """Measure each method with each engine on planted prompts, and update ``table`` after each such pair.
 
@@ -155,7 +167,7 @@ def measure_crossovers(
     for method in methods:
         for engine in card.engines.values():
             least_rungs: dict[str, int | None] = {}
-            timed = MethodTimer(card, prompts, method, engine)
+            timed = MethodTimer(card, prompts, linear, method, engine)
             for name, rungs in ladders.items():
                 least_rungs[name] = yield from climb_down(rungs, partial(timed.rung, report, name))
             entry = entry_of(card, heads, method, engine.name, least_rungs, report.command)
@@ -170,8 +182,10 @@ def measure_crossovers(
 class MethodTimer:
     """Timer of one method on one engine, in all layers. ``problem`` is the reason if it cannot be timed."""
 
-    def __init__(self, card: Card, prompts: Sequence[AttentionPrompt], method: Method, engine: AttendEngine) -> None:
-        self.card, self.prompts, self.method, self.engine = card, prompts, method, engine
+    def __init__(
+        self, card: Card, prompts: Sequence[AttentionPrompt], linear: LinearSizes, method: Method, engine: AttendEngine
+    ) -> None:
+        self.card, self.prompts, self.linear, self.method, self.engine = card, prompts, linear, method, engine
         # All heads are in the same cluster, so SharePrefill's heads share patterns.
         shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}
         timed_method = replace(method, **shared)
@@ -197,14 +211,19 @@ class MethodTimer:
             row["problem"] = self.problem
         else:
             layers = self.layers(seq_len - query_len, query_len)
-            row |= against_dense(self.card, layers, [self.engine] * len(layers))
+            row |= against_dense(self.card, layers, [self.engine] * len(layers), self.linear)
         report.add_case(row)
         return row
 
 
-def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[AttendEngine]) -> dict[str, float]:
-    """Return the mean wall time per layer of a step through all layers: sparse on each engine, and dense."""
-    begin = new_step(layers)
+def against_dense(
+    card: Card, layers: Sequence[TimedLayer], engines: Sequence[AttendEngine], linear: LinearSizes
+) -> dict[str, float]:
+    """Return the mean wall time per layer that attention adds to a step: sparse on each engine, and dense.
+
+    Between attention of two layers, the device multiplies matrices of the size of ``linear``.
+    """
+    begin, multiply = new_step(layers), card.linear(linear, sum(layers[0].batch.rows.query_lens))
 
     def first() -> None:
         begin()
@@ -212,11 +231,25 @@ def against_dense(card: Card, layers: Sequence[TimedLayer], engines: Sequence[At
 
     dense: list[Run] = [card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
     sparse: list[Run] = [first, *(partial(layer.run, engine) for layer, engine in list(zip(layers, engines))[1:])]
-    taken = card.wall_ms({"dense": dense * STEPS, "ours": sparse * STEPS}, PASSES_S)
-    dense_ms, ms = median(taken["dense"]), median(taken["ours"])
+
+    def between(runs: Sequence[Run]) -> Sequence[Run]:
+        return [partial(_in_turn, attend, multiply) for attend in runs] * STEPS
+
+    taken = card.wall_ms(
+        {"dense": between(dense), "ours": between(sparse), "linear": [multiply] * (len(layers) * STEPS)}, PASSES_S
+    )
+    dense_ms, ms = (
+        median(both - alone for both, alone in zip(taken[name], taken["linear"], strict=True))
+        for name in ("dense", "ours")
+    )
     kept = sum(int(layer.index.kept_pairs()) for layer in layers)
     causal = sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
-    return {"density": kept / causal, "dense_ms": dense_ms, "ms": ms, "times_faster": dense_ms / ms}
+    return {"density": kept / causal, "dense_ms": dense_ms, "ms": ms, "times_faster": dense_ms / max(ms, LEAST_MS)}
+
+
+def _in_turn(*runs: Run) -> None:
+    for run in runs:
+        run()
 
 
 def entry_of(

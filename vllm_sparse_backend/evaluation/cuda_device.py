@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from vllm_sparse_backend.config.layer_weights import LinearSizes
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.engine_trial import Batch
@@ -84,6 +85,17 @@ class Card:
             )  # fmt: skip
 
         return run
+
+    def linear(self, sizes: LinearSizes, num_tokens: int) -> Run:
+        """Return a function that multiplies tokens by as many weights as a layer's linear layers have, in bf16.
+
+        All calls multiply the same random weights and hidden states.
+        """
+        shape = (sizes.hidden_size, math.ceil(sizes.weights / sizes.hidden_size))
+        weights = torch.randn(shape, device=self.device, dtype=torch.bfloat16)
+        hidden = torch.randn(num_tokens, sizes.hidden_size, device=self.device, dtype=torch.bfloat16)
+        out = hidden.new_empty(num_tokens, shape[1])
+        return lambda: torch.mm(hidden, weights, out=out)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of linear layers, from configs of known models."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.layer_weights import LinearSizes
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}  # fmt: skip
+
+
+def sizes_of(config: dict, folder: Path) -> LinearSizes:
+    (folder / "config.json").write_text(json.dumps(config))
+    return LinearSizes.of(folder)
+
+
+def test_an_8b_model_has_the_default_sizes(tmp_path: Path) -> None:
+    assert sizes_of(LLAMA_8B, tmp_path) == LinearSizes() == LinearSizes.of(None)
+
+
+def test_only_active_experts_count(tmp_path: Path) -> None:
+    attention = 2048 * 128 * (2 * 32 + 2 * 4)
+    assert sizes_of(QWEN3_30B_A3B, tmp_path) == LinearSizes(2048, attention + 8 * 3 * 2048 * 768)
+
+
+def test_the_text_part_of_a_multimodal_model_counts(tmp_path: Path) -> None:
+    assert sizes_of({"architectures": ["X"], "text_config": LLAMA_8B, "vision_config": {}}, tmp_path) == LinearSizes()
+
+
+def test_a_width_that_is_not_a_number_names_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"config.json: intermediate_size: .*one number for all layers"):
+        sizes_of({**LLAMA_8B, "intermediate_size": [1, 2]}, tmp_path)

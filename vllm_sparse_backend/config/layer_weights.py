@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of a model's linear layers and recurrences, read from its config.
+
+They decide how much time a prompt spends outside of attention.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds, read_config_json, text_part
+from vllm_sparse_backend.config.ranges import MOST_COUNT
+
+WIDTHS = (
+    *("hidden_size", "n_embd", "intermediate_size", "n_inner", "num_experts_per_tok", "first_k_dense_replace"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts"),
+    *("moe_shared_expert_intermediate_size", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads"),
+    *("linear_value_head_dim", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
+)
+
+OTHER_NAMES = {
+    "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
+    "ssm_state_size": "mamba_d_state",
+}  # fmt: skip
+"""Names of the same widths in the configs of Granite 4, Bamba and Falcon-H1."""
+
+FEED_FORWARD_KINDS = ("mlp", "moe")
+"""Kinds of layers without attention or recurrence."""
+
+GATED_ATTENTION_MODELS = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+"""Models whose attention projects a gate for each query, unless ``attn_output_gate`` is false."""
+
+UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "nemotron_h", "phi", "starcoder2"}
+"""Models whose feed-forward layers have two matrices. Other models have a third, the gate."""
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """Sizes of the linear layers of a model's layer; the defaults are those of Llama-3.1-8B.
+
+    Attributes:
+        hidden_size: Elements of a token's hidden state.
+        weights: Weights by which each token is multiplied in a layer, as a mean over all layers.
+    """
+
+    hidden_size: int = 4096
+    weights: int = 218_103_808
+
+    @staticmethod
+    def of(model: Path | None) -> "LinearSizes":
+        """Read the sizes from a model's config.
+
+        Args:
+            model: A model folder or its config.json; None for the defaults.
+
+        Returns:
+            The sizes.
+
+        Raises:
+            ConfigurationError: The config has no heads, or a width is not a single number.
+        """
+        if model is None:
+            return LinearSizes()
+        file, shape = config_file(model), ModelShape.from_folder(model)
+        config = text_part(read_config_json(file), str(file))
+        weights = [weights for weights, _ in layer_sizes(config, shape, str(file))]
+        return LinearSizes(_hidden_size(_widths(config, str(file)), shape), round(fmean(weights)))
+
+
+def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int | None]]:
+    """Yield for each layer the weights that apply to each token, and the elements of its recurrence's state.
+
+    Args:
+        config: The text part of a model's config.
+        shape: The model's shape.
+        source: Name of the config in errors.
+
+    Yields:
+        Weights of projections and active experts; and the elements, None for a recurrence that is not known.
+
+    Raises:
+        ConfigurationError: A width is not a single number.
+    """
+    widths = _widths(config, source)
+    hidden = _hidden_size(widths, shape)
+    model_type = config.get("model_type")
+    matrices = 2 if model_type in UNGATED_MODELS else 3
+    gates = shape.num_heads if config.get("attn_output_gate", model_type in GATED_ATTENTION_MODELS) else 0
+    attention = hidden * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads + gates)
+    recurrence = _recurrence_weights(widths, hidden) or attention
+    kinds = (layer_kinds(config) or [])[: shape.num_layers]
+    kinds += ["full_attention"] * (shape.num_layers - len(kinds))
+    # Nemotron-H lists feed-forward layers as separate layers.
+    is_split = any(kind in FEED_FORWARD_KINDS for kind in kinds)
+    for layer, kind in enumerate(kinds):
+        weights = 0
+        state_elements: int | None = 0
+        if kind == "hybrid":
+            weights, state_elements = attention + recurrence, _state_elements(widths)
+        elif "linear" in kind or "mamba" in kind:
+            weights, state_elements = recurrence, _state_elements(widths)
+        elif kind not in FEED_FORWARD_KINDS:
+            weights = attention
+        if kind in FEED_FORWARD_KINDS or not is_split:
+            has_experts = kind == "moe" or (not is_split and layer >= widths["first_k_dense_replace"])
+            weights += matrices * hidden * _inner_width(widths, hidden, has_experts)
+        yield weights, state_elements
+
+
+def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
+    """Return the widths and expert counts of a config; 0 for absent values."""
+    others = {name: config[other] for name, other in OTHER_NAMES.items() if type(config.get(other)) is int}
+    widths = {name: config.get(name) or others.get(name, 0) for name in WIDTHS}
+    for name, width in widths.items():
+        if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models list a width for each layer
+            expected = f"one number for all layers, at most {MOST_COUNT}"
+            raise ConfigurationError(f"{source}: {name}: {unexpected(width, expected)}")
+    return widths
+
+
+def _hidden_size(widths: Mapping[str, int], shape: ModelShape) -> int:
+    return widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
+
+
+def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:
+    """Return the weights of the projections of a gated delta rule or Mamba 2 layer; 0 if the config describes none."""
+    keys = widths["linear_num_key_heads"] * widths["linear_key_head_dim"]
+    values = widths["linear_num_value_heads"] * widths["linear_value_head_dim"]
+    if values:  # queries, keys, values, gates, two numbers per value head, and the output
+        return hidden * (2 * keys + 3 * values + 2 * widths["linear_num_value_heads"])
+    inner = widths["mamba_num_heads"] * widths["mamba_head_dim"]
+    states = 2 * widths["n_groups"] * widths["ssm_state_size"]
+    return hidden * (3 * inner + states + widths["mamba_num_heads"]) if inner else 0
+
+
+def _state_elements(widths: Mapping[str, int]) -> int | None:
+    """Return the elements of the state of a gated delta rule or Mamba 2 layer; None if the config describes none."""
+    gated = widths["linear_num_value_heads"] * widths["linear_key_head_dim"] * widths["linear_value_head_dim"]
+    return gated or widths["mamba_num_heads"] * widths["mamba_head_dim"] * widths["ssm_state_size"] or None
+
+
+def _inner_width(widths: Mapping[str, int], hidden: int, has_experts: bool) -> int:
+    """Return the inner width of a feed-forward layer: of a dense layer, or the sum over all experts of a token."""
+    inner = widths["intermediate_size"] or widths["n_inner"] or 4 * hidden
+    experts = widths["num_experts_per_tok"]
+    if not experts or not has_experts:
+        return inner
+    expert = widths["moe_intermediate_size"] or inner
+    of_one = widths["shared_expert_intermediate_size"] or widths["moe_shared_expert_intermediate_size"]
+    return experts * expert + (of_one or widths["n_shared_experts"] * expert)
