@@ -42,6 +42,20 @@ def test_a_measurement_of_the_very_same() -> None:
 
 
 @pytest.mark.parametrize(
+    ("min_tokens", "setting", "pairs"),
+    [
+        (3072, "auto", 3072 * 3072 + 3072 * 3073 // 2),
+        (9000, "auto", 4096 * 9000 + 4096 * 4097 // 2),
+        (9000, 2000, 0),
+    ],
+)
+def test_a_measured_length_says_how_many_pairs_pay(min_tokens: int, setting: Any, pairs: int) -> None:
+    thresholds = resolved(table(entry(min_tokens, 256)), min_tokens=setting)
+    assert thresholds.min_pairs == pairs
+    assert (f"{pairs:,} (query, key) pairs" in str(thresholds)) is (pairs > 0)
+
+
+@pytest.mark.parametrize(
     ("entries", "expected"),
     [
         ([entry(1, engine="portable"), entry(2)], 2),
@@ -73,7 +87,7 @@ def test_narrower_and_wider_heads_with_equal_ratios_are_equally_close(narrower: 
 
 @pytest.mark.parametrize(
     ("shape", "min_tokens"),
-    [((32, 8, 128), 12288), ((64, 8, 128), 12288), ((8, 2, 128), 32768), ((14, 2, 64), 32768), ((9, 3, 64), 65536)],
+    [((32, 8, 128), 3072), ((64, 8, 128), 3072), ((8, 2, 128), 32768), ((14, 2, 64), 32768), ((9, 3, 64), 65536)],
 )
 def test_small_models_run_sparse_later(shape: tuple[int, int, int], min_tokens: int) -> None:
     """The bundled table has an 8B model's heads, and those of two small models, for the default method on an H100."""

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema, model_validator
 
+from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.ranges import MOST_COUNT
@@ -35,6 +36,10 @@ UNMEASURED_MIN_QUERY_TOKENS = 1024
 """``min_query_tokens`` without measurements: eight tiles of 32 heads are 256 programs, about two for each SM of
 an H100, and selection reads all keys even for few queries.
 """
+
+TIMED_TOKENS = 4096
+"""New tokens after the dense tokens with which ``min_tokens`` is measured, or as many as the dense tokens if these are
+fewer: half of a chunk of 8,192."""
 
 COMMAND = "sparse-prefill bench crossover"
 SHIPPED = "_crossover/measured.json"
@@ -219,12 +224,15 @@ class Thresholds:
         min_query_tokens: Rows with fewer new tokens past ``min_tokens`` run dense.
         notes: Log lines about missing measurements and adjusted numbers.
         measured: ``min_query_tokens`` of the table; None if it is missing for at least one method.
+        min_pairs: Rows with fewer (query, key) pairs past ``min_tokens`` run dense: selection has a fixed cost, which
+            the pairs of a few tokens after a short prefix do not pay for. 0 if ``min_tokens`` is set to a number.
     """
 
     min_tokens: int | None
     min_query_tokens: int
     notes: tuple[str, ...] = ()
     measured: int | None = field(default=None, compare=False)
+    min_pairs: int = field(default=0, compare=False)  # follows from a measured min_tokens
 
     def fitted(self, chunk: int, busy: int) -> "Thresholds":
         """Lower ``min_query_tokens`` if steps are too small for it and smaller steps were measured to be faster.
@@ -260,7 +268,8 @@ class Thresholds:
         """Format the thresholds for the log."""
         if self.min_tokens is None:
             return "no rows"
-        return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new"
+        pairs = f" and {self.min_pairs:,} (query, key) pairs past the first" if self.min_pairs else ""
+        return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}"
 
 
 def resolve_thresholds(
@@ -330,7 +339,20 @@ def resolve_thresholds(
     lengths = [entry.min_tokens for entry in entries if entry.min_tokens is not None]
     if unmeasured:
         lengths.append(UNMEASURED_MIN_TOKENS)
-    return Thresholds(max(lengths), fewest, tuple(notes), measured)
+    least = max(lengths)
+    return Thresholds(least, fewest, tuple(notes), measured, measured_pairs(least))
+
+
+def measured_pairs(min_tokens: int) -> int:
+    """Return the pairs of the tokens with which ``min_tokens`` was measured to be the crossover.
+
+    Args:
+        min_tokens: The crossover.
+
+    Returns:
+        Pairs of up to ``TIMED_TOKENS`` queries with themselves and ``min_tokens`` keys before them.
+    """
+    return Reach().pairs(min_tokens, min_tokens + min(min_tokens, TIMED_TOKENS))
 
 
 def crossover_file(path: str | None = None) -> Path:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
@@ -117,7 +118,8 @@ class RowClassifier:
         if self.room is None or seq_len <= min_tokens:
             return Fallback.TOO_SHORT
         sparse_len = min(query_len, seq_len - min_tokens)
-        if sparse_len < thresholds.min_query_tokens:
+        pairs = Reach().pairs(seq_len - sparse_len, seq_len)
+        if sparse_len < thresholds.min_query_tokens or pairs < thresholds.min_pairs:
             return Fallback.SHORT_QUERY
         if not self.room.fits(Row(0, 0, sparse_len, seq_len - sparse_len)):
             return Fallback.NO_ROOM
