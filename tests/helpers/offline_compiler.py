@@ -189,6 +189,27 @@ class Code(NamedTuple):
         """Return the lines of an instruction; ``mnemonic`` is a regular expression for its name."""
         return [i for i, line in enumerate(self.sass) if re.search(rf"(?<![\w.])(?:{mnemonic})(?![\w])", line)]
 
+    def uses_between(self, mnemonic: str) -> list[str]:
+        """Return the instructions between the first and the last load of a kind that read a value of such a load.
+
+        A warp issues its instructions in order. At such an instruction it waits for memory, and later loads only start
+        then.
+
+        Args:
+            mnemonic: Regular expression for the name of a load of 16 bytes.
+        """
+        places = self.places(mnemonic)
+        loaded: set[int] = set()
+        uses = []
+        for place in range(places[0], places[-1] + 1):
+            instruction = re.sub(r"/\*.*?\*/", "", self.sass[place]).strip()
+            registers = [int(number) for number in re.findall(r"(?<![\w.])R(\d+)", instruction)]
+            if loaded.intersection(registers):
+                uses.append(instruction)
+            if place in places:
+                loaded.update(range(registers[0], registers[0] + 4))
+        return uses
+
     def count(self, mnemonic: str, begin: int = 0, end: int | None = None) -> int:
         """Return the number of times that an instruction occurs in lines [begin, end)."""
         stop = len(self.sass) if end is None else end

@@ -306,22 +306,27 @@ for name, recorder in recorders.items():
 head_dim = int(sys.argv[1])
 with card(90):
     for lengths in ([(3000, 300)], [(0, 200), (600, 70)]):
-        method, batch = anchors.AnchorAttention(), random_batch(lengths, 8, 2, head_dim, 128, torch.float16)
+        method, batch = anchors.AnchorAttention(), random_batch(lengths, 8, 2, head_dim, 128, torch.bfloat16)
         index = SparseIndex.allocate(batch.rows, 8, 64, dict.fromkeys(range(8), method.stripe_layout(batch.rows)))
         method.select(batch.q, batch.cache, index, torch.arange(8, dtype=torch.int32), batch.scale)
 code = Code.of(recorders["anchor_kernel"].compiled[0])
 first_exit = code.places("EXIT")[0]
 print(json.dumps({
     "loads_before_exit": code.count(r"LDG[\\w.]*", 0, first_exit),
+    "query_loads": code.count(r"LDG.E.128"),
+    "uses_between_query_loads": code.uses_between(r"LDG.E.128"),
     "variants": {name: len({id(compiled) for compiled in recorder.compiled}) for name, recorder in recorders.items()},
 }))
 """
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_tile_knows_its_window_after_a_single_load(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_programs_of_anchors_wait_for_their_window_and_their_queries_once(head_dim: int) -> None:
     """The compiler moves the loads of the tile's row after the exit of tiles without candidates. If the window's start
-    depended on another load, each program would wait for memory once more before it can load its queries."""
+    depended on another load, each program would wait for memory once more before it can load its queries. If a query
+    were used before the last is loaded, the remaining loads would start only when memory has answered."""
     report = json.loads(printed_by("-c", COMPILE_ANCHORS, str(head_dim)))
     assert report["loads_before_exit"] == 1
+    assert report["query_loads"] == 128 * head_dim * 2 // (256 * 16)  # a thread of 256 loads 16 bytes at a time
+    assert report["uses_between_query_loads"] == []
     assert report["variants"] == dict.fromkeys(report["variants"], 1)

@@ -146,8 +146,11 @@ def anchor_kernel(
         if VOTING.SAMPLE:
             in_tile = o_m * VOTING.SAMPLE < length
             o_m = tl.minimum(o_m * VOTING.SAMPLE + VOTING.SAMPLE - 1, length - 1)
-        o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
-        b_q = tl.load(queries.q + o_q, mask=in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
+        # Offsets within the tile have 32 bits. With 64 bits they take so many instructions that Triton 3.8's assembler
+        # converts the first queries for the mean before it loads the last, and a program waits for memory twice.
+        q_tile = queries.q + token.to(tl.int64) * queries.stride_token + i_head * queries.stride_head
+        o_q = o_m[:, None] * queries.stride_token + o_d[None, :]
+        b_q = tl.load(q_tile + o_q, mask=in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
         o_v = tl.arange(0, VOTING.BLOCK_M if VOTING.SAMPLE else 1)
         o_voter = (i_head * num_tiles + i_tile).to(tl.int64) * VOTING.VOTERS + o_v
         if VOTING.SAMPLE:
