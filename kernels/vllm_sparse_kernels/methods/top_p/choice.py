@@ -27,8 +27,9 @@ HELD_BLOCKS = 4096
 LISTED_BLOCKS = Constant(1024)
 """Number of blocks whose places in a list are found at a time. More would take registers from other programs."""
 
-MAX_REGISTERS = 64
-"""Register cap per thread that allows four programs of 256 threads per multiprocessor."""
+NUM_WARPS, MAX_REGISTERS = 4, 128
+"""Warps of a program, and a register cap per thread that allows four programs per multiprocessor. Every halving waits
+for all warps, so fewer warps with more masses each take less time than eight with 64 registers."""
 
 TWO_BITS = Constant(0x40000000)
 """The bits of 2.0. Masses are at most 1, except for rounding."""
@@ -147,7 +148,7 @@ def _choose(
         shares, sink_tokens, local_tokens,
         BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0), marks,
         PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
-        num_warps=8, maxnreg=MAX_REGISTERS,
+        num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
@@ -343,4 +344,7 @@ def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
 def _part(b_masses, bits):
     """Return (sum, number) of the masses of a chunk with at least these bits."""
     b_counts = b_masses.to(tl.int32, bitcast=True) >= bits
-    return tl.sum(tl.where(b_counts, b_masses, 0.0), 0), tl.sum(b_counts.to(tl.int32), 0)
+    # One reduction for both numbers, because the warps wait for each other in each. The count is exact below 2^24.
+    b_both = tl.join(tl.where(b_counts, b_masses, 0.0), tl.where(b_counts, 1.0, 0.0))
+    held, count = tl.split(tl.sum(b_both, 0))
+    return held, count.to(tl.int32)
