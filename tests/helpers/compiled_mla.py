@@ -23,6 +23,11 @@ STEPS = [
 ]
 """Rows of chunks. One compiled variant of each kernel must be enough for their new tokens, and one for the chunks."""
 
+METHODS = (
+    MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25), MlaTopP(0.9, channels=64),
+    MlaTopP(0.9, channels=128, queries="half"), MlaTopP(0.9, queries="half"),
+)  # fmt: skip
+
 ONE_TOKEN = [MlaRow(0, 1, 4000, 0, 0, 3000, 0)]
 
 CASES = [(STEPS[0], 512, 0), (STEPS[1], 511, 1), (ONE_TOKEN, 1, 1)]
@@ -69,7 +74,7 @@ def compiled_kernels(capability: int) -> dict[str, Usage]:
             out, lse = torch.zeros(num_tokens, heads, 128, dtype=torch.bfloat16), torch.zeros(heads, num_tokens)
             kept_pairs = counters[place : place + 1]
             new = [row._replace(key_start=0, num_keys=row.num_queries, key_position=row.query_position) for row in rows]
-            for method in MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25), MlaTopP(0.9, channels=64):
+            for method in METHODS:
                 for is_causal, part in (True, new), (False, rows):
                     engine.attend(
                         method, q[:num_tokens], k, up[..., 128:], part, is_causal=is_causal, out=out, lse=lse,

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from vllm_sparse_kernels.engine_choice import capability_of
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
 from vllm_sparse_kernels.mla import reference
 from vllm_sparse_kernels.mla.attention import attend_kernel, run_attention
 from vllm_sparse_kernels.mla.calls import (
@@ -17,7 +18,6 @@ from vllm_sparse_kernels.mla.calls import (
     MlaMethod,
     MlaRow,
     MlaTopP,
-    Run,
     Tensors,
     kept_pairs_of_a_shape,
     method_problem,
@@ -90,6 +90,7 @@ class MlaPrefill:
         max_key_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        most_scored: int = ALL_SCORED,
     ) -> None:
         """Allocate all memory: running sums, and the scratch of the selection.
 
@@ -102,9 +103,11 @@ class MlaPrefill:
             max_key_tokens: Most keys of a call.
             dtype: Type of queries, keys and values.
             device: The device.
+            most_scored: Most queries of a whole tile that a method scores (``MlaTopP.num_scored``): 128, or 64, with
+                which selection needs less memory.
 
         Raises:
-            ValueError: ``refusal`` has a reason, or a size is not positive.
+            ValueError: ``refusal`` has a reason, or a size is not possible.
         """
         reason = self.refusal(num_heads, qk_head_dim, v_head_dim, dtype, device)
         if reason is not None:
@@ -114,7 +117,9 @@ class MlaPrefill:
                 f"MlaPrefill: given max_query_tokens {max_query_tokens}, max_key_tokens {max_key_tokens} and scale "
                 f"{scale}, expected numbers above 0"
             )
-        self.num_heads, self.scale = num_heads, scale
+        if most_scored not in (ALL_SCORED, HALF_SCORED):
+            raise ValueError(f"MlaPrefill: given most_scored {most_scored}, expected {ALL_SCORED} or {HALF_SCORED}")
+        self.num_heads, self.scale, self.most_scored = num_heads, scale, most_scored
         self.head_dims, self.dtype, self.device = (qk_head_dim, v_head_dim), dtype, device
         self.max_query_tokens = max_query_tokens
         self.max_key_tokens = max(max_key_tokens, max_query_tokens)
@@ -130,7 +135,7 @@ class MlaPrefill:
     def use_kernels(self) -> None:
         """Run kernels from now on, and allocate their scratch memory. The constructor calls this if kernels can run."""
         sizes = (self.num_heads, self.max_query_tokens, self.max_key_tokens, self.head_dims[0])
-        self._selection = Selection(*sizes, self.device)
+        self._selection = Selection(*sizes, self.device, self.most_scored)
 
     def attend(
         self,
@@ -192,7 +197,7 @@ class MlaPrefill:
                 self.sums.part(start, length).clear()
         # Windows are counted in keys: more than all positions is the same as all.
         run_attention(
-            tensors, Run(call.tiles, len(call.reaches), 0), self.scale, is_causal,
+            tensors, call.whole(), self.scale, is_causal,
             sink_tokens=min(method.sink_tokens, EVERYTHING), local_tokens=min(method.local_tokens, EVERYTHING),
         )  # fmt: skip
         if kept_pairs is not None:
@@ -219,6 +224,11 @@ class MlaPrefill:
         problem = method_problem(method)
         if problem is not None:
             raise ValueError(f"MlaPrefill.attend: {problem}")
+        if isinstance(method, MlaTopP) and method.num_scored > self.most_scored:
+            raise ValueError(
+                f"MlaPrefill.attend: given {method}, expected at most {self.most_scored} scored queries of a tile: "
+                f"build MlaPrefill with most_scored={method.num_scored}"
+            )
         qk_head_dim, v_head_dim = self.head_dims
         q, k, v, out, lse = tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse
         for name, tensor, head_dim in (("q", q, qk_head_dim), ("k", k, qk_head_dim), ("v", v, v_head_dim),

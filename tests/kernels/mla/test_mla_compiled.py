@@ -11,14 +11,14 @@ pytestmark = pytest.mark.full
 
 VARIANTS = {
     "attend_kernel": 4,  # new tokens or a chunk, A-shape or lists
-    "_round_kernel": 2,  # queries, keys
-    "_moments_kernel": 1,
-    "round_kept_kernel": 2,  # queries, keys
-    "_scores_kernel": 4,  # new tokens or a chunk, all channels or 64
-    "_sums_kernel": 2,  # new tokens or a chunk, as below
-    "_masses_kernel": 2,
-    "_choose_kernel": 2,
-    "_drop_kernel": 2,
+    "_round_kernel": 3,  # all queries or half of them, keys
+    "_moments_kernel": 2,  # 64 or 128 channels
+    "round_kept_kernel": 4,  # 64 channels of all queries or 128 of half of them, keys
+    "_products_kernel": 8,  # new tokens or a chunk, of each method
+    "_sums_kernel": 4,  # new tokens or a chunk, all queries or half of them, as below
+    "_masses_kernel": 4,
+    "_choose_kernel": 4,
+    "_drop_kernel": 4,
 }
 """Variants of each kernel that serve every batch: warm-up compiles them all."""
 

@@ -164,6 +164,7 @@ def test_what_is_not_supported_is_refused(sizes: tuple[Any, ...], message: str) 
         (MlaAShape(0, 0), MlaRow(0, 4, 9, 0, 0, 4, 9), True, "local_tokens of at least 1"),
         (MlaTopP(0.0), MlaRow(0, 4, 9, 0, 0, 4, 9), True, "kept_mass above 0"),
         (MlaTopP(0.9, 1.5), MlaRow(0, 4, 9, 0, 0, 4, 9), True, "most_share above 0"),
+        (MlaTopP(0.9, queries="third"), MlaRow(0, 4, 9, 0, 0, 4, 9), True, "expected queries of half or all"),
         (MlaTopP(0.9), MlaRow(0, 4, 9, 0, 0, 3, 9), True, "the queries' own keys"),
         (MlaTopP(0.9), MlaRow(0, 4, 9, 0, 0, 4, 6), False, "keys that all precede the queries"),
         (MlaTopP(0.9), MlaRow(2, 4, 9, 0, 0, 4, 0), False, "indices within them"),
