@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers.compiled_methods import Usage, recorded
 from tests.helpers.offline_compiler import card
-from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow, MlaTopP
+from vllm_sparse_kernels.mla import MlaAShape, MlaLimits, MlaPrefill, MlaRow, MlaTopP
 
 STEPS = [
     [MlaRow(0, 300, 4000, 0, 0, 3000, 0)],
@@ -63,8 +63,8 @@ def compiled_kernels(capability: int) -> dict[str, Usage]:
     heads, device = 4, torch.device("cpu")
     with card(capability), recorded(kernels):
         engine = MlaPrefill(
-            num_heads=heads, scale=192**-0.5, qk_head_dim=192, v_head_dim=128, max_query_tokens=512,
-            max_key_tokens=3072, dtype=torch.bfloat16, device=device,
+            num_heads=heads, scale=192**-0.5, qk_head_dim=192, v_head_dim=128, limits=MlaLimits(512, 3072),
+            dtype=torch.bfloat16, device=device,
         )  # fmt: skip
         engine.use_kernels()
         tensors = [torch.zeros(512, heads, 192), torch.zeros(3072, heads, 192), torch.zeros(3072, heads, 256)]

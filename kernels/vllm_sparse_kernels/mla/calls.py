@@ -117,6 +117,17 @@ def method_problem(method: MlaMethod) -> str | None:
     return None
 
 
+class MlaLimits(NamedTuple):
+    """Largest sizes of a step, for which memory is allocated."""
+
+    query_tokens: int
+    """New tokens of a step."""
+    key_tokens: int
+    """Keys of a call."""
+    num_scored: int = ALL_SCORED
+    """Queries of a whole tile that a method scores (``MlaTopP.num_scored``): 128, or 64, which needs less memory."""
+
+
 class Tensors(NamedTuple):
     """Queries, keys, values and results, whose channels are contiguous.
 
@@ -285,7 +296,11 @@ class Call:
         return runs
 
     def whole(self) -> Run:
-        """Return all tiles as a single run, for methods that need no scratch memory."""
+        """Return all tiles as a single run, for methods that need no scratch memory.
+
+        Returns:
+            The run.
+        """
         return self._run(0, len(self.set_ends), 0, self._width(0))
 
     def _width(self, i_set: int) -> int:

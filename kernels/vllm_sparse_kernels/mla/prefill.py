@@ -15,6 +15,7 @@ from vllm_sparse_kernels.mla.calls import (
     EVERYTHING,
     Call,
     MlaAShape,
+    MlaLimits,
     MlaMethod,
     MlaRow,
     MlaTopP,
@@ -86,11 +87,9 @@ class MlaPrefill:
         scale: float,
         qk_head_dim: int,
         v_head_dim: int,
-        max_query_tokens: int,
-        max_key_tokens: int,
+        limits: MlaLimits,
         dtype: torch.dtype,
         device: torch.device,
-        most_scored: int = ALL_SCORED,
     ) -> None:
         """Allocate all memory: running sums, and the scratch of the selection.
 
@@ -99,12 +98,9 @@ class MlaPrefill:
             scale: Factor from q·k to scores; above 0.
             qk_head_dim: Channels of queries and keys.
             v_head_dim: Channels of values.
-            max_query_tokens: Most new tokens of a step.
-            max_key_tokens: Most keys of a call.
+            limits: Largest sizes of a step.
             dtype: Type of queries, keys and values.
             device: The device.
-            most_scored: Most queries of a whole tile that a method scores (``MlaTopP.num_scored``): 128, or 64, with
-                which selection needs less memory.
 
         Raises:
             ValueError: ``refusal`` has a reason, or a size is not possible.
@@ -112,19 +108,16 @@ class MlaPrefill:
         reason = self.refusal(num_heads, qk_head_dim, v_head_dim, dtype, device)
         if reason is not None:
             raise ValueError(f"MlaPrefill: {reason}")
-        if min(max_query_tokens, max_key_tokens) < 1 or scale <= 0:
-            raise ValueError(
-                f"MlaPrefill: given max_query_tokens {max_query_tokens}, max_key_tokens {max_key_tokens} and scale "
-                f"{scale}, expected numbers above 0"
-            )
-        if most_scored not in (ALL_SCORED, HALF_SCORED):
-            raise ValueError(f"MlaPrefill: given most_scored {most_scored}, expected {ALL_SCORED} or {HALF_SCORED}")
-        self.num_heads, self.scale, self.most_scored = num_heads, scale, most_scored
+        if min(limits) < 1 or scale <= 0:
+            raise ValueError(f"MlaPrefill: given {limits} and scale {scale}, expected numbers above 0")
+        if limits.num_scored not in (ALL_SCORED, HALF_SCORED):
+            raise ValueError(f"MlaPrefill: given {limits}, expected num_scored {ALL_SCORED} or {HALF_SCORED}")
+        self.num_heads, self.scale, self.most_scored = num_heads, scale, limits.num_scored
         self.head_dims, self.dtype, self.device = (qk_head_dim, v_head_dim), dtype, device
-        self.max_query_tokens = max_query_tokens
-        self.max_key_tokens = max(max_key_tokens, max_query_tokens)
+        self.max_query_tokens = limits.query_tokens
+        self.max_key_tokens = max(limits.key_tokens, limits.query_tokens)
         # Whole tiles, so that the sums of every head are aligned.
-        num_state_tokens = ceil_div(max_query_tokens, TILE_TOKENS) * TILE_TOKENS
+        num_state_tokens = ceil_div(limits.query_tokens, TILE_TOKENS) * TILE_TOKENS
         self.sums = RunningSums.zeros(num_heads, num_state_tokens, device)
         self._has_selected = False  # before the first selection, no sum needs a restart
         self._selection: Selection | None = None  # None to run the reference
@@ -134,8 +127,8 @@ class MlaPrefill:
 
     def use_kernels(self) -> None:
         """Run kernels from now on, and allocate their scratch memory. The constructor calls this if kernels can run."""
-        sizes = (self.num_heads, self.max_query_tokens, self.max_key_tokens, self.head_dims[0])
-        self._selection = Selection(*sizes, self.device, self.most_scored)
+        limits = MlaLimits(self.max_query_tokens, self.max_key_tokens, self.most_scored)
+        self._selection = Selection(self.num_heads, self.head_dims[0], limits, self.device)
 
     def attend(
         self,
@@ -227,7 +220,7 @@ class MlaPrefill:
         if isinstance(method, MlaTopP) and method.num_scored > self.most_scored:
             raise ValueError(
                 f"MlaPrefill.attend: given {method}, expected at most {self.most_scored} scored queries of a tile: "
-                f"build MlaPrefill with most_scored={method.num_scored}"
+                f"build MlaPrefill with limits of num_scored {method.num_scored}"
             )
         qk_head_dim, v_head_dim = self.head_dims
         q, k, v, out, lse = tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse

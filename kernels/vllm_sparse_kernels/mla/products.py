@@ -170,6 +170,9 @@ def load_reach(fields, CAUSAL: tl.constexpr):
     Args:
         fields: Pointer to the tile's ``TileFields``.
         CAUSAL: Whether the keys are the rows' new tokens.
+
+    Returns:
+        An int32.
     """
     num_keys = tl.load(fields + 6)
     if CAUSAL:
@@ -237,13 +240,13 @@ def _products_kernel(rounded, k_main, k_extra, products, tiles, sets, first_tile
         o_b = tl.arange(0, SHAPE.STEP // BLOCK)[None, :]
         for i in range(begin, whole, SHAPE.STEP):
             b_s = _multiply(b_q, b_extra, rounded, k_main, k_extra, first_key, i, reach, False, SHAPE)
-            b_largest = _block_maxima(b_s).to(tl.float16)
+            b_largest = _block_maxima(b_s)
             tl.store(target + (i // BLOCK + o_b) * SHAPE.SCORED, b_largest, mask=is_scored[:, None])
         for i in range(whole, end, SHAPE.STEP):
             b_s = _multiply(b_q, b_extra, rounded, k_main, k_extra, first_key, i, reach, True, SHAPE)
             o_n = (i + tl.arange(0, SHAPE.STEP))[None, :]
             b_s = tl.where(o_n <= b_last[:, None] if SHAPE.CAUSAL else o_n < reach, b_s, float("-inf"))
-            b_largest = _block_maxima(b_s).to(tl.float16)
+            b_largest = _block_maxima(b_s)
             in_reach = is_scored[:, None] & ((i // BLOCK + o_b) * BLOCK < reach)
             tl.store(target + (i // BLOCK + o_b) * SHAPE.SCORED, b_largest, mask=in_reach)
 
@@ -251,7 +254,6 @@ def _products_kernel(rounded, k_main, k_extra, products, tiles, sets, first_tile
 @triton.jit
 def _multiply(b_q, b_extra, rounded, k_main, k_extra, first_key, i, reach, MASKED: tl.constexpr, SHAPE):
     """Return the products [ROWS, STEP] of queries with the keys from key i on; undefined for keys past ``reach``."""
-    b_k_extra = None
     if k_main is not None:
         i_row = (first_key + i).to(tl.int32)
         b_k = k_main.load([i_row, 0])
@@ -283,5 +285,9 @@ def _larger(a, b):
 
 @triton.jit
 def _block_maxima(b_s):
-    """Return the largest of each BLOCK neighbouring columns. ``tl.max`` would convert each element to float32."""
-    return tl.reduce(tl.reshape(b_s, [b_s.shape[0], b_s.shape[1] // BLOCK, BLOCK]), 2, _larger)
+    """Return the largest of each BLOCK neighbouring columns, in half precision."""
+    b_s = tl.reshape(b_s, [b_s.shape[0], b_s.shape[1] // BLOCK, BLOCK])
+    if b_s.dtype == tl.float16:
+        return tl.reduce(b_s, 2, _larger)  # ``tl.max`` would convert each element to float32
+    else:
+        return tl.max(b_s, 2).to(tl.float16)

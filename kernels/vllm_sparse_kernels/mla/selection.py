@@ -35,6 +35,7 @@ from vllm_sparse_kernels.mla.calls import (
     SINK_TOKENS,
     TILE_FIELDS,
     Call,
+    MlaLimits,
     MlaTopP,
     Run,
     Tensors,
@@ -81,25 +82,16 @@ class Sums(NamedTuple):
 class Selection:
     """Selection and attention of ``top_p``, with the memory that they need."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        max_query_tokens: int,
-        max_key_tokens: int,
-        head_dim: int,
-        device: torch.device,
-        most_scored: int = ALL_SCORED,
-    ) -> None:
+    def __init__(self, num_heads: int, head_dim: int, limits: MlaLimits, device: torch.device) -> None:
         """Allocate the scratch memory.
 
         Args:
             num_heads: Heads of this worker.
-            max_query_tokens: Most new tokens of a step.
-            max_key_tokens: Most keys of a call.
             head_dim: Channels of queries and keys.
+            limits: Largest sizes of a step.
             device: The device.
-            most_scored: Most queries of a whole tile that are scored.
         """
+        max_query_tokens, max_key_tokens, most_scored = limits
         self.num_heads, self.head_dim = num_heads, head_dim
         self.most_blocks = ceil_div(max_query_tokens, TILE_TOKENS) * ceil_div(max_key_tokens, BLOCK_TOKENS)
         self.most_tiles = ceil_div(max_query_tokens, TILE_TOKENS) + SPARE_TILES

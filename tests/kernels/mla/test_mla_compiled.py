@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.helpers.compiled_methods import problems
+from tests.helpers.compiled_methods import MAX_PROGRAM_REGISTERS, problems
 from tests.helpers.compiled_mla import compiled
 from tests.helpers.offline_compiler import SHARED_KIB
 
@@ -22,8 +22,9 @@ VARIANTS = {
 }
 """Variants of each kernel that serve every batch: warm-up compiles them all."""
 
-MOST_SPILLED_BYTES = 128
-"""Limit of a thread's stack. Some assemblers spill a few addresses before and after loops."""
+MOST_SPILLED_BYTES = 192
+"""Limit of a thread's stack. Some assemblers spill a few addresses before and after loops. On Hopper, the products of
+192 channels spill in the loop over the keys of the tiles themselves, whose products are masked."""
 
 
 @pytest.mark.parametrize("target", SHARED_KIB)
@@ -35,3 +36,7 @@ def test_every_kernel_compiles_and_fits(target: int) -> None:
         name: usage["stack_bytes"] for name, usage in kernels.items() if usage["stack_bytes"] > MOST_SPILLED_BYTES
     }
     assert spills == {}
+    if target == 90:
+        products = kernels["_products_kernel"]
+        assert 2 * products["registers_per_program"] <= MAX_PROGRAM_REGISTERS, "two programs must fit a multiprocessor"
+        assert 2 * (products["shared_bytes"] + 1024) <= SHARED_KIB[target] << 10
