@@ -178,7 +178,7 @@ class Selection:
             The kept blocks, in memory that the next call reuses.
         """
         lists, scored = BlockLists(self.ids, self.counts), method.num_scored
-        sizes = {"CAUSAL": is_causal, "SCORED": scored, "num_warps": 8}
+        sizes = {"CAUSAL": is_causal, "SCORED": scored}
         step = LOADED_PRODUCTS // scored
         for first in range(0, self.num_heads, self.heads_at_once):
             num_heads = min(self.heads_at_once, self.num_heads - first)
@@ -188,16 +188,16 @@ class Selection:
                 self._round(method, tensors, call, first, num_heads, scale)
                 run_products(method, run, is_causal, call.longest_keys, num_heads, self.rounded, self.scratch.products)
             grid = (run.num_tiles, num_heads)
-            _sums_kernel[grid](self.rounded, self.scratch, run.tiles, part, run.width, STEP=step, **sizes)
+            _sums_kernel[grid](self.rounded, self.scratch, run.tiles, part, run.width, STEP=step, num_warps=8, **sizes)
             _masses_kernel[(ceil_div(run.width, step), *grid)](
-                self.rounded, self.scratch, run.tiles, part, run.width, BLOCKS=step, **sizes
+                self.rounded, self.scratch, run.tiles, part, run.width, BLOCKS=step, num_warps=8, **sizes
             )
             _choose_kernel[grid](
                 self.scratch, run.tiles, part, lists, kept_pairs, first, run.width, method.kept_mass,
                 method.most_share,
-                CHUNK=HELD_BLOCKS, maxnreg=MAX_REGISTERS, **sizes,
+                CHUNK=HELD_BLOCKS, num_warps=8, maxnreg=MAX_REGISTERS, **sizes,
             )  # fmt: skip
-            _drop_kernel[grid](self.rounded, self.scratch, run.tiles, part, run.width, STEP=step, **sizes)
+            _drop_kernel[grid](self.rounded, self.scratch, run.tiles, part, run.width, STEP=step, num_warps=8, **sizes)
         return lists
 
     def _round(self, method: MlaTopP, tensors: Tensors, call: Call, first: int, num_heads: int, scale: float) -> None:
