@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the kernels of sparse MLA prefill against FlashAttention, as stock vLLM calls it, on a single card.
 
-    python -m benchmarks.mla_kernels [--shape deepseek-r1] [--budget-s 110] [--out docs/results/mla_kernels.json]
+    python -m benchmarks.mla_kernels [--shape deepseek-r1] [--case "the server's default"] [--part times]
+        [--budget-s 110] [--out docs/results/mla_kernels.json]
 
 Two shapes: one GPU's part of DeepSeek-R1 (16 of 128 heads) and of Kimi-K2 (8 of 64 heads). A step has 8,192 new tokens
 after a context of 65,536, which comes as a single chunk. Queries and keys are structured as trained attention is
@@ -9,8 +10,8 @@ after a context of 65,536, which comes as a single chunk. Queries and keys are s
 
 For each method, first the results of sampled tiles and heads are compared with float64 attention over the same keys.
 Then come the times of the new tokens and of the chunk, each the median of calls between CUDA events. Time of selection
-is that of ``top_p`` without attention. The times of single kernels, and of other launches of the attention kernel, are
-printed, and are not part of the results.
+is that of ``top_p`` without attention. The times of single kernels, and of other launches of the attention kernel and
+of the kernel that multiplies queries and keys for ``top_p``, are printed, and are not part of the results.
 
 If a check fails, the other parts still run, and the exit code is 1.
 """
@@ -18,7 +19,7 @@ If a check fails, the other parts still run, and the exit code is 1.
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,10 @@ from benchmarks.figures import Report
 from tests.helpers.structured import structured
 from vllm_sparse_backend.evaluation.vllm_server import device_name, has_cuda
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.mla import MlaAShape, MlaMethod, MlaPrefill, MlaRow, MlaTopP, attention
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
+from vllm_sparse_kernels.mla import MlaAShape, MlaLimits, MlaMethod, MlaPrefill, MlaRow, MlaTopP, attention, products
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, EVERYTHING, Call, Tensors, TileFields
+from vllm_sparse_kernels.mla.products import HOPPER_LAUNCHES, ProductLaunch, run_products
 from vllm_sparse_kernels.mla.reference import kept_by_a_shape
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
@@ -52,14 +55,32 @@ LAUNCHES = tuple(
 )  # fmt: skip
 """Launches of the attention kernel whose times are printed; the first is the default of an H100."""
 
+PRODUCT_LAUNCHES = (
+    *(ProductLaunch(256, 128, "float16", 8, num_stages, 128) for num_stages in (3, 2, 4)),
+    ProductLaunch(256, 128, "float16", 8, 3, 128, is_bulk=False),
+    ProductLaunch(256, 64, "float16", 8, 4, 128),
+    ProductLaunch(256, 256, "float16", 8, 2, None),
+    *(ProductLaunch(128, 128, "float16", num_warps, 3, 128) for num_warps in (4, 8)),
+    *(ProductLaunch(rows, 128, "float32", 8, 3, None) for rows in (128, 256)),
+)
+"""Launches of the kernel of products whose times are printed, for 128 channels. The first is the default of an H100."""
+
+SERVER_DEFAULT = "the server's default"
+
 METHODS: dict[str, MlaMethod] = {
     "dense": MlaTopP(1.0),
     "A-shape": MlaAShape(AShape().sink_tokens, AShape().local_tokens),
-    "top_p 0.9": MlaTopP(0.9),
+    SERVER_DEFAULT: MlaTopP(0.9, 0.2, 128, "half"),
+    "top_p 0.9, 128 channels, half the queries": MlaTopP(0.9, channels=128, queries="half"),
+    "top_p 0.9, 64 channels, half the queries": MlaTopP(0.9, channels=64, queries="half"),
+    "top_p 0.9, half the queries": MlaTopP(0.9, queries="half"),
     "top_p 0.9, 128 channels": MlaTopP(0.9, channels=128),
     "top_p 0.9, 64 channels": MlaTopP(0.9, channels=64),
-    "top_p 0.9, 64 channels, at most a quarter": MlaTopP(0.9, 0.25, channels=64),
+    "top_p 0.9": MlaTopP(0.9),
 }
+
+PARTS = ("checks", "times", "kernels", "products", "launches")
+"""Parts of a shape's measurement, in order."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +116,23 @@ class Step:
             Part("new tokens", True, new_row, k[context:].contiguous(), v[context:]),
             Part("chunk", False, chunk_row, k[:context].contiguous(), v[:context]),
         )
-        self.engine = MlaPrefill(
-            num_heads=num_heads, scale=data.scale, qk_head_dim=KEY_DIM, v_head_dim=VALUE_DIM, max_query_tokens=new,
-            max_key_tokens=context, dtype=dtype, device=device,
-        )  # fmt: skip
+        self._engines = {
+            num_scored: MlaPrefill(
+                num_heads=num_heads, scale=data.scale, qk_head_dim=KEY_DIM, v_head_dim=VALUE_DIM,
+                limits=MlaLimits(new, context, num_scored), dtype=dtype, device=device,
+            )
+            for num_scored in (ALL_SCORED, HALF_SCORED)
+        }  # fmt: skip
         self.out = torch.zeros(new, num_heads, VALUE_DIM, dtype=dtype, device=device)
         self.lse = torch.zeros(num_heads, new, device=device)
 
+    def engine(self, method: MlaMethod) -> MlaPrefill:
+        """Return the kernels as a server with this method builds them."""
+        return self._engines[method.num_scored if isinstance(method, MlaTopP) else HALF_SCORED]
+
     def attend(self, method: MlaMethod, part: Part, kept_pairs: torch.Tensor | None = None) -> None:
         """Run a call."""
-        self.engine.attend(
+        self.engine(method).attend(
             method, self.q, part.k, part.v, [part.row], is_causal=part.is_causal, out=self.out, lse=self.lse,
             kept_pairs=kept_pairs,
         )  # fmt: skip
@@ -123,13 +151,13 @@ class Step:
         row, length = part.row, len(self.q[tile])
         if isinstance(method, MlaTopP) and method.kept_mass < 1:
             kept = kept_by_a_shape(MlaAShape(0, EVERYTHING), row, tile.start, length, self.device)
-            return kept & self._listed(part, tile, head)
+            return kept & self._listed(method, part, tile, head)
         window = method if isinstance(method, MlaAShape) else MlaAShape(0, EVERYTHING)
         return kept_by_a_shape(window, row, tile.start, length, self.device)
 
-    def _listed(self, part: Part, tile: slice, head: int) -> torch.Tensor:
+    def _listed(self, method: MlaTopP, part: Part, tile: slice, head: int) -> torch.Tensor:
         """Return whether a key is in a listed block: [keys]. Without kernels there are no lists."""
-        selection = self.engine._selection
+        selection = self.engine(method)._selection
         if selection is None:
             raise RuntimeError("no lists of blocks: top_p runs by the reference here; set TRITON_INTERPRET=1")
         runs = Call.of([part.row], self.device).runs(selection.most_tiles, selection.most_blocks)
@@ -234,7 +262,7 @@ def stock_call(step: Step, part: Part) -> Callable[[], None]:
     return by_flash_attention
 
 
-def measure_times(step: Step, about: str, report: Report, repeats: int) -> None:
+def measure_times(step: Step, methods: Mapping[str, MlaMethod], about: str, report: Report, repeats: int) -> None:
     """Add the times of stock's attention, and of each method's."""
     stock: dict[str, float] = {}
     for part in step.parts:
@@ -243,19 +271,20 @@ def measure_times(step: Step, about: str, report: Report, repeats: int) -> None:
         rate = 2.0 * (KEY_DIM + VALUE_DIM) * step.num_heads * part.pairs / seconds
         report.add_figure(f"{about}, stock, {part.name}: time", seconds, "s", "lower")
         report.add_figure(f"{about}, stock, {part.name}: rate", rate, "FLOP/s", "higher")
-    for name, method in METHODS.items():
+    for name, method in methods.items():
         new, _ = step.parts
         step.attend(method, new)
-        before = [x.clone() for x in step.engine.sums]
+        engine = step.engine(method)
+        before = [x.clone() for x in engine.sums]
 
-        def restore(before: list[torch.Tensor] = before) -> None:
-            for now, then in zip(step.engine.sums, before, strict=True):
+        def restore(engine: MlaPrefill = engine, before: list[torch.Tensor] = before) -> None:
+            for now, then in zip(engine.sums, before, strict=True):
                 now.copy_(then)
 
         totals: dict[str, float] = defaultdict(float)
         for part in step.parts:
             calls: dict[str, Callable[[], None]] = {"attend": partial(step.attend, method, part)}
-            if isinstance(method, MlaTopP) and method.kept_mass < 1 and step.engine._selection is not None:
+            if isinstance(method, MlaTopP) and method.kept_mass < 1 and engine._selection is not None:
                 calls["selection"] = selection_call(step, method, part)
             for what, call in calls.items():
                 seconds = seconds_of(call, restore, step.device, repeats)
@@ -270,13 +299,14 @@ def measure_times(step: Step, about: str, report: Report, repeats: int) -> None:
 
 def selection_call(step: Step, method: MlaTopP, part: Part) -> Callable[[], None]:
     """Return a call of ``top_p``'s selection without attention."""
-    selection = step.engine._selection
+    engine = step.engine(method)
+    selection = engine._selection
     assert selection is not None
     tensors, call = Tensors.of(step.q, part.k, part.v, step.out, step.lse), Call.of([part.row], step.device)
 
     def select() -> None:
         for run in call.runs(selection.most_tiles, selection.most_blocks):
-            selection.select(method, tensors, call, run, step.engine.sums, step.scale, part.is_causal, None)
+            selection.select(method, tensors, call, run, engine.sums, step.scale, part.is_causal, None)
 
     return select
 
@@ -288,7 +318,8 @@ def print_kernels(step: Step, about: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     for part in step.parts:
-        for method in MlaTopP(0.9), MlaTopP(0.9, channels=64):
+        for method in METHODS[SERVER_DEFAULT], MlaTopP(0.9, channels=128), MlaTopP(0.9):
+            step.attend(method, part)
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 step.attend(method, part)
                 torch.cuda.synchronize()
@@ -297,6 +328,37 @@ def print_kernels(step: Step, about: str) -> None:
                 times[event.key] += event.self_device_time_total
             heaviest = sorted(times.items(), key=lambda item: -item[1])[:10]
             print(f"{about}, {method}, {part.name}:", ", ".join(f"{name} {us / 1e3:.3f} ms" for name, us in heaviest))
+
+
+def print_products(step: Step, about: str, repeats: int) -> None:
+    """Print the time of the chunk's products of half of the queries, with each of ``PRODUCT_LAUNCHES``."""
+    if step.device.type != "cuda":
+        return
+    chunk = step.parts[1]
+    call = Call.of([chunk.row], step.device)
+    by_method = {
+        MlaTopP(0.9, channels=128, queries="half"): PRODUCT_LAUNCHES,
+        MlaTopP(0.9, queries="half"): HOPPER_LAUNCHES,
+    }
+    for method, launches in by_method.items():
+        step.attend(method, chunk)  # rounds queries and keys
+        selection = step.engine(method)._selection
+        assert selection is not None
+        (run,) = call.runs(selection.most_tiles, selection.most_blocks)
+        num_heads = selection.heads_at_once
+        work = (method, run, False, chunk.row.num_keys, num_heads, selection.rounded, selection.scratch.products)
+        for launch in launches:
+            with patch.object(products, "product_launch", return_value=launch):
+                try:
+                    seconds = seconds_of(partial(run_products, *work), lambda: None, step.device, repeats)
+                except Exception as error:  # a launch may need more memory than the card has
+                    print(f"{about}, {method}, {launch}: {type(error).__name__}: {str(error)[:200]}")
+                    continue
+            rate = 2.0 * method.channels * num_heads * chunk.pairs * method.num_scored / TILE_TOKENS / seconds
+            print(
+                f"{about}, products of {num_heads} heads, {method.channels} channels, {launch}: {seconds * 1e3:.3f} ms,"
+                f" {rate / 1e12:.0f} TFLOP/s", flush=True,
+            )  # fmt: skip
 
 
 def print_launches(step: Step, about: str, repeats: int) -> None:
@@ -315,15 +377,30 @@ def print_launches(step: Step, about: str, repeats: int) -> None:
         print(f"{about}, dense, {chunk.name}, {options}: {seconds * 1e3:.3f} ms, {rate / 1e12:.0f} TFLOP/s", flush=True)
 
 
-def measure_shape(about: str, build: Callable[[], Step], report: Report, repeats: int, end: float) -> list[str]:
-    """Check and time every method of a shape. Return a line for each part that failed or did not start in time."""
-    parts: dict[str, Callable[[Step], None]] = {
-        **{label: partial(check, method=method, name=label, about=about, report=report)
-           for label, method in METHODS.items()},
-        "times": partial(measure_times, about=about, report=report, repeats=repeats),
+def parts_of(
+    about: str, names: Sequence[str], methods: Mapping[str, MlaMethod], report: Report, repeats: int
+) -> dict[str, Callable[[Step], None]]:
+    """Return the parts of a shape's measurement. The checks are a part for each method."""
+    checks = {
+        f"check of {name}": partial(check, method=method, name=name, about=about, report=report)
+        for name, method in methods.items()
+    }
+    others: dict[str, Callable[[Step], None]] = {
+        "times": partial(measure_times, methods=methods, about=about, report=report, repeats=repeats),
         "kernels": partial(print_kernels, about=about),
+        "products": partial(print_products, about=about, repeats=repeats),
         "launches": partial(print_launches, about=about, repeats=repeats),
-    }  # fmt: skip
+    }
+    chosen: dict[str, Callable[[Step], None]] = {}
+    if "checks" in names:
+        chosen.update(checks)
+    return chosen | {name: run for name, run in others.items() if name in names}
+
+
+def measure_shape(
+    about: str, build: Callable[[], Step], parts: Mapping[str, Callable[[Step], None]], end: float
+) -> list[str]:
+    """Run the parts of a shape. Return a line for each part that failed or did not start in time."""
     step: Step | None = None
     problems = []
     for label, run in parts.items():
@@ -341,14 +418,18 @@ def measure_shape(about: str, build: Callable[[], Step], report: Report, repeats
 
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(SHAPES)}. Default: both.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help=f"Method: {', '.join(METHODS)}. Default: all.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}. Default: all.")] = None,
     budget_s: Annotated[float, typer.Option(help="No part starts after this many seconds.")] = 110.0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls.")] = 7,
     out: Annotated[Path | None, typer.Option(help="Results file to write.")] = None,
     small: Annotated[bool, typer.Option(help="Short rows and two heads, to try this program on a CPU.")] = False,
 ) -> None:
     """Measure both shapes."""
-    if unknown := set(shape or ()) - set(SHAPES):
-        raise typer.BadParameter(f"--shape: given {', '.join(sorted(unknown))}, expected {' or '.join(SHAPES)}")
+    for option, values, known in (("shape", shape, SHAPES), ("case", case, METHODS), ("part", part, PARTS)):
+        if unknown := sorted(set(values or ()) - set(known)):
+            raise typer.BadParameter(f"--{option}: given {', '.join(unknown)}, expected {' or '.join(known)}")
+    methods = {name: method for name, method in METHODS.items() if not case or name in case}
     device = torch.device("cuda" if has_cuda() else "cpu")
     end, problems = time.monotonic() + budget_s, []
     report = Report("mla_kernels", device_name(), None, out)
@@ -356,7 +437,8 @@ def main(
     for name in shape or SHAPES:
         num_heads = 2 if small else SHAPES[name]
         about = f"MLA kernels, {name}'s shape, {num_heads} heads, {new:,} tokens after {context:,}"
-        problems += measure_shape(about, partial(Step, num_heads, new, context, device), report, repeats, end)
+        parts = parts_of(about, part or PARTS, methods, report, repeats)
+        problems += measure_shape(about, partial(Step, num_heads, new, context, device), parts, end)
     for figure in report.figures.values():
         print(f"{figure['name']}: {figure['value']} {figure['unit']}", flush=True)
     for problem in problems:

@@ -15,13 +15,18 @@ import torch
 
 from tests.helpers.compiled_methods import Usage, recorded
 from tests.helpers.offline_compiler import card
-from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow, MlaTopP
+from vllm_sparse_kernels.mla import MlaAShape, MlaLimits, MlaPrefill, MlaRow, MlaTopP
 
 STEPS = [
     [MlaRow(0, 300, 4000, 0, 0, 3000, 0)],
     [MlaRow(16, 129, 20000, 0, 1, 1, 17), MlaRow(145, 1, 5, 129, 2, 5, 0)],
 ]
 """Rows of chunks. One compiled variant of each kernel must be enough for their new tokens, and one for the chunks."""
+
+METHODS = (
+    MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25), MlaTopP(0.9, channels=64),
+    MlaTopP(0.9, channels=128, queries="half"), MlaTopP(0.9, queries="half"),
+)  # fmt: skip
 
 ONE_TOKEN = [MlaRow(0, 1, 4000, 0, 0, 3000, 0)]
 
@@ -58,8 +63,8 @@ def compiled_kernels(capability: int) -> dict[str, Usage]:
     heads, device = 4, torch.device("cpu")
     with card(capability), recorded(kernels):
         engine = MlaPrefill(
-            num_heads=heads, scale=192**-0.5, qk_head_dim=192, v_head_dim=128, max_query_tokens=512,
-            max_key_tokens=3072, dtype=torch.bfloat16, device=device,
+            num_heads=heads, scale=192**-0.5, qk_head_dim=192, v_head_dim=128, limits=MlaLimits(512, 3072),
+            dtype=torch.bfloat16, device=device,
         )  # fmt: skip
         engine.use_kernels()
         tensors = [torch.zeros(512, heads, 192), torch.zeros(3072, heads, 192), torch.zeros(3072, heads, 256)]
@@ -69,7 +74,7 @@ def compiled_kernels(capability: int) -> dict[str, Usage]:
             out, lse = torch.zeros(num_tokens, heads, 128, dtype=torch.bfloat16), torch.zeros(heads, num_tokens)
             kept_pairs = counters[place : place + 1]
             new = [row._replace(key_start=0, num_keys=row.num_queries, key_position=row.query_position) for row in rows]
-            for method in MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25), MlaTopP(0.9, channels=64):
+            for method in METHODS:
                 for is_causal, part in (True, new), (False, rows):
                     engine.attend(
                         method, q[:num_tokens], k, up[..., 128:], part, is_causal=is_causal, out=out, lse=lse,

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_sparse_kernels.mla import MlaPrefill, MlaRow
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED
+from vllm_sparse_kernels.mla import MlaLimits, MlaPrefill, MlaRow
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 192, 128
 SCALE = KEY_DIM**-0.5
@@ -49,8 +50,8 @@ def inputs_of(rows: Sequence[MlaRow], device: str, dtype: torch.dtype = torch.fl
     )  # fmt: skip
 
 
-def prefill(device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> MlaPrefill:
+def prefill(device: str, dtype: torch.dtype = torch.float32, num_scored: int = ALL_SCORED) -> MlaPrefill:
     return MlaPrefill(
         num_heads=HEADS, scale=SCALE, qk_head_dim=KEY_DIM, v_head_dim=VALUE_DIM, dtype=dtype,
-        device=torch.device(device), **{"max_query_tokens": 2304, "max_key_tokens": 2304} | sizes,
+        device=torch.device(device), limits=MlaLimits(2304, 2304, num_scored),
     )  # fmt: skip

@@ -28,6 +28,8 @@ from vllm_sparse_backend.identity import FLAG, MLA_BACKEND, MLA_FLAG
 from vllm_sparse_backend.serving import compat, mla_startup
 from vllm_sparse_backend.serving.registration import is_our_mla_prefill, is_selected, why_mla_prefill_displaced
 from vllm_sparse_backend.serving.unread import unread_settings
+from vllm_sparse_kernels.methods.top_p import TopP
+from vllm_sparse_kernels.mla import MlaTopP
 
 CUSTOM = registry.MLAPrefillBackendEnum.CUSTOM
 
@@ -80,6 +82,8 @@ def mla_config(settings: Any = None, *, model: Any = None, attention: Any = None
     [
         mla_config(),
         mla_config({"method": "top_p", "params": {"kept_mass": 0.8, "most_share": 1.0, "channels": "all"}}),
+        mla_config({"params": {"queries": "all"}}),
+        mla_config({"params": {"queries": "half"}}),
         mla_config({"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 512}, "dense_layers": [0]}),
         mla_config({"method": "streaming", "min_tokens": 1, "requests": {"default": "exact"}, "switch": True}),
         mla_config(dtype=torch.bfloat16, cache={"cache_dtype": "fp8"}, parallel={"tensor_parallel_size": 2}),
@@ -107,6 +111,7 @@ PLACE = "--additional-config sparse_prefill"
         (mla_config({"profile": "auto"}), f"{PLACE}.profile: given 'auto', but profiles describe"),
         (mla_config({"params": {"floor": 0.5}}), f"{PLACE}.params.floor: given 0.5, but top_p has only .*kept_mass"),
         (mla_config({"params": {"channels": "low_rank"}}), "params.channels: given 'low_rank', expected half or all"),
+        (mla_config({"params": {"queries": "third"}}), r"params: queries: .*third"),
         (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', expected 'auto'"),
         (mla_config({"guard": {}}), f"{PLACE}.guard: given, but the guard does not check"),
         (mla_config({"check_index": True}), f"{PLACE}.check_index: given true"),
@@ -153,16 +158,16 @@ def speed_warnings(config: Any, lines: list[str]) -> list[str]:
     """Return the warnings about the method's speed that a start of the server logs."""
     lines.clear()
     mla_startup.check(config)
-    return [line for line in lines if "saves little or no time" in line]
+    return [line for line in lines if "is not known to save time" in line]
 
 
 @pytest.mark.parametrize(
     ("settings", "method"), [(None, "default"), ({"method": "default"}, "default"), ({"method": "top_p"}, "top_p")]
 )
-def test_top_p_has_a_single_warning_that_it_saves_little(settings: Any, method: str, lines: list[str]) -> None:
+def test_top_p_has_a_single_warning_of_its_speed(settings: Any, method: str, lines: list[str]) -> None:
     (warning,) = speed_warnings(mla_config(settings), lines)
-    assert warning.startswith(f"sparse-prefill: {PLACE}.method: '{method}' saves little or no time")
-    assert 'Set "method": "a_shape"' in warning
+    assert warning.startswith(f"sparse-prefill: {PLACE}.method: '{method}' is not known to save time")
+    assert 'set "method": "a_shape"' in warning
 
 
 def test_servers_without_top_p_and_engine_cores_have_no_such_warning(
@@ -199,5 +204,8 @@ def test_methods_have_the_parameters_that_exist() -> None:
     assert describe(mla_method(make_method("a_shape", {"sink_tokens": 64}))) == (
         "a_shape(sink_tokens=64, local_tokens=4096)"
     )
-    assert describe(mla_method(make_method("default", {}))) == "top_p(kept_mass=0.9, most_share=0.2, channels=128)"
+    assert describe(mla_method(make_method("default", {"queries": "half"}))) == (
+        "top_p(kept_mass=0.9, most_share=0.2, channels=128, queries='half')"
+    )
+    assert mla_method(make_method("default", {})) == MlaTopP(0.9, 0.2, 128, TopP().queries)
     assert mla_method(make_method("top_p", {"channels": "all"})).channels == 192  # type: ignore[union-attr]

@@ -50,7 +50,7 @@ def describe(method: MlaMethod) -> str:
         method: The method.
 
     Returns:
-        A text such as ``top_p(kept_mass=0.9, most_share=0.2, channels=128)``.
+        A text such as ``top_p(kept_mass=0.9, most_share=0.2, channels=128, queries='half')``.
     """
     name = next(name for name, parameters in _METHODS.items() if isinstance(method, parameters))
     return f"{name}({', '.join(f'{field}={value!r}' for field, value in method._asdict().items())})"
@@ -95,7 +95,7 @@ def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
 
 
 def slow_method(config: SparsePrefillConfig) -> str | None:
-    """Return why the method saves little or no time with MLA. docs/mla.md has all times.
+    """Return why the method may save little or no time with MLA. docs/mla.md has all times.
 
     Args:
         config: The settings, without a profile.
@@ -106,10 +106,11 @@ def slow_method(config: SparsePrefillConfig) -> str | None:
     if _registered_name(config) != "top_p":
         return None
     return (
-        f"{OPTION} {KEY}.method: {config.method!r} saves little or no time with multi-head latent attention yet: for "
-        "8,192 tokens after 65,536 on an H100, top_p took 0.96 to 1.10 of the time of FlashAttention, of which "
-        'selection took 0.69 to 0.87; a_shape took 0.17 to 0.27. Set "method": "a_shape" if answers need only the '
-        "first and the nearest tokens; otherwise serve without this flag (docs/mla.md)"
+        f"{OPTION} {KEY}.method: {config.method!r} is not known to save time with multi-head latent attention: for "
+        "8,192 tokens after 65,536 on an H100, earlier kernels, which score all queries, took 0.96 to 1.10 of the time "
+        "of FlashAttention for top_p, and 0.17 to 0.27 for a_shape. The present kernels of top_p are not measured, nor "
+        'is "queries": "half". Measure them (python -m benchmarks.mla_kernels), set "method": "a_shape" if answers '
+        "need only the first and the nearest tokens, or serve without this flag (docs/mla.md)"
     )
 
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call of MLA's prefill consists of: its rows, its method, and its tiles of queries on the device."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, host_to_device
 
 BLOCK_TOKENS = 64
@@ -20,6 +23,9 @@ SINK_TOKENS = 128
 CHANNELS = (64, 128, 192)
 """Numbers of channels that estimates of ``top_p`` may multiply."""
 
+QUERIES = Literal["half", "all"]
+"""Queries of a tile that ``top_p`` scores."""
+
 EVERYTHING = 1 << 30
 """A window of the A-shape that reaches every key."""
 
@@ -28,6 +34,12 @@ ROW_FIELDS = Constant(4)
 
 TILE_FIELDS = Constant(8)
 """Fields of a tile on the device, in the order of ``TileFields``."""
+
+SET_TILES = Constant(4)
+"""Most tiles of a set. Half of their queries are 256 rows of a matrix product."""
+
+SET_FIELDS = Constant(2)
+"""Fields of a set of tiles on the device, in the order of ``TileSet``."""
 
 
 class MlaRow(NamedTuple):
@@ -68,6 +80,15 @@ class MlaTopP(NamedTuple):
     """
     channels: int = 192
     """Channels that estimates multiply: 192, or the 128 or 64 that affect the scores of a row and head most."""
+    queries: QUERIES = "all"
+    """Queries of a tile that are scored: ``all``, or with ``half`` the second of each two neighbours
+    (``methods.top_p.scored``). The kept blocks are for all queries of the tile. Estimates, running sums and p are those
+    of scored queries."""
+
+    @property
+    def num_scored(self) -> int:
+        """Queries of a whole tile that are scored, 128 or 64."""
+        return ALL_SCORED if self.queries == "all" else HALF_SCORED
 
 
 MlaMethod = MlaAShape | MlaTopP
@@ -91,7 +112,20 @@ def method_problem(method: MlaMethod) -> str | None:
             return f"given {method}, expected a {name} above 0 and at most 1"
     if method.channels not in CHANNELS:
         return f"given {method}, expected channels of {', '.join(map(str, CHANNELS))}"
+    if method.queries not in get_args(QUERIES):
+        return f"given {method}, expected queries of {' or '.join(get_args(QUERIES))}"
     return None
+
+
+class MlaLimits(NamedTuple):
+    """Largest sizes of a step, for which memory is allocated."""
+
+    query_tokens: int
+    """New tokens of a step."""
+    key_tokens: int
+    """Keys of a call."""
+    num_scored: int = ALL_SCORED
+    """Queries of a whole tile that a method scores (``MlaTopP.num_scored``): 128, or 64, which needs less memory."""
 
 
 class Tensors(NamedTuple):
@@ -169,12 +203,22 @@ class TileFields(NamedTuple):
         return min(self.num_keys, self.position + self.length - self.key_position)
 
 
+class TileSet(NamedTuple):
+    """Up to ``SET_TILES`` neighbouring tiles of a row, the last one first: their queries are scored together."""
+
+    first_tile: int  # number among the tiles of the call
+    num_tiles: int
+
+
 class Run(NamedTuple):
-    """Tiles that are selected and attended to at a time."""
+    """Tiles that are selected and attended to at a time, in whole sets."""
 
     tiles: torch.Tensor  # [num_tiles, 8] int32
     num_tiles: int
     width: int  # blocks in the longest reach
+    sets: torch.Tensor  # [num_sets, 2] int32
+    num_sets: int
+    first_tile: int  # number of the first tile among the tiles of the call
 
 
 @dataclass(frozen=True)
@@ -183,8 +227,10 @@ class Call:
 
     Attributes:
         rows: [num_rows, 4] int32: first query, number of queries, first key, number of keys.
-        tiles: [num_tiles, 8] int32, ``TileFields``, the longest reach first.
-        reaches: The tiles' reaches in keys, in the same order.
+        tiles: [num_tiles, 8] int32, ``TileFields``, set by set, the set with the longest reach first.
+        sets: [num_sets, 2] int32, ``TileSet``.
+        set_reaches: Longest reach in keys of the tiles of each set.
+        set_ends: Tiles up to the end of each set.
         state_ranges: (start, length) of the rows' running sums; those of neighbouring rows are a single range.
         longest_queries: Queries of the longest row.
         longest_keys: Keys of the longest row.
@@ -192,7 +238,9 @@ class Call:
 
     rows: torch.Tensor
     tiles: torch.Tensor
-    reaches: tuple[int, ...]
+    sets: torch.Tensor
+    set_reaches: tuple[int, ...]
+    set_ends: tuple[int, ...]
     state_ranges: tuple[tuple[int, int], ...]
     longest_queries: int
     longest_keys: int
@@ -208,16 +256,20 @@ class Call:
         Returns:
             The call.
         """
-        tiles = [TileFields.of(row, offset) for row in rows for offset in range(0, row.num_queries, TILE_TOKENS)]
-        tiles.sort(key=lambda tile: -tile.reach)
+        tile_sets = sorted((tiles for row in rows for tiles in _tile_sets(row)), key=lambda tiles: -tiles[0].reach)
+        set_ends = tuple(accumulate(len(tiles) for tiles in tile_sets))
+        tiles = [tile for tiles in tile_sets for tile in tiles]
+        sets = [TileSet(end - len(tiles), len(tiles)) for tiles, end in zip(tile_sets, set_ends, strict=True)]
         fields = [(row.query_start, row.num_queries, row.key_start, row.num_keys) for row in rows]
-        numbers = torch.tensor([number for group in (*tiles, *fields) for number in group], dtype=torch.int32)
-        on_device = host_to_device(numbers, device)
-        num_numbers = len(tiles) * TILE_FIELDS.value
+        numbers = torch.tensor([number for group in (*tiles, *fields, *sets) for number in group], dtype=torch.int32)
+        sizes = (len(tiles) * TILE_FIELDS.value, len(fields) * ROW_FIELDS.value, len(sets) * SET_FIELDS.value)
+        tiles_on_device, rows_on_device, sets_on_device = host_to_device(numbers, device).split(sizes)
         return Call(
-            on_device[num_numbers:].view(-1, ROW_FIELDS.value),
-            on_device[:num_numbers].view(-1, TILE_FIELDS.value),
-            tuple(tile.reach for tile in tiles),
+            rows_on_device.view(-1, ROW_FIELDS.value),
+            tiles_on_device.view(-1, TILE_FIELDS.value),
+            sets_on_device.view(-1, SET_FIELDS.value),
+            tuple(tiles[0].reach for tiles in tile_sets),
+            set_ends,
             _state_ranges(rows),
             max(row.num_queries for row in rows),
             max(row.num_keys for row in rows),
@@ -227,19 +279,45 @@ class Call:
         """Divide the tiles into runs that fit the scratch memory.
 
         Args:
-            most_tiles: Tiles that fit.
+            most_tiles: Tiles that fit; at least one set.
             most_blocks: Blocks of all tiles that fit, where every tile has room for as many as the run's longest.
 
         Returns:
             The runs, in the order of the tiles.
         """
-        runs, first = [], 0
-        while first < len(self.reaches):
-            width = max(ceil_div(self.reaches[first], BLOCK_TOKENS), 1)
-            end = min(len(self.reaches), first + max(min(most_tiles, most_blocks // width), 1))
-            runs.append(Run(self.tiles[first:end], end - first, width))
-            first = end
+        runs: list[Run] = []
+        first_set, first_tile = 0, 0
+        while first_set < len(self.set_ends):
+            width = self._width(first_set)
+            last_tile = first_tile + min(most_tiles, most_blocks // width)
+            end_set = max(bisect_right(self.set_ends, last_tile), first_set + 1)
+            runs.append(self._run(first_set, end_set, first_tile, width))
+            first_set, first_tile = end_set, self.set_ends[end_set - 1]
         return runs
+
+    def whole(self) -> Run:
+        """Return all tiles as a single run, for methods that need no scratch memory.
+
+        Returns:
+            The run.
+        """
+        return self._run(0, len(self.set_ends), 0, self._width(0))
+
+    def _width(self, i_set: int) -> int:
+        return max(ceil_div(self.set_reaches[i_set], BLOCK_TOKENS), 1)
+
+    def _run(self, first_set: int, end_set: int, first_tile: int, width: int) -> Run:
+        end_tile = self.set_ends[end_set - 1]
+        return Run(
+            self.tiles[first_tile:end_tile], end_tile - first_tile, width,
+            self.sets[first_set:end_set], end_set - first_set, first_tile,
+        )  # fmt: skip
+
+
+def _tile_sets(row: MlaRow) -> list[list[TileFields]]:
+    """Return the sets of a row's tiles. A set's first tile has its longest reach."""
+    tiles = [TileFields.of(row, offset) for offset in range(0, row.num_queries, TILE_TOKENS)][::-1]
+    return [tiles[first : first + SET_TILES.value] for first in range(0, len(tiles), SET_TILES.value)]
 
 
 def _state_ranges(rows: Sequence[MlaRow]) -> tuple[tuple[int, int], ...]:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
+from vllm_sparse_kernels.methods.top_p.scored import num_scored, scored_offsets
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, ROW_FIELDS, Tensors
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 
@@ -39,12 +40,22 @@ class Vectors(NamedTuple):
 
 
 class RoundedVectors(NamedTuple):
-    """Queries or keys of some heads in e4m3, at the same tokens as in the call."""
+    """Queries or keys of some heads in e4m3, at the same tokens as in the call. Only scored queries are written."""
 
     data: Any  # [heads, num_places, channels]
     steps: Any  # [heads, num_places] float32, factors of products; of keys, at the first key of each block
-    shifts: Any  # [heads, num_places] float32, addends of queries' scores; None for keys
+    shifts: Any  # [heads, num_places] float32, addends of queries' scores, 0 with all channels; None for keys
     num_places: int
+
+
+class Rounded(NamedTuple):
+    """Queries and keys of some heads in e4m3.
+
+    A score, as a logarithm to base 2, is the product times the query's and the key's step, plus the query's shift.
+    """
+
+    queries: RoundedVectors
+    keys: RoundedVectors
 
 
 def fill_moments(tensors: Tensors, rows: torch.Tensor, moments: Moments, head_dim: int, kept_d: int) -> None:
@@ -104,22 +115,25 @@ def _sums(x, stride_token, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
     o_n, o_d = tl.arange(0, 32), tl.arange(0, BLOCK_D)
     b_sum = tl.zeros([32, BLOCK_D], tl.float32)
     b_square = tl.zeros([32, BLOCK_D], tl.float32)
-    for i in range(0, count, 32):
-        o_x = ((i + o_n) * every).to(tl.int64)[:, None] * stride_token + o_d[None, :]
-        b_x = tl.load(x + o_x, mask=(i + o_n < count)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
-        b_sum += b_x
-        b_square += b_x * b_x
+    for i in range(0, count, 128):
+        for j in tl.static_range(4):  # four loads in flight
+            o_i = i + 32 * j + o_n
+            o_x = (o_i * every).to(tl.int64)[:, None] * stride_token + o_d[None, :]
+            b_x = tl.load(x + o_x, mask=(o_i < count)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
+            b_sum += b_x
+            b_square += b_x * b_x
     return tl.sum(b_sum, 0), tl.sum(b_square, 0), count
 
 
 @triton.jit(do_not_specialize=["first_head", "num_heads"])
 def round_kept_kernel(
     vectors, rows, first_head, num_heads, factor, moments, target,
-    FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
+    FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, SCORED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """Round the kept channels of 64 vectors of one row and head. The largest magnitude becomes 15.
+    """Round the kept channels of 64 keys or scored queries of one row and head. The largest magnitude becomes 15.
 
-    Grid: (blocks of the longest row, rows, heads of the part). Bound by memory: it reads each vector once.
+    Grid: (parts of the longest row, rows, heads of the part). Bound by memory: it reads each vector once.
 
     Args:
         vectors: ``Vectors``.
@@ -131,6 +145,7 @@ def round_kept_kernel(
         target: ``RoundedVectors``; written, with the products with the mean key as shifts.
         FIELD: Place in ``rows`` of the row's first vector, before their number.
         BY_BLOCK: Whether these are keys: a block shares a scale, and the mean is subtracted.
+        SCORED: Scored queries of a whole tile; for keys 128, which stands for all.
         HEAD_DIM: Channels of a vector.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         KEPT_D: Channels that are kept.
@@ -138,30 +153,32 @@ def round_kept_kernel(
     fields = rows + tl.program_id(1) * ROW_FIELDS + FIELD
     start, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
     first = tl.program_id(0) * BLOCK
-    if first < count:
-        o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, KEPT_D)
-        in_row = (first + o_n < count)[:, None]
+    num_vectors = num_scored(count, SCORED)  # tiles are whole, except for the last one, so rows have the rule of tiles
+    if first < num_vectors:
+        o_n, o_c = first + tl.arange(0, BLOCK), tl.arange(0, KEPT_D)
+        in_row = (o_n < num_vectors)[:, None]
         i_head = tl.program_id(2).to(tl.int64)
-        source = vectors.data + (start + first + o_n)[:, None] * vectors.stride_token
+        o_x = start + scored_offsets(o_n, count, SCORED)
+        source = vectors.data + o_x[:, None] * vectors.stride_token
         source += (first_head + i_head) * vectors.stride_head
         i_moments = tl.program_id(1) * num_heads + first_head + i_head
         b_channels = tl.load(moments.channels + i_moments * KEPT_D + o_c)
         b_x = tl.load(source + b_channels[None, :], mask=in_row, other=0.0).to(tl.float32)
-        place = i_head * target.num_places + start + first
+        o_place = i_head * target.num_places + o_x
         if BY_BLOCK:
             b_mean = tl.load(moments.means + i_moments * BLOCK_D + b_channels)
             b_x = tl.where(in_row, b_x - b_mean[None, :], 0.0)
             step = tl.maximum(tl.max(tl.max(tl.abs(b_x), 1), 0), TINY) / LARGEST
-            tl.store(target.steps + place, step * factor)
+            tl.store(target.steps + i_head * target.num_places + start + first, step * factor)
             b_x *= 1.0 / step
         else:
             o_d = tl.arange(0, BLOCK_D)
             b_mean = tl.load(moments.means + i_moments * BLOCK_D + o_d)
             b_whole = tl.load(source + o_d[None, :], mask=in_row & (o_d < HEAD_DIM)[None, :], other=0.0)
             b_shift = tl.sum(b_whole.to(tl.float32) * b_mean[None, :], 1) * factor
-            tl.store(target.shifts + place + o_n, b_shift, mask=first + o_n < count)
+            tl.store(target.shifts + o_place, b_shift, mask=o_n < num_vectors)
             b_step = tl.maximum(tl.max(tl.abs(b_x), 1), TINY) / LARGEST
-            tl.store(target.steps + place + o_n, b_step * factor, mask=first + o_n < count)
+            tl.store(target.steps + o_place, b_step * factor, mask=o_n < num_vectors)
             b_x *= (1.0 / b_step)[:, None]
-        o_target = (place + o_n)[:, None] * KEPT_D + o_c[None, :]
+        o_target = o_place[:, None] * KEPT_D + o_c[None, :]
         tl.store(target.data + o_target, in_e4m3(b_x, target.data.dtype.element_ty), mask=in_row)

@@ -8,16 +8,17 @@ import torch
 import triton
 
 from vllm_sparse_kernels.engine_choice import capability_of
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
 from vllm_sparse_kernels.mla import reference
 from vllm_sparse_kernels.mla.attention import attend_kernel, run_attention
 from vllm_sparse_kernels.mla.calls import (
     EVERYTHING,
     Call,
     MlaAShape,
+    MlaLimits,
     MlaMethod,
     MlaRow,
     MlaTopP,
-    Run,
     Tensors,
     kept_pairs_of_a_shape,
     method_problem,
@@ -86,8 +87,7 @@ class MlaPrefill:
         scale: float,
         qk_head_dim: int,
         v_head_dim: int,
-        max_query_tokens: int,
-        max_key_tokens: int,
+        limits: MlaLimits,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -98,28 +98,26 @@ class MlaPrefill:
             scale: Factor from q·k to scores; above 0.
             qk_head_dim: Channels of queries and keys.
             v_head_dim: Channels of values.
-            max_query_tokens: Most new tokens of a step.
-            max_key_tokens: Most keys of a call.
+            limits: Largest sizes of a step.
             dtype: Type of queries, keys and values.
             device: The device.
 
         Raises:
-            ValueError: ``refusal`` has a reason, or a size is not positive.
+            ValueError: ``refusal`` has a reason, or a size is not possible.
         """
         reason = self.refusal(num_heads, qk_head_dim, v_head_dim, dtype, device)
         if reason is not None:
             raise ValueError(f"MlaPrefill: {reason}")
-        if min(max_query_tokens, max_key_tokens) < 1 or scale <= 0:
-            raise ValueError(
-                f"MlaPrefill: given max_query_tokens {max_query_tokens}, max_key_tokens {max_key_tokens} and scale "
-                f"{scale}, expected numbers above 0"
-            )
-        self.num_heads, self.scale = num_heads, scale
+        if min(limits) < 1 or scale <= 0:
+            raise ValueError(f"MlaPrefill: given {limits} and scale {scale}, expected numbers above 0")
+        if limits.num_scored not in (ALL_SCORED, HALF_SCORED):
+            raise ValueError(f"MlaPrefill: given {limits}, expected num_scored {ALL_SCORED} or {HALF_SCORED}")
+        self.num_heads, self.scale, self.most_scored = num_heads, scale, limits.num_scored
         self.head_dims, self.dtype, self.device = (qk_head_dim, v_head_dim), dtype, device
-        self.max_query_tokens = max_query_tokens
-        self.max_key_tokens = max(max_key_tokens, max_query_tokens)
+        self.max_query_tokens = limits.query_tokens
+        self.max_key_tokens = max(limits.key_tokens, limits.query_tokens)
         # Whole tiles, so that the sums of every head are aligned.
-        num_state_tokens = ceil_div(max_query_tokens, TILE_TOKENS) * TILE_TOKENS
+        num_state_tokens = ceil_div(limits.query_tokens, TILE_TOKENS) * TILE_TOKENS
         self.sums = RunningSums.zeros(num_heads, num_state_tokens, device)
         self._has_selected = False  # before the first selection, no sum needs a restart
         self._selection: Selection | None = None  # None to run the reference
@@ -129,8 +127,8 @@ class MlaPrefill:
 
     def use_kernels(self) -> None:
         """Run kernels from now on, and allocate their scratch memory. The constructor calls this if kernels can run."""
-        sizes = (self.num_heads, self.max_query_tokens, self.max_key_tokens, self.head_dims[0])
-        self._selection = Selection(*sizes, self.device)
+        limits = MlaLimits(self.max_query_tokens, self.max_key_tokens, self.most_scored)
+        self._selection = Selection(self.num_heads, self.head_dims[0], limits, self.device)
 
     def attend(
         self,
@@ -192,7 +190,7 @@ class MlaPrefill:
                 self.sums.part(start, length).clear()
         # Windows are counted in keys: more than all positions is the same as all.
         run_attention(
-            tensors, Run(call.tiles, len(call.reaches), 0), self.scale, is_causal,
+            tensors, call.whole(), self.scale, is_causal,
             sink_tokens=min(method.sink_tokens, EVERYTHING), local_tokens=min(method.local_tokens, EVERYTHING),
         )  # fmt: skip
         if kept_pairs is not None:
@@ -219,6 +217,11 @@ class MlaPrefill:
         problem = method_problem(method)
         if problem is not None:
             raise ValueError(f"MlaPrefill.attend: {problem}")
+        if isinstance(method, MlaTopP) and method.num_scored > self.most_scored:
+            raise ValueError(
+                f"MlaPrefill.attend: given {method}, expected at most {self.most_scored} scored queries of a tile: "
+                f"build MlaPrefill with limits of num_scored {method.num_scored}"
+            )
         qk_head_dim, v_head_dim = self.head_dims
         q, k, v, out, lse = tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse
         for name, tensor, head_dim in (("q", q, qk_head_dim), ("k", k, qk_head_dim), ("v", v, v_head_dim),

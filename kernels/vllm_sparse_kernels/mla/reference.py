@@ -3,7 +3,8 @@
 
 A call has the new tokens of some rows, causal among themselves, or a chunk of their contexts, whose keys all precede
 the queries. The A-shape reads absolute positions. ``top_p`` has running sums: for a query, e of a block of keys is
-exp of the largest score in it; Z is the sum of e over all blocks so far, and D the sum over the dropped blocks.
+exp of the largest score in it; Z is the sum of e over all blocks so far, and D the sum over the dropped blocks. Only
+scored queries have estimates and sums.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_kernels.compile_time import LOG2_E
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, SINK_TOKENS, MlaAShape, MlaMethod, MlaRow, MlaTopP, Tensors
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
@@ -29,7 +31,10 @@ KERNEL_TILING = Tiling()
 
 
 class RunningSums(NamedTuple):
-    """Sums of every query and head over the calls so far, relative to 2 ** top: [heads, tokens] float32."""
+    """Sums of scored queries and heads over the calls so far, relative to 2 ** top: [heads, tokens] float32.
+
+    The sums of other queries keep the values that they have before the first call.
+    """
 
     top: torch.Tensor  # largest estimate, as a logarithm to base 2; -inf before the first call
     total: torch.Tensor  # Z
@@ -110,7 +115,8 @@ def attend(
                 kept = kept_by_a_shape(method, row, offset, length, q.device)
             elif method.kept_mass < 1:
                 part = sums.part(row.state_start + offset, length)
-                blocks = keep_blocks(method, block_maxima(scores, tiling), part, row, offset, is_causal, tiling)
+                maxima = block_maxima(scores[:, scored_queries(method, length, q.device)], tiling)
+                blocks = keep_blocks(method, maxima, part, row, offset, is_causal, tiling)
                 kept = blocks.repeat_interleave(tiling.block_tokens, 1)[:, None, : row.num_keys] & allowed
             else:
                 kept = allowed
@@ -142,6 +148,21 @@ def kept_by_a_shape(
     return (keys <= queries) & ((keys < method.sink_tokens) | (keys > queries - method.local_tokens))
 
 
+def scored_queries(method: MlaTopP, length: int, device: torch.device | None = None) -> torch.Tensor:
+    """Return the scored queries of a tile (``methods.top_p.scored``).
+
+    Args:
+        method: The method.
+        length: Queries of the tile.
+        device: Device of the result.
+
+    Returns:
+        [ceil(length / period)] int64, places in the tile, where the period is 1 or 2.
+    """
+    period = ALL_SCORED // method.num_scored
+    return torch.clamp(torch.arange(period - 1, length + period - 1, period, device=device), max=length - 1)
+
+
 def block_maxima(scores: torch.Tensor, tiling: Tiling = KERNEL_TILING) -> torch.Tensor:
     """Return each query's largest score in each block, as logarithms to base 2.
 
@@ -171,8 +192,8 @@ def keep_blocks(
 
     Args:
         method: The method; its ``kept_mass`` is below 1.
-        maxima: [heads, queries, blocks], base-2 logarithms of the estimates e of the tile's queries.
-        sums: Running sums of the tile's queries; updated.
+        maxima: [heads, scored queries, blocks], base-2 logarithms of the estimates e of the tile's scored queries.
+        sums: Running sums of the tile's queries; those of scored queries are updated.
         row: The row.
         offset: Queries of the row before the tile.
         is_causal: Whether the keys are the row's new tokens.
@@ -181,7 +202,8 @@ def keep_blocks(
     Returns:
         [heads, blocks] bool.
     """
-    num_queries, num_blocks = maxima.shape[1:]
+    num_queries, num_blocks = sums.top.shape[1], maxima.shape[2]
+    scored = scored_queries(method, num_queries, maxima.device)
     reach = min(row.num_keys, offset + num_queries) if is_causal else row.num_keys
     num_reached = ceil_div(reach, tiling.block_tokens)
     starts = torch.arange(num_blocks, device=maxima.device) * tiling.block_tokens
@@ -189,10 +211,11 @@ def keep_blocks(
     if is_causal:
         forced |= starts >= offset // tiling.block_tokens * tiling.block_tokens
 
-    top = torch.maximum(sums.top, maxima.amax(-1)) if num_blocks else sums.top.clone()
+    before = RunningSums(*(x[:, scored] for x in sums))
+    top = torch.maximum(before.top, maxima.amax(-1)) if num_blocks else before.top
     estimates = torch.exp2(maxima - top[..., None]).nan_to_num(0.0)
-    decay = torch.exp2(sums.top - top).nan_to_num(0.0)
-    total, dropped = sums.total * decay + estimates.sum(-1), sums.dropped * decay
+    decay = torch.exp2(before.top - top).nan_to_num(0.0)
+    total, dropped = before.total * decay + estimates.sum(-1), before.dropped * decay
 
     masses = (estimates / total[..., None]).nan_to_num(0.0).mean(1)
     budget = (1 - method.kept_mass - (dropped / total).nan_to_num(0.0).mean(1)).clamp(min=0.0)
@@ -206,9 +229,9 @@ def keep_blocks(
     kept = ~torch.zeros_like(drops).scatter(-1, num_blocks - 1 - order, drops)
     kept[:, num_reached:] = False
 
-    sums.top.copy_(top)
-    sums.total.copy_(total)
-    sums.dropped.copy_(dropped + (estimates * ~kept[:, None]).sum(-1))
+    sums.top[:, scored] = top
+    sums.total[:, scored] = total
+    sums.dropped[:, scored] = dropped + (estimates * ~kept[:, None]).sum(-1)
     return kept
 
 

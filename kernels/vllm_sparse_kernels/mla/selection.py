@@ -3,13 +3,15 @@
 
 Launches for some heads and tiles of a call:
 
-1. ``_round_kernel`` rounds queries and keys to e4m3, all 192 channels. A query and a block of keys have a scale each.
-   With fewer ``channels``, ``channels.py`` chooses and rounds those that affect scores most.
-2. ``_scores_kernel`` multiplies them, and stores the largest score of each query and block in half precision.
-3. ``_sums_kernel`` adds the estimates e, the exponentials of these scores, to each query's running sum Z.
-4. ``_masses_kernel`` averages e / Z over the tile's queries: the mass of a block.
+1. ``_round_kernel`` rounds scored queries and keys to e4m3, all 192 channels. A query and a block of keys have a scale
+   each. With fewer ``channels``, ``channels.py`` chooses and rounds those that affect scores most.
+2. ``products.py`` multiplies them, and stores the largest product of each query and block in half precision.
+3. ``_sums_kernel`` adds the estimates e, the exponentials of the scores, to each query's running sum Z.
+4. ``_masses_kernel`` averages e / Z over the tile's scored queries: the mass of a block.
 5. ``_choose_kernel`` lists the fewest blocks with which the dropped mass is within the tile's budget.
 6. ``_drop_kernel`` adds the e of the dropped blocks to D.
+
+Only scored queries have products, estimates and sums: all of a tile, or half of them (``methods.top_p.scored``).
 
 Estimates of several calls must refer to the same scores, because they are added. So unlike in ``methods.top_p``, no
 constant is left out of a query's scores.
@@ -21,11 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.methods.top_p.choice import HELD_BLOCKS, LISTED_BLOCKS, MAX_REGISTERS, search_threshold
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
+from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, num_scored, scored_offsets
 from vllm_sparse_kernels.mla.attention import BlockLists, run_attention
 from vllm_sparse_kernels.mla.calls import (
     BLOCK_TOKENS,
@@ -33,11 +35,13 @@ from vllm_sparse_kernels.mla.calls import (
     SINK_TOKENS,
     TILE_FIELDS,
     Call,
+    MlaLimits,
     MlaTopP,
     Run,
     Tensors,
 )
-from vllm_sparse_kernels.mla.channels import Moments, RoundedVectors, Vectors, fill_moments, round_kept_kernel
+from vllm_sparse_kernels.mla.channels import Moments, Rounded, RoundedVectors, Vectors, fill_moments, round_kept_kernel
+from vllm_sparse_kernels.mla.products import load_reach, product_sizes, run_products
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import append
@@ -51,34 +55,17 @@ MOST_ROWS = 64
 SPARE_TILES = MOST_ROWS
 """Tiles of a run beyond those that whole tiles of all queries would be: rows end in partial tiles."""
 
-TILE = Constant(TILE_TOKENS)
 BLOCK = Constant(BLOCK_TOKENS)
 SINK = Constant(SINK_TOKENS)
 
-SPAN_TOKENS = 8192
-"""Keys that one program scores."""
-
-MASS_BLOCKS = 64
-"""Blocks of one program of ``_masses_kernel``."""
-
-SUM_BLOCKS = 32
-"""Blocks of a step of the kernels that add up estimates."""
-
-MOST = Constant(60000.0)
-"""Limit of the absolute value of scores: half precision cannot represent much larger numbers."""
-
-
-class Rounded(NamedTuple):
-    """Queries and keys of some heads in e4m3. They are scaled so that scores are logarithms to base 2."""
-
-    queries: RoundedVectors
-    keys: RoundedVectors
+LOADED_PRODUCTS = 8192
+"""Products of a step of the kernels that read them: 64 bytes per thread are in flight."""
 
 
 class Scratch(NamedTuple):
     """Tensors that launches pass to each other. The last dimensions are laid out for the run."""
 
-    scores: Any  # [heads, tiles, width, 128] float16; undefined past a tile's reach
+    products: Any  # [heads, tiles, width, SCORED] float16, largest of a block; undefined past a tile's reach
     masses: Any  # [heads, tiles, width] float32
     marks: Any  # [heads, tiles, width] uint8, 1 for kept blocks
 
@@ -95,24 +82,22 @@ class Sums(NamedTuple):
 class Selection:
     """Selection and attention of ``top_p``, with the memory that they need."""
 
-    def __init__(
-        self, num_heads: int, max_query_tokens: int, max_key_tokens: int, head_dim: int, device: torch.device
-    ) -> None:
+    def __init__(self, num_heads: int, head_dim: int, limits: MlaLimits, device: torch.device) -> None:
         """Allocate the scratch memory.
 
         Args:
             num_heads: Heads of this worker.
-            max_query_tokens: Most new tokens of a step.
-            max_key_tokens: Most keys of a call.
             head_dim: Channels of queries and keys.
+            limits: Largest sizes of a step.
             device: The device.
         """
+        max_query_tokens, max_key_tokens, most_scored = limits
         self.num_heads, self.head_dim = num_heads, head_dim
         self.most_blocks = ceil_div(max_query_tokens, TILE_TOKENS) * ceil_div(max_key_tokens, BLOCK_TOKENS)
         self.most_tiles = ceil_div(max_query_tokens, TILE_TOKENS) + SPARE_TILES
         dtype = stored_dtype(device)
         vector_bytes = head_dim * dtype.itemsize + 8
-        head_bytes = vector_bytes * (max_query_tokens + max_key_tokens) + (2 * TILE_TOKENS + 4 + 1) * self.most_blocks
+        head_bytes = vector_bytes * (max_query_tokens + max_key_tokens) + (2 * most_scored + 4 + 1) * self.most_blocks
         list_bytes = 4 * num_heads * (self.most_blocks + self.most_tiles)
         most_heads = min(max((SCRATCH_BYTES - list_bytes) // head_bytes, 1), num_heads)
         self.heads_at_once = ceil_div(num_heads, ceil_div(num_heads, most_heads))  # parts of similar size
@@ -131,7 +116,7 @@ class Selection:
             ),
         )  # fmt: skip
         self.scratch = Scratch(
-            room(num * self.most_blocks * TILE_TOKENS, dtype=torch.float16), room(num * self.most_blocks),
+            room(num * self.most_blocks * most_scored, dtype=torch.float16), room(num * self.most_blocks),
             room(num * self.most_blocks, dtype=torch.uint8),
         )  # fmt: skip
         block_d, most_kept = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim) // 2
@@ -192,29 +177,37 @@ class Selection:
         Returns:
             The kept blocks, in memory that the next call reuses.
         """
-        lists = BlockLists(self.ids, self.counts)
+        lists, scored = BlockLists(self.ids, self.counts), method.num_scored
+        sizes = {"CAUSAL": is_causal, "SCORED": scored}
+        step = LOADED_PRODUCTS // scored
         for first in range(0, self.num_heads, self.heads_at_once):
             num_heads = min(self.heads_at_once, self.num_heads - first)
             top, total, dropped = (x[first : first + num_heads] for x in sums)
             part = Sums(top, total, dropped, top.stride(0))
             if call.longest_keys > 0:
-                self._round(tensors, call, first, num_heads, scale, method.channels)
-            self._score(run, part, num_heads, is_causal, call.longest_keys, method.channels)
+                self._round(method, tensors, call, first, num_heads, scale)
+                run_products(method, run, is_causal, call.longest_keys, num_heads, self.rounded, self.scratch.products)
             grid = (run.num_tiles, num_heads)
+            _sums_kernel[grid](self.rounded, self.scratch, run.tiles, part, run.width, STEP=step, num_warps=8, **sizes)
+            _masses_kernel[(ceil_div(run.width, step), *grid)](
+                self.rounded, self.scratch, run.tiles, part, run.width, BLOCKS=step, num_warps=8, **sizes
+            )
             _choose_kernel[grid](
                 self.scratch, run.tiles, part, lists, kept_pairs, first, run.width, method.kept_mass,
                 method.most_share,
-                CAUSAL=is_causal, CHUNK=HELD_BLOCKS, num_warps=8, maxnreg=MAX_REGISTERS,
+                CHUNK=HELD_BLOCKS, num_warps=8, maxnreg=MAX_REGISTERS, **sizes,
             )  # fmt: skip
-            _drop_kernel[grid](self.scratch, run.tiles, part, run.width, CAUSAL=is_causal, STEP=SUM_BLOCKS, num_warps=8)
+            _drop_kernel[grid](self.rounded, self.scratch, run.tiles, part, run.width, STEP=step, num_warps=8, **sizes)
         return lists
 
-    def _round(self, tensors: Tensors, call: Call, first: int, num_heads: int, scale: float, channels: int) -> None:
-        """Round the queries and keys of some heads."""
+    def _round(self, method: MlaTopP, tensors: Tensors, call: Call, first: int, num_heads: int, scale: float) -> None:
+        """Round the scored queries and the keys of some heads."""
+        channels, scored = method.channels, method.num_scored
         queries = Vectors(tensors.q, tensors.stride_q_token, tensors.stride_q_head)
         keys = Vectors(tensors.k, tensors.stride_k_token, tensors.stride_k_head)
         factor, num_rows = scale * LOG2_E.value, len(call.rows)
-        query_grid = (ceil_div(call.longest_queries, BLOCK_TOKENS), num_rows, num_heads)
+        longest_scored = ceil_div(call.longest_queries, TILE_TOKENS // scored)
+        query_grid = (ceil_div(longest_scored, BLOCK_TOKENS), num_rows, num_heads)
         key_grid = (ceil_div(call.longest_keys, BLOCK_TOKENS), num_rows, num_heads)
         if channels < self.head_dim:
             if first == 0:
@@ -223,42 +216,21 @@ class Selection:
             kept_sizes = {"HEAD_DIM": self.head_dim, "BLOCK_D": block_d, "KEPT_D": channels, "num_warps": 4}
             round_kept_kernel[query_grid](
                 queries, call.rows, first, self.num_heads, factor, self.moments, self.rounded.queries,
-                FIELD=0, BY_BLOCK=False, **kept_sizes,
+                FIELD=0, BY_BLOCK=False, SCORED=scored, **kept_sizes,
             )  # fmt: skip
             round_kept_kernel[key_grid](
                 keys, call.rows, first, self.num_heads, 1.0, self.moments, self.rounded.keys,
-                FIELD=2, BY_BLOCK=True, **kept_sizes,
+                FIELD=2, BY_BLOCK=True, SCORED=ALL_SCORED, **kept_sizes,
             )  # fmt: skip
             return
-        main_d, extra_d = self._product_sizes(channels)
+        main_d, extra_d = product_sizes(self.head_dim, channels)
         sizes = {"MAIN_D": main_d, "EXTRA_D": extra_d, "num_warps": 4}
         _round_kernel[query_grid](
-            queries, call.rows, first, factor, self.rounded.queries, FIELD=0, BY_BLOCK=False, **sizes
-        )
-        _round_kernel[key_grid](keys, call.rows, first, 1.0, self.rounded.keys, FIELD=2, BY_BLOCK=True, **sizes)
-
-    def _product_sizes(self, channels: int) -> tuple[int, int]:
-        """Return the channels of the products whose sum is a score: powers of two. The second may be 0."""
-        if channels < self.head_dim:
-            return channels, 0
-        main_d = triton.next_power_of_2(self.head_dim + 1) // 2
-        return main_d, self.head_dim - main_d
-
-    def _score(self, run: Run, sums: Sums, num_heads: int, is_causal: bool, longest_keys: int, channels: int) -> None:
-        """Estimate the masses of blocks, and add the estimates to the running sums."""
-        main_d, extra_d = self._product_sizes(channels)
-        keys = self.rounded.keys.data
-        step = _step_tokens(channels * keys.element_size(), shared_bytes(keys.device))
-        _scores_kernel[(run.num_tiles, max(ceil_div(longest_keys, SPAN_TOKENS), 1), num_heads)](
-            self.rounded, self.scratch, run.tiles, run.width,
-            MAIN_D=main_d, EXTRA_D=extra_d, CAUSAL=is_causal, SPAN=SPAN_TOKENS, STEP=step,
-            WIDEN=_must_widen(keys), num_warps=8, num_stages=3 if step == 128 else 2,
+            queries, call.rows, first, factor, self.rounded.queries,
+            FIELD=0, BY_BLOCK=False, SCORED=scored, **sizes,
         )  # fmt: skip
-        _sums_kernel[(run.num_tiles, num_heads)](
-            self.scratch, run.tiles, sums, run.width, CAUSAL=is_causal, STEP=SUM_BLOCKS, num_warps=8
-        )
-        _masses_kernel[(ceil_div(run.width, MASS_BLOCKS), run.num_tiles, num_heads)](
-            self.scratch, run.tiles, sums, run.width, CAUSAL=is_causal, BLOCKS=MASS_BLOCKS, num_warps=8
+        _round_kernel[key_grid](
+            keys, call.rows, first, 1.0, self.rounded.keys, FIELD=2, BY_BLOCK=True, SCORED=ALL_SCORED, **sizes
         )
 
 
@@ -274,24 +246,14 @@ def stored_dtype(device: torch.device) -> torch.dtype:
     return torch.float8_e4m3fn if capability_of(device) >= (8, 9) else torch.float16
 
 
-def _must_widen(keys: torch.Tensor) -> bool:
-    """Return whether products must be computed in float32: the interpreter's products are wrong in lower precision."""
-    return not keys.is_cuda
-
-
-def _step_tokens(vector_bytes: int, limit_bytes: int) -> int:
-    """Return the keys of a product in ``_scores_kernel``: 128 if two buffers fit next to the queries, otherwise 64."""
-    return 128 if (TILE_TOKENS + 2 * 128) * vector_bytes <= limit_bytes else BLOCK_TOKENS
-
-
 @triton.jit(do_not_specialize=["first_head"])
 def _round_kernel(
     vectors, rows, first_head, factor, target,
-    FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, MAIN_D: tl.constexpr, EXTRA_D: tl.constexpr,
+    FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, SCORED: tl.constexpr, MAIN_D: tl.constexpr, EXTRA_D: tl.constexpr,
 ):  # fmt: skip
-    """Round 64 vectors of one row and head to e4m3. The largest magnitude becomes 15.
+    """Round 64 keys or scored queries of one row and head to e4m3. The largest magnitude becomes 15.
 
-    Grid: (blocks of the longest row, rows, heads of the part). Bound by memory: it reads each vector once and writes
+    Grid: (parts of the longest row, rows, heads of the part). Bound by memory: it reads each vector once and writes
     half as much.
 
     Args:
@@ -299,236 +261,167 @@ def _round_kernel(
         rows: [num_rows, 4] int32, ``Call.rows``.
         first_head: First head of the part.
         factor: Factor of the stored steps.
-        target: ``RoundedVectors``; values and steps are written.
+        target: ``RoundedVectors``; written, with 0 as shifts.
         FIELD: Place in ``rows`` of the row's first vector, before their number.
-        BY_BLOCK: Whether the vectors of a block share a scale.
+        BY_BLOCK: Whether these are keys: a block shares a scale.
+        SCORED: Scored queries of a whole tile; for keys 128, which stands for all.
         MAIN_D: The first channels, a power of two.
         EXTRA_D: The other channels, a power of two.
     """
     fields = rows + tl.program_id(1) * ROW_FIELDS + FIELD
     start, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
     first = tl.program_id(0) * BLOCK
-    if first < count:
-        o_n = tl.arange(0, BLOCK)
+    num_vectors = num_scored(count, SCORED)  # tiles are whole, except for the last one, so rows have the rule of tiles
+    if first < num_vectors:
+        o_n = first + tl.arange(0, BLOCK)
         o_main, o_extra = tl.arange(0, MAIN_D)[None, :], tl.arange(0, EXTRA_D)[None, :] + MAIN_D
-        in_row = (first + o_n < count)[:, None]
+        in_row = (o_n < num_vectors)[:, None]
         i_head = tl.program_id(2).to(tl.int64)
-        source = vectors.data + (start + first + o_n)[:, None] * vectors.stride_token
+        o_x = start + scored_offsets(o_n, count, SCORED)
+        source = vectors.data + o_x[:, None] * vectors.stride_token
         source += (first_head + i_head) * vectors.stride_head
         b_main = tl.load(source + o_main, mask=in_row, other=0.0).to(tl.float32)
         b_extra = tl.load(source + o_extra, mask=in_row, other=0.0).to(tl.float32)
         b_largest = tl.maximum(tl.max(tl.abs(b_main), 1), tl.max(tl.abs(b_extra), 1))
-        place = i_head * target.num_places + start + first
+        o_place = i_head * target.num_places + o_x
         if BY_BLOCK:
             step = tl.maximum(tl.max(b_largest, 0), TINY) / LARGEST
-            tl.store(target.steps + place, step * factor)
+            tl.store(target.steps + i_head * target.num_places + start + first, step * factor)
             b_main, b_extra = b_main * (1.0 / step), b_extra * (1.0 / step)
         else:
             b_step = tl.maximum(b_largest, TINY) / LARGEST
-            tl.store(target.steps + place + o_n, b_step * factor, mask=first + o_n < count)
+            tl.store(target.steps + o_place, b_step * factor, mask=o_n < num_vectors)
+            tl.store(target.shifts + o_place, tl.zeros([BLOCK], tl.float32), mask=o_n < num_vectors)
             b_main, b_extra = b_main * (1.0 / b_step)[:, None], b_extra * (1.0 / b_step)[:, None]
-        b_values = target.data + (place + o_n)[:, None] * (MAIN_D + EXTRA_D)
+        b_values = target.data + o_place[:, None] * (MAIN_D + EXTRA_D)
         tl.store(b_values + o_main, in_e4m3(b_main, target.data.dtype.element_ty), mask=in_row)
         tl.store(b_values + o_extra, in_e4m3(b_extra, target.data.dtype.element_ty), mask=in_row)
 
 
+class ScoredTile(NamedTuple):
+    """The scored queries of a tile and head, and the blocks in their reach."""
+
+    products: Any  # pointer to [blocks, SCORED]
+    key_steps: Any  # pointer to the step of the first block; those of blocks are BLOCK apart
+    num_blocks: Any
+    num_scored: Any
+    o_sum: Any  # [SCORED], places of the queries in running sums
+    b_step: Any  # [SCORED] float32, factors of products; 0 past the tile
+    b_shift: Any  # [SCORED] float32, addends of scores; 0 past the tile
+
+
 @triton.jit
-def _load_reach(fields, CAUSAL: tl.constexpr):
-    """Return the number of keys up to a tile's last query."""
-    num_keys = tl.load(fields + 6)
-    if CAUSAL:
-        return tl.minimum(num_keys, tl.load(fields + 2) + tl.load(fields + 1))
-    else:
-        return num_keys
+def _load_tile(
+    rounded, scratch, tiles, sums, i_tile, num_tiles, i_head, width, CAUSAL: tl.constexpr, SCORED: tl.constexpr
+):
+    """Load a tile's factors, and locate its products."""
+    fields = tiles + i_tile * TILE_FIELDS
+    length = tl.load(fields + 1)
+    o_s = tl.arange(0, SCORED)
+    number = num_scored(length, SCORED)
+    b_place = scored_offsets(o_s, length, SCORED)
+    o_query = i_head * rounded.queries.num_places + tl.load(fields) + b_place
+    return ScoredTile(
+        scratch.products + (i_head * num_tiles + i_tile) * width * SCORED,
+        rounded.keys.steps + i_head * rounded.keys.num_places + tl.load(fields + 5),
+        (load_reach(fields, CAUSAL) + BLOCK - 1) // BLOCK,
+        number,
+        i_head * sums.stride_head + tl.load(fields + 4) + b_place,
+        tl.load(rounded.queries.steps + o_query, mask=o_s < number, other=0.0),
+        tl.load(rounded.queries.shifts + o_query, mask=o_s < number, other=0.0),
+    )
+
+
+@triton.jit
+def _load_scores(tile, o_b, is_read):
+    """Return the scores [blocks, SCORED] of blocks ``o_b``, in base 2; -inf unless ``is_read``, and without a key."""
+    o_s = tl.arange(0, tile.b_step.shape[0])
+    b_key_step = tl.load(tile.key_steps + o_b * BLOCK, mask=o_b < tile.num_blocks, other=0.0)
+    is_score = is_read[:, None] & (o_s < tile.num_scored)[None, :]
+    products = tile.products + o_b[:, None] * tile.b_step.shape[0] + o_s[None, :]
+    b_s = tl.load(products, mask=is_score, other=float("-inf")).to(tl.float32)
+    b_u = b_s * (b_key_step[:, None] * tile.b_step[None, :]) + tile.b_shift[None, :]
+    return tl.where(b_s == float("-inf"), b_s, b_u)
 
 
 @triton.jit(do_not_specialize=["width"])
-def _scores_kernel(
-    rounded, scratch, tiles, width,
-    MAIN_D: tl.constexpr, EXTRA_D: tl.constexpr, CAUSAL: tl.constexpr, SPAN: tl.constexpr, STEP: tl.constexpr,
-    WIDEN: tl.constexpr,
+def _sums_kernel(
+    rounded, scratch, tiles, sums, width, CAUSAL: tl.constexpr, SCORED: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Score one tile and span of keys of one head: the largest score of each query and block.
+    """Add the estimates of one tile and head to the running sums. The rows' new tokens start them.
 
-    Grid: (tiles, spans, heads). Bound by the matrix units, and by the maxima of the products.
+    Grid: (tiles, heads). Bound by memory: it reads 2 bytes for each scored query and block.
 
     Args:
         rounded: ``Rounded``.
-        scratch: ``Scratch``; the scores are written.
-        tiles: [num_tiles, 8] int32, ``TileFields``.
-        width: Blocks of a tile's scores.
-        MAIN_D: Channels of the first product.
-        EXTRA_D: Channels of the second product; 0 if there is none, because only some channels are kept.
-        CAUSAL: Whether the keys are the rows' new tokens.
-        SPAN: Keys of a program.
-        STEP: Keys of a product.
-        WIDEN: Whether to multiply in float32, as the interpreter does.
-    """
-    HEAD_D: tl.constexpr = MAIN_D + EXTRA_D
-    i_head = tl.program_id(2).to(tl.int64)
-    fields = tiles + tl.program_id(0) * TILE_FIELDS
-    length, offset = tl.load(fields + 1), tl.load(fields + 2)
-    reach = _load_reach(fields, CAUSAL)
-    begin = tl.program_id(1) * SPAN
-    end = tl.minimum(begin + SPAN, reach)
-    if begin < end:
-        o_m = tl.arange(0, TILE)
-        i_query = i_head * rounded.queries.num_places + tl.load(fields) + o_m
-        queries = rounded.queries.data + i_query[:, None] * HEAD_D
-        in_tile = (o_m < length)[:, None]
-        b_q = tl.load(queries + tl.arange(0, MAIN_D)[None, :], mask=in_tile, other=0.0)
-        b_extra, b_shift = None, None
-        if EXTRA_D > 0:
-            b_extra = tl.load(queries + (tl.arange(0, EXTRA_D) + MAIN_D)[None, :], mask=in_tile, other=0.0)
-        else:
-            b_shift = tl.load(rounded.queries.shifts + i_query, mask=o_m < length, other=0.0)
-        b_step = tl.load(rounded.queries.steps + i_query, mask=o_m < length, other=0.0)
-        first_key = i_head * rounded.keys.num_places + tl.load(fields + 5)
-        place = (i_head * tl.num_programs(0) + tl.program_id(0)) * width
-        whole = offset if CAUSAL else reach
-        whole = tl.minimum(tl.maximum(whole // STEP * STEP, begin), end)
-        for i in range(begin, whole, STEP):
-            b_u = _block_maxima(
-                b_q, b_extra, b_step, b_shift, rounded, first_key, i, offset, reach, False, CAUSAL, STEP, WIDEN
-            )
-            o_block = i // BLOCK + tl.arange(0, STEP // BLOCK)
-            tl.store(scratch.scores + (place + o_block)[None, :] * TILE + o_m[:, None], b_u)
-        for i in range(whole, end, STEP):
-            b_u = _block_maxima(
-                b_q, b_extra, b_step, b_shift, rounded, first_key, i, offset, reach, True, CAUSAL, STEP, WIDEN
-            )
-            o_block = i // BLOCK + tl.arange(0, STEP // BLOCK)
-            in_reach = (o_block * BLOCK < reach)[None, :]
-            tl.store(scratch.scores + (place + o_block)[None, :] * TILE + o_m[:, None], b_u, mask=in_reach)
-
-
-@triton.jit
-def _block_maxima(
-    b_q, b_extra, b_step, b_shift, rounded, first_key, i, offset, reach,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Return the largest scores [128, STEP / BLOCK] of queries in the blocks from key i on, -inf without keys."""
-    MAIN_D: tl.constexpr = b_q.shape[1]
-    EXTRA_D: tl.constexpr = 0 if b_extra is None else b_extra.shape[1]
-    o_n = i + tl.arange(0, STEP)
-    keys = rounded.keys.data + (first_key + o_n)[:, None] * (MAIN_D + EXTRA_D)
-    o_main = tl.arange(0, MAIN_D)[None, :]
-    o_block = i + tl.arange(0, STEP // BLOCK) * BLOCK
-    if MASKED:
-        b_k = tl.load(keys + o_main, mask=(o_n < reach)[:, None], other=0.0)
-        if EXTRA_D > 0:
-            o_extra = tl.arange(0, EXTRA_D)[None, :] + MAIN_D
-            b_k_extra = tl.load(keys + o_extra, mask=(o_n < reach)[:, None], other=0.0)
-        b_key_step = tl.load(rounded.keys.steps + first_key + o_block, mask=o_block < reach, other=0.0)
-    else:
-        b_k = tl.load(keys + o_main)
-        if EXTRA_D > 0:
-            b_k_extra = tl.load(keys + (tl.arange(0, EXTRA_D)[None, :] + MAIN_D))
-        b_key_step = tl.load(rounded.keys.steps + first_key + o_block)
-    if WIDEN:
-        b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
-        if EXTRA_D > 0:
-            b_s = tl.dot(b_extra.to(tl.float32), tl.trans(b_k_extra.to(tl.float32)), b_s, input_precision="ieee")
-    else:
-        b_s = tl.dot(b_q, tl.trans(b_k))
-        if EXTRA_D > 0:
-            b_s = tl.dot(b_extra, tl.trans(b_k_extra), b_s)
-    if MASKED:
-        b_s = tl.where((o_n < reach)[None, :], b_s, float("-inf"))
-        if CAUSAL:
-            b_s = tl.where(o_n[None, :] <= (offset + tl.arange(0, TILE))[:, None], b_s, float("-inf"))
-    b_s = tl.max(tl.reshape(b_s, [TILE, STEP // BLOCK, BLOCK]), 2)
-    # No product with minus infinity, because factors past the tile's end are 0.
-    b_u = tl.maximum(b_s, -65504.0) * (b_step[:, None] * b_key_step[None, :])
-    if b_shift is not None:
-        b_u += b_shift[:, None]
-    b_u = tl.minimum(tl.maximum(b_u, -MOST), MOST)
-    return tl.where(b_s == float("-inf"), b_s, b_u).to(tl.float16)
-
-
-@triton.jit
-def _load_estimates(scores, first, num_blocks, length, b_top, STEP: tl.constexpr):
-    """Return e / 2^top of blocks from ``first`` on: [STEP, 128], 0 past the blocks and past the tile."""
-    o_b, o_m = first + tl.arange(0, STEP), tl.arange(0, TILE)
-    is_score = (o_b < num_blocks)[:, None] & (o_m < length)[None, :]
-    b_u = tl.load(scores + o_b[:, None] * TILE + o_m[None, :], mask=is_score, other=float("-inf")).to(tl.float32)
-    return tl.exp2(b_u - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
-
-
-@triton.jit(do_not_specialize=["width"])
-def _sums_kernel(scratch, tiles, sums, width, CAUSAL: tl.constexpr, STEP: tl.constexpr):
-    """Add the estimates of one tile and head to the running sums. The rows' new tokens start them.
-
-    Grid: (tiles, heads). Bound by memory: it reads 2 bytes for each query and block.
-
-    Args:
         scratch: ``Scratch``.
         tiles: [num_tiles, 8] int32, ``TileFields``.
         sums: ``Sums``; written.
-        width: Blocks of a tile's scores.
+        width: Blocks of a tile's products.
         CAUSAL: Whether the keys are the rows' new tokens.
+        SCORED: Scored queries of a whole tile.
         STEP: Blocks of a step.
     """
     i_head = tl.program_id(1).to(tl.int64)
-    fields = tiles + tl.program_id(0) * TILE_FIELDS
-    length = tl.load(fields + 1)
-    num_blocks = (_load_reach(fields, CAUSAL) + BLOCK - 1) // BLOCK
-    scores = scratch.scores + (i_head * tl.num_programs(0) + tl.program_id(0)) * width * TILE
-    o_m = tl.arange(0, TILE)
-    in_tile = o_m < length
-    o_sum = i_head * sums.stride_head + tl.load(fields + 4) + o_m
+    tile = _load_tile(
+        rounded, scratch, tiles, sums, tl.program_id(0), tl.num_programs(0), i_head, width, CAUSAL, SCORED
+    )
+    in_tile = tl.arange(0, SCORED) < tile.num_scored
     if CAUSAL:
-        b_top = tl.full([TILE], float("-inf"), tl.float32)
-        b_total = tl.zeros([TILE], tl.float32)
-        b_dropped = tl.zeros([TILE], tl.float32)
+        b_top = tl.full([SCORED], float("-inf"), tl.float32)
+        b_total = tl.zeros([SCORED], tl.float32)
+        b_dropped = tl.zeros([SCORED], tl.float32)
     else:
-        b_top = tl.load(sums.top + o_sum, mask=in_tile, other=float("-inf"))
-        b_total = tl.load(sums.total + o_sum, mask=in_tile, other=0.0)
-        b_dropped = tl.load(sums.dropped + o_sum, mask=in_tile, other=0.0)
-    for i in range(0, num_blocks, STEP):
+        b_top = tl.load(sums.top + tile.o_sum, mask=in_tile, other=float("-inf"))
+        b_total = tl.load(sums.total + tile.o_sum, mask=in_tile, other=0.0)
+        b_dropped = tl.load(sums.dropped + tile.o_sum, mask=in_tile, other=0.0)
+    for i in range(0, tile.num_blocks, STEP):
         o_b = i + tl.arange(0, STEP)
-        is_score = (o_b < num_blocks)[:, None] & in_tile[None, :]
-        b_u = tl.load(scores + o_b[:, None] * TILE + o_m[None, :], mask=is_score, other=float("-inf")).to(tl.float32)
+        b_u = _load_scores(tile, o_b, o_b < tile.num_blocks)
         b_new = tl.maximum(b_top, tl.max(b_u, 0))
         b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_decay = tl.exp2(b_top - b_finite)
         b_total = b_total * b_decay + tl.sum(tl.exp2(b_u - b_finite[None, :]), 0)
         b_dropped *= b_decay
         b_top = b_new
-    tl.store(sums.top + o_sum, b_top, mask=in_tile)
-    tl.store(sums.total + o_sum, b_total, mask=in_tile)
-    tl.store(sums.dropped + o_sum, b_dropped, mask=in_tile)
+    tl.store(sums.top + tile.o_sum, b_top, mask=in_tile)
+    tl.store(sums.total + tile.o_sum, b_total, mask=in_tile)
+    tl.store(sums.dropped + tile.o_sum, b_dropped, mask=in_tile)
 
 
 @triton.jit(do_not_specialize=["width"])
-def _masses_kernel(scratch, tiles, sums, width, CAUSAL: tl.constexpr, BLOCKS: tl.constexpr):
-    """Average e / Z over the queries of one tile and head, for some blocks.
+def _masses_kernel(
+    rounded, scratch, tiles, sums, width, CAUSAL: tl.constexpr, SCORED: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Average e / Z over the scored queries of one tile and head, for some blocks.
 
-    Grid: (width / BLOCKS, tiles, heads). Bound by memory: it reads 2 bytes for each query and block.
+    Grid: (width / BLOCKS, tiles, heads). Bound by memory: it reads 2 bytes for each scored query and block.
 
     Args:
+        rounded: ``Rounded``.
         scratch: ``Scratch``; the masses are written.
         tiles: [num_tiles, 8] int32, ``TileFields``.
         sums: ``Sums``.
-        width: Blocks of a tile's scores.
+        width: Blocks of a tile's products.
         CAUSAL: Whether the keys are the rows' new tokens.
+        SCORED: Scored queries of a whole tile.
         BLOCKS: Blocks of a program.
     """
     i_head = tl.program_id(2).to(tl.int64)
-    fields = tiles + tl.program_id(1) * TILE_FIELDS
-    length = tl.load(fields + 1)
-    num_blocks = (_load_reach(fields, CAUSAL) + BLOCK - 1) // BLOCK
+    tile = _load_tile(
+        rounded, scratch, tiles, sums, tl.program_id(1), tl.num_programs(1), i_head, width, CAUSAL, SCORED
+    )
     first = tl.program_id(0) * BLOCKS
-    if first < num_blocks:
-        place = (i_head * tl.num_programs(1) + tl.program_id(1)) * width
-        o_m = tl.arange(0, TILE)
-        o_sum = i_head * sums.stride_head + tl.load(fields + 4) + o_m
-        b_top = tl.load(sums.top + o_sum, mask=o_m < length, other=0.0)
-        b_total = tl.load(sums.total + o_sum, mask=o_m < length, other=0.0)
-        b_weight = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total * length, 1.0), 0.0)
-        b_e = _load_estimates(scratch.scores + place * TILE, first, num_blocks, length, b_top, BLOCKS)
+    if first < tile.num_blocks:
+        in_tile = tl.arange(0, SCORED) < tile.num_scored
+        b_top = tl.load(sums.top + tile.o_sum, mask=in_tile, other=0.0)
+        b_total = tl.load(sums.total + tile.o_sum, mask=in_tile, other=0.0)
+        b_weight = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total * tile.num_scored, 1.0), 0.0)
         o_b = first + tl.arange(0, BLOCKS)
-        tl.store(scratch.masses + place + o_b, tl.sum(b_e * b_weight[None, :], 1), mask=o_b < num_blocks)
+        b_u = _load_scores(tile, o_b, o_b < tile.num_blocks)
+        b_e = tl.exp2(b_u - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
+        masses = scratch.masses + (i_head * tl.num_programs(1) + tl.program_id(1)) * width
+        tl.store(masses + o_b, tl.sum(b_e * b_weight[None, :], 1), mask=o_b < tile.num_blocks)
 
 
 @triton.jit(
@@ -537,11 +430,11 @@ def _masses_kernel(scratch, tiles, sums, width, CAUSAL: tl.constexpr, BLOCKS: tl
 )
 def _choose_kernel(
     scratch, tiles, sums, lists, kept_pairs, first_head, width, kept_mass, most_share,
-    CAUSAL: tl.constexpr, CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr, SCORED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List and mark the blocks of one tile and head: the fewest with which D stays within 1 - p of Z, on average.
 
-    Sinks and the diagonal are always kept.
+    The average is that of scored queries. Sinks and the diagonal are always kept.
 
     Grid: (tiles, heads). Bound by latency: up to 30 halvings over masses in registers.
 
@@ -556,21 +449,24 @@ def _choose_kernel(
         kept_mass: p, below 1.
         most_share: Largest share of the tile's blocks that are kept for their mass.
         CAUSAL: Whether the keys are the rows' new tokens.
+        SCORED: Scored queries of a whole tile.
         CHUNK: Masses that stay in registers.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     fields = tiles + i_tile * TILE_FIELDS
     length, offset, key_position = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 7)
-    reach = _load_reach(fields, CAUSAL)
+    reach = load_reach(fields, CAUSAL)
     num_blocks = (reach + BLOCK - 1) // BLOCK
     end = tl.minimum(offset // BLOCK, num_blocks) if CAUSAL else num_blocks
     begin = tl.minimum((tl.maximum(SINK - key_position, 0) + BLOCK - 1) // BLOCK, num_blocks)
 
-    o_m = tl.arange(0, TILE)
-    o_sum = i_head * sums.stride_head + tl.load(fields + 4) + o_m
-    b_total = tl.load(sums.total + o_sum, mask=o_m < length, other=0.0)
-    b_dropped = tl.load(sums.dropped + o_sum, mask=o_m < length, other=0.0)
-    dropped = tl.sum(tl.where(b_total > 0, b_dropped / tl.where(b_total > 0, b_total, 1.0), 0.0), 0) / length
+    o_s = tl.arange(0, SCORED)
+    in_tile = o_s < num_scored(length, SCORED)
+    o_sum = i_head * sums.stride_head + tl.load(fields + 4) + scored_offsets(o_s, length, SCORED)
+    b_total = tl.load(sums.total + o_sum, mask=in_tile, other=0.0)
+    b_dropped = tl.load(sums.dropped + o_sum, mask=in_tile, other=0.0)
+    dropped = tl.sum(tl.where(b_total > 0, b_dropped / tl.where(b_total > 0, b_total, 1.0), 0.0), 0)
+    dropped /= num_scored(length, SCORED)
     budget = tl.maximum(1 - kept_mass - dropped, 0.0)
     row = scratch.masses + (i_head * tl.num_programs(0) + i_tile) * width
     o_first = tl.arange(0, CHUNK)
@@ -608,35 +504,34 @@ def _choose_kernel(
 
 
 @triton.jit(do_not_specialize=["width"])
-def _drop_kernel(scratch, tiles, sums, width, CAUSAL: tl.constexpr, STEP: tl.constexpr):
+def _drop_kernel(
+    rounded, scratch, tiles, sums, width, CAUSAL: tl.constexpr, SCORED: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
     """Add the estimates of one tile and head in unmarked blocks to D.
 
-    Grid: (tiles, heads). Bound by memory: it reads 2 bytes for each query and dropped block.
+    Grid: (tiles, heads). Bound by memory: it reads 2 bytes for each scored query and dropped block.
 
     Args:
+        rounded: ``Rounded``.
         scratch: ``Scratch``.
         tiles: [num_tiles, 8] int32, ``TileFields``.
         sums: ``Sums``; D is written.
-        width: Blocks of a tile's scores.
+        width: Blocks of a tile's products.
         CAUSAL: Whether the keys are the rows' new tokens.
+        SCORED: Scored queries of a whole tile.
         STEP: Blocks of a step.
     """
     i_head = tl.program_id(1).to(tl.int64)
-    fields = tiles + tl.program_id(0) * TILE_FIELDS
-    length = tl.load(fields + 1)
-    num_blocks = (_load_reach(fields, CAUSAL) + BLOCK - 1) // BLOCK
-    place = (i_head * tl.num_programs(0) + tl.program_id(0)) * width
-    o_m = tl.arange(0, TILE)
-    in_tile = o_m < length
-    o_sum = i_head * sums.stride_head + tl.load(fields + 4) + o_m
-    b_top = tl.load(sums.top + o_sum, mask=in_tile, other=0.0)
+    tile = _load_tile(
+        rounded, scratch, tiles, sums, tl.program_id(0), tl.num_programs(0), i_head, width, CAUSAL, SCORED
+    )
+    marks = scratch.marks + (i_head * tl.num_programs(0) + tl.program_id(0)) * width
+    in_tile = tl.arange(0, SCORED) < tile.num_scored
+    b_top = tl.load(sums.top + tile.o_sum, mask=in_tile, other=0.0)
     b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_dropped = tl.load(sums.dropped + o_sum, mask=in_tile, other=0.0)
-    for i in range(0, num_blocks, STEP):
+    b_dropped = tl.load(sums.dropped + tile.o_sum, mask=in_tile, other=0.0)
+    for i in range(0, tile.num_blocks, STEP):
         o_b = i + tl.arange(0, STEP)
-        b_mark = tl.load(scratch.marks + place + o_b, mask=o_b < num_blocks, other=1)
-        is_dropped = (b_mark == 0)[:, None] & in_tile[None, :]
-        scores = scratch.scores + (place + o_b)[:, None] * TILE + o_m[None, :]
-        b_u = tl.load(scores, mask=is_dropped, other=float("-inf")).to(tl.float32)
-        b_dropped += tl.sum(tl.exp2(b_u - b_top[None, :]), 0)
-    tl.store(sums.dropped + o_sum, b_dropped, mask=in_tile)
+        b_mark = tl.load(marks + o_b, mask=o_b < tile.num_blocks, other=1)
+        b_dropped += tl.sum(tl.exp2(_load_scores(tile, o_b, b_mark == 0) - b_top[None, :]), 0)
+    tl.store(sums.dropped + tile.o_sum, b_dropped, mask=in_tile)

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.helpers.compiled_methods import problems
+from tests.helpers.compiled_methods import MAX_PROGRAM_REGISTERS, problems
 from tests.helpers.compiled_mla import compiled
 from tests.helpers.offline_compiler import SHARED_KIB
 
@@ -11,19 +11,20 @@ pytestmark = pytest.mark.full
 
 VARIANTS = {
     "attend_kernel": 4,  # new tokens or a chunk, A-shape or lists
-    "_round_kernel": 2,  # queries, keys
-    "_moments_kernel": 1,
-    "round_kept_kernel": 2,  # queries, keys
-    "_scores_kernel": 4,  # new tokens or a chunk, all channels or 64
-    "_sums_kernel": 2,  # new tokens or a chunk, as below
-    "_masses_kernel": 2,
-    "_choose_kernel": 2,
-    "_drop_kernel": 2,
+    "_round_kernel": 3,  # all queries or half of them, keys
+    "_moments_kernel": 2,  # 64 or 128 channels
+    "round_kept_kernel": 4,  # 64 channels of all queries or 128 of half of them, keys
+    "_products_kernel": 8,  # new tokens or a chunk, of each method
+    "_sums_kernel": 4,  # new tokens or a chunk, all queries or half of them, as below
+    "_masses_kernel": 4,
+    "_choose_kernel": 4,
+    "_drop_kernel": 4,
 }
 """Variants of each kernel that serve every batch: warm-up compiles them all."""
 
-MOST_SPILLED_BYTES = 128
-"""Limit of a thread's stack. Some assemblers spill a few addresses before and after loops."""
+MOST_SPILLED_BYTES = 192
+"""Limit of a thread's stack. Some assemblers spill a few addresses before and after loops. On Hopper, the products of
+192 channels spill in the loop over the keys of the tiles themselves, whose products are masked."""
 
 
 @pytest.mark.parametrize("target", SHARED_KIB)
@@ -35,3 +36,7 @@ def test_every_kernel_compiles_and_fits(target: int) -> None:
         name: usage["stack_bytes"] for name, usage in kernels.items() if usage["stack_bytes"] > MOST_SPILLED_BYTES
     }
     assert spills == {}
+    if target == 90:
+        products = kernels["_products_kernel"]
+        assert 2 * products["registers_per_program"] <= MAX_PROGRAM_REGISTERS, "two programs must fit a multiprocessor"
+        assert 2 * (products["shared_bytes"] + 1024) <= SHARED_KIB[target] << 10

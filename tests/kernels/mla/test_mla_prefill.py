@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from tests.helpers.mla_calls import HEADS, KEY_DIM, POISON, ROOM, SCALE, VALUE_DIM, Inputs, inputs_of, prefill
-from vllm_sparse_kernels.mla import MlaAShape, MlaMethod, MlaPrefill, MlaRow, MlaTopP, attention, calls, reference
+from vllm_sparse_kernels.mla import (
+    MlaAShape,
+    MlaLimits,
+    MlaMethod,
+    MlaPrefill,
+    MlaRow,
+    MlaTopP,
+    attention,
+    calls,
+    reference,
+)
 from vllm_sparse_kernels.mla.calls import Tensors
 from vllm_sparse_kernels.mla.prefill import CACHED_CALLS
 from vllm_sparse_kernels.mla.reference import RunningSums
@@ -152,7 +162,7 @@ def test_what_is_not_supported_is_refused(sizes: tuple[Any, ...], message: str) 
         names = ("num_heads", "qk_head_dim", "v_head_dim", "dtype")
         with pytest.raises(ValueError, match=message):
             MlaPrefill(
-                **dict(zip(names, numbers, strict=True)), scale=1.0, max_query_tokens=1, max_key_tokens=1,
+                **dict(zip(names, numbers, strict=True)), scale=1.0, limits=MlaLimits(1, 1),
                 device=torch.device(device),
             )  # fmt: skip
 
@@ -164,6 +174,7 @@ def test_what_is_not_supported_is_refused(sizes: tuple[Any, ...], message: str) 
         (MlaAShape(0, 0), MlaRow(0, 4, 9, 0, 0, 4, 9), True, "local_tokens of at least 1"),
         (MlaTopP(0.0), MlaRow(0, 4, 9, 0, 0, 4, 9), True, "kept_mass above 0"),
         (MlaTopP(0.9, 1.5), MlaRow(0, 4, 9, 0, 0, 4, 9), True, "most_share above 0"),
+        (MlaTopP(0.9, queries="third"), MlaRow(0, 4, 9, 0, 0, 4, 9), True, "expected queries of half or all"),
         (MlaTopP(0.9), MlaRow(0, 4, 9, 0, 0, 3, 9), True, "the queries' own keys"),
         (MlaTopP(0.9), MlaRow(0, 4, 9, 0, 0, 4, 6), False, "keys that all precede the queries"),
         (MlaTopP(0.9), MlaRow(2, 4, 9, 0, 0, 4, 0), False, "indices within them"),

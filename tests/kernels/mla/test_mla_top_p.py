@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.mla_calls import HEADS, KEY_DIM, POISON, SCALE, Inputs, inputs_of, prefill
+from vllm_sparse_kernels.methods.top_p.scored import HALF_SCORED
 from vllm_sparse_kernels.mla import (
     MlaAShape,
     MlaMethod,
@@ -16,15 +17,18 @@ from vllm_sparse_kernels.mla import (
     MlaRow,
     MlaTopP,
     prefill as prefill_module,
+    products,
     reference,
     selection,
 )
 from vllm_sparse_kernels.mla.calls import BLOCK_TOKENS, SINK_TOKENS, Call
+from vllm_sparse_kernels.mla.products import ProductLaunch
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.mla.selection import Selection
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
 METHOD = MlaTopP(0.8)
+HALF = METHOD._replace(queries="half")
 CONTEXT, NEW = 501, 140
 
 STEP: list[tuple[bool, list[MlaRow]]] = [
@@ -40,19 +44,31 @@ def selection_of(engine: MlaPrefill) -> Selection:
     return engine._selection
 
 
-def stored_maxima(engine: MlaPrefill, rows: Sequence[MlaRow], is_causal: bool) -> dict[tuple[int, int], torch.Tensor]:
-    """Return the kernels' scores [heads, queries, blocks] of each tile, by first query and offset. -inf past blocks."""
+def stored_maxima(
+    engine: MlaPrefill, method: MlaTopP, rows: Sequence[MlaRow], is_causal: bool
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Return the kernels' scores [heads, scored queries, blocks] of each tile, by first query and offset.
+
+    They are -inf for blocks without a key up to the query.
+    """
     selection = selection_of(engine)
     assert selection.heads_at_once == HEADS
     runs = Call.of(rows, engine.device).runs(selection.most_tiles, selection.most_blocks)
     assert len(runs) == 1
-    tiles, width = runs[0].tiles.tolist(), runs[0].width
-    shape = (HEADS, len(tiles), width, TILE_TOKENS)
-    scores = selection.scratch.scores[: HEADS * len(tiles) * width * TILE_TOKENS].view(shape).float()
+    tiles, width, num_scored = runs[0].tiles.tolist(), runs[0].width, method.num_scored
+    shape = (HEADS, len(tiles), width, num_scored)
+    stored = selection.scratch.products[: HEADS * len(tiles) * width * num_scored].view(shape).float()
+    queries, keys = selection.rounded
     maxima = {}
-    for i, (query, length, offset, _, _, _, num_keys, _) in enumerate(tiles):
+    for i, (query, length, offset, _, _, key_start, num_keys, _) in enumerate(tiles):
         reached = ceil_div(min(num_keys, offset + length) if is_causal else num_keys, BLOCK_TOKENS)
-        maxima[query, offset] = scores[:, i, :reached, :length].transpose(1, 2)
+        scored = query + reference.scored_queries(method, length, engine.device)
+        largest = stored[:, i, :reached, : len(scored)].transpose(1, 2)
+        blocks = key_start + BLOCK_TOKENS * torch.arange(reached, device=engine.device)
+        steps = queries.steps[:, scored, None] * keys.steps[:, None, blocks]
+        maxima[query, offset] = (largest * steps + queries.shifts[:, scored, None]).masked_fill(
+            largest == -torch.inf, -torch.inf
+        )
     return maxima
 
 
@@ -100,7 +116,7 @@ def check_step(engine: MlaPrefill, method: MlaTopP, step: Sequence[tuple[bool, l
                 q=queries.q, out=torch.full_like(queries.out, POISON), lse=torch.full_like(queries.lse, POISON)
             )
         pairs = attend(engine, method, rows, is_causal, inputs)
-        maxima, lists = stored_maxima(engine, rows, is_causal), listed_blocks(engine, rows)
+        maxima, lists = stored_maxima(engine, method, rows, is_causal), listed_blocks(engine, rows)
         expected_pairs = 0
         written = torch.zeros(len(inputs.q), dtype=torch.bool, device=device)
         for row in rows:
@@ -115,7 +131,8 @@ def check_step(engine: MlaPrefill, method: MlaTopP, step: Sequence[tuple[bool, l
                 allowed = reference._causal(row, offset, length, torch.device(device))
                 scores = scores.masked_fill(~allowed, -torch.inf)
                 by_kernels = maxima[tile.start, offset]
-                exact = reference.block_maxima(scores)[..., : by_kernels.shape[-1]]
+                exact = reference.block_maxima(scores[:, reference.scored_queries(method, length, scores.device)])
+                exact = exact[..., : by_kernels.shape[-1]]
                 torch.testing.assert_close(by_kernels == -torch.inf, exact == -torch.inf)
                 errors = (by_kernels - exact)[exact > -torch.inf]
                 assert errors.abs().max() < 1.5
@@ -144,20 +161,95 @@ def check_step(engine: MlaPrefill, method: MlaTopP, step: Sequence[tuple[bool, l
         assert (inputs.lse[:, ~written] == POISON).all()
 
 
-@pytest.mark.parametrize("method", [METHOD, MlaTopP(0.95, 0.3, 128), MlaTopP(0.9, channels=64)], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [METHOD, MlaTopP(0.95, 0.3, 128), MlaTopP(0.9, channels=64), HALF, MlaTopP(0.95, 0.3, 128, "half")],
+    ids=str,
+)
 def test_kernels_keep_the_references_blocks(method: MlaTopP, device: str) -> None:
     engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
     check_step(engine, method, STEP, device)
 
 
-@pytest.mark.parametrize(("size", "context"), [(1, 3), (63, 189), (5, 2049)])
-def test_sizes(size: int, context: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "size", "context"),
+    [
+        (METHOD, 1, 3), (METHOD, 63, 189), (METHOD, 5, 2049), (HALF, 1, 3), (HALF, 2, 65), (HALF, 63, 189),
+        (HALF, 129, 130), pytest.param(HALF, 2049, 64, marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_sizes(method: MlaTopP, size: int, context: int, device: str) -> None:
     engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
     step = [
         (True, [MlaRow(1, size, context, 0, 3, size, context)]),
         (False, [MlaRow(1, size, context, 0, 0, context, 0)]),
     ]
-    check_step(engine, METHOD, step, device)
+    check_step(engine, method, step, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decides itself")
+def test_sets_of_tiles_and_bulk_copies_give_the_same_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper: a program has 256 scored queries of up to four tiles, and boxes of keys reach into other rows."""
+    launch = ProductLaunch(256, 128, "widened", num_warps=8, num_stages=2, maxnreg=None)
+    monkeypatch.setattr(products, "product_launch", lambda *args: launch)
+    copies: list[bool] = []
+    matrices = products._matrices
+    monkeypatch.setattr(products, "has_bulk_copies", lambda device: True)
+    monkeypatch.setattr(
+        products, "_matrices", lambda *args: copies.append(matrices(*args)[0] is not None) or matrices(*args)
+    )
+    new = [MlaRow(1, 523, 70, 0, 3, 523, 70), MlaRow(524, 130, 0, 523, 526, 130, 0)]
+    chunk = [MlaRow(1, 523, 70, 0, 2, 70, 0)]
+    check_step(prefill("cpu"), HALF, [(True, new), (False, chunk)], "cpu")
+    check_step(prefill("cpu"), HALF._replace(channels=64), [(True, new[1:])], "cpu")
+    assert copies == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(1, [0]), (2, [1]), (3, [1, 2]), (5, [1, 3, 4]), (128, list(range(1, 128, 2)))]
+)
+def test_half_of_the_queries_are_the_second_of_each_two(length: int, expected: list[int]) -> None:
+    assert reference.scored_queries(HALF, length).tolist() == expected
+    assert reference.scored_queries(METHOD, length).tolist() == list(range(length))
+
+
+def test_sums_of_other_queries_stay_as_they_are(device: str) -> None:
+    engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
+    row = MlaRow(0, 3, 100, 0, 0, 3, 100)
+    attend(engine, HALF, [row], True, inputs_of([row], device, engine.dtype))
+    assert (engine.sums.total[:, 1:3] > 0).all()
+    assert (engine.sums.total[:, 0] == 0).all()
+    assert (engine.sums.top[:, 0] == -torch.inf).all()
+
+
+def test_sets_have_neighbouring_tiles_of_a_row() -> None:
+    """The set with the longest reach comes first; a run has whole sets."""
+    rows = [MlaRow(0, 129, 0, 0, 0, 129, 0), MlaRow(129, 700, 0, 129, 129, 700, 0)]
+    call = Call.of(rows, torch.device("cpu"))
+    assert call.tiles[:, 0].tolist() == [769, 641, 513, 385, 257, 129, 128, 0]
+    assert call.sets.tolist() == [[0, 4], [4, 2], [6, 2]]
+    whole = call.whole()
+    assert (whole.num_tiles, whole.num_sets, whole.width) == (8, 3, 11)
+    runs = call.runs(most_tiles=6, most_blocks=1000)
+    assert [(run.first_tile, run.num_tiles, run.num_sets, run.width) for run in runs] == [(0, 6, 2, 11), (6, 2, 1, 3)]
+    assert [run.sets.tolist() for run in runs] == [[[0, 4], [4, 2]], [[6, 2]]]
+    runs = call.runs(most_tiles=100, most_blocks=44)
+    assert [(run.first_tile, run.num_tiles) for run in runs] == [(0, 4), (4, 4)]
+
+
+def test_half_of_the_queries_need_less_memory_and_nothing_else_fits_it() -> None:
+    def nbytes(engine: MlaPrefill) -> int:
+        return selection_of(engine).scratch.products.nbytes
+
+    half = prefill("cpu", num_scored=HALF_SCORED)
+    assert nbytes(half) == nbytes(prefill("cpu")) // 2
+    row = MlaRow(0, 3, 100, 0, 0, 3, 100)
+    attend(half, HALF, [row], True, inputs_of([row], "cpu"))
+    attend(half, MlaAShape(1, 2), [row], True, inputs_of([row], "cpu"))
+    with pytest.raises(ValueError, match=r"expected at most 64 scored queries of a tile: .* num_scored 128"):
+        attend(half, METHOD, [row], True, inputs_of([row], "cpu"))
+    with pytest.raises(ValueError, match=r"num_scored=32.*, expected num_scored 128 or 64"):
+        prefill("cpu", num_scored=32)
 
 
 def run_step(engine: MlaPrefill, method: MlaTopP, device: str) -> tuple[list[int], list[torch.Tensor]]:
@@ -198,9 +290,9 @@ def test_something_is_dropped_and_new_tokens_restart_the_sums(step_result: StepR
 
 
 def test_parts_do_not_show(step_result: StepResult, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads one at a time, tiles two at a time, and short spans of keys and masses give the same bits."""
+    """Heads and sets of tiles one at a time, and short spans of keys, give the same bits."""
     monkeypatch.setattr(selection, "SCRATCH_BYTES", 0)
-    monkeypatch.setattr(selection, "SPAN_TOKENS", 128)
+    monkeypatch.setattr(products, "SPAN_TOKENS", 128)
     monkeypatch.setattr(prefill_module, "MOST_ROWS", 1)
     engine = prefill(device, step_result.engine.dtype)
     part = selection_of(engine)

@@ -250,6 +250,19 @@ def test_all_layers_share_the_memory(make_layers: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "num_scored"),
+    [
+        ({}, 64),
+        ({"method": "top_p", "params": {"queries": "half"}}, 64),
+        ({"method": "top_p", "params": {"queries": "all"}}, 128),
+    ],
+)
+def test_memory_is_for_the_queries_that_the_method_scores(make_layers: Any, settings: Any, num_scored: int) -> None:
+    worker = mla_worker(make_layers(settings).config)
+    assert worker.kernels.most_scored == num_scored
+
+
+@pytest.mark.parametrize(
     ("method", "expected"),
     [
         (MlaAShape(SINK, LOCAL), {MlaAShape(SINK, LOCAL)}),

@@ -41,7 +41,8 @@ from vllm_sparse_backend.serving.worker.row_counter import RowCounter
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step_context import Step
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.mla import MlaPrefill, MlaRow, MlaTopP
+from vllm_sparse_kernels.methods.top_p.scored import HALF_SCORED
+from vllm_sparse_kernels.mla import MlaLimits, MlaPrefill, MlaRow, MlaTopP
 
 logger = logging.getLogger(LOGGER)
 
@@ -114,18 +115,22 @@ class MlaWorker:
         if refusal is not None:
             raise ConfigurationError(f"{MLA_FLAG}: {refusal}")
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        method = mla_method(_method_of(worker))
         kernels = MlaPrefill(
             num_heads=shape.num_heads,
             scale=shape.scale,
             qk_head_dim=shape.qk_head_dim,
             v_head_dim=shape.v_head_dim,
-            max_query_tokens=step_tokens,
-            max_key_tokens=max(step_tokens, compat.mla_chunk_tokens(vllm_config)),
+            limits=MlaLimits(
+                step_tokens,
+                max(step_tokens, compat.mla_chunk_tokens(vllm_config)),
+                method.num_scored if isinstance(method, MlaTopP) else HALF_SCORED,
+            ),
             dtype=self._dtype,
             device=self._device,
         )
         if not compat.IS_CPU:
-            self._warm_up(kernels, mla_method(_method_of(worker)), step_tokens)
+            self._warm_up(kernels, method, step_tokens)
         return worker, kernels
 
     def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, step_tokens: int) -> None:
