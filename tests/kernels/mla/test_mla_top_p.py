@@ -237,19 +237,20 @@ def test_sets_have_neighbouring_tiles_of_a_row() -> None:
     assert [(run.first_tile, run.num_tiles) for run in runs] == [(0, 4), (4, 4)]
 
 
-def test_half_of_the_queries_need_less_memory_and_nothing_else_fits_it() -> None:
+def test_half_of_the_queries_need_less_memory_and_nothing_else_fits_it(device: str) -> None:
     def nbytes(engine: MlaPrefill) -> int:
         return selection_of(engine).scratch.products.nbytes
 
-    half = prefill("cpu", num_scored=HALF_SCORED)
-    assert nbytes(half) == nbytes(prefill("cpu")) // 2
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    half = prefill(device, dtype, num_scored=HALF_SCORED)
+    assert nbytes(half) == nbytes(prefill(device, dtype)) // 2
     row = MlaRow(0, 3, 100, 0, 0, 3, 100)
-    attend(half, HALF, [row], True, inputs_of([row], "cpu"))
-    attend(half, MlaAShape(1, 2), [row], True, inputs_of([row], "cpu"))
+    attend(half, HALF, [row], True, inputs_of([row], device, dtype))
+    attend(half, MlaAShape(1, 2), [row], True, inputs_of([row], device, dtype))
     with pytest.raises(ValueError, match=r"expected at most 64 scored queries of a tile: .* num_scored 128"):
-        attend(half, METHOD, [row], True, inputs_of([row], "cpu"))
+        attend(half, METHOD, [row], True, inputs_of([row], device, dtype))
     with pytest.raises(ValueError, match=r"num_scored=32.*, expected num_scored 128 or 64"):
-        prefill("cpu", num_scored=32)
+        prefill(device, dtype, num_scored=32)
 
 
 def run_step(engine: MlaPrefill, method: MlaTopP, device: str) -> tuple[list[int], list[torch.Tensor]]:
