@@ -195,7 +195,7 @@ class Selection:
             _choose_kernel[grid](
                 self.scratch, run.tiles, part, lists, kept_pairs, first, run.width, method.kept_mass,
                 method.most_share,
-                CHUNK=HELD_BLOCKS, num_warps=8, maxnreg=MAX_REGISTERS, **sizes,
+                CHUNK=HELD_BLOCKS, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS, **sizes,
             )  # fmt: skip
             _drop_kernel[grid](self.rounded, self.scratch, run.tiles, part, run.width, STEP=step, num_warps=8, **sizes)
         return lists
