@@ -25,7 +25,13 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.engine_choice import capability_of
-from vllm_sparse_kernels.methods.top_p.choice import HELD_BLOCKS, LISTED_BLOCKS, MAX_REGISTERS, search_threshold
+from vllm_sparse_kernels.methods.top_p.choice import (
+    HELD_BLOCKS,
+    LISTED_BLOCKS,
+    MAX_REGISTERS,
+    NUM_WARPS,
+    search_threshold,
+)
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
 from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, num_scored, scored_offsets
 from vllm_sparse_kernels.mla.attention import BlockLists, run_attention

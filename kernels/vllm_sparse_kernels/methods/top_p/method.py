@@ -18,9 +18,9 @@ scale s:
    of the tile's blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
-5. With a ``floor`` above 0, each scored query whose kept blocks hold less than this share of its own estimated attention adds
-   the fewest of its heaviest blocks that reach it (``floor.py``). Blocks that other queries add do not count for it.
-   Ties go to the first blocks. Then no scored query keeps less than ``floor`` of Σ_b a[q, b].
+5. With a ``floor`` above 0, each scored query whose kept blocks hold less than this share of its own estimated
+   attention adds the fewest of its heaviest blocks that reach it (``floor.py``). Blocks that other queries add do not
+   count for it. Ties go to the first blocks. Then no scored query keeps less than ``floor`` of Σ_b a[q, b].
 
 docs/quality.md has densities and losses on trained models, also for other rules.
 
