@@ -2,7 +2,9 @@
 """The variants of ``top_p`` that ``profile best`` chooses from: chosen where they are cheaper and within the bound."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 from typer.testing import CliRunner
@@ -74,9 +76,15 @@ def test_low_rank_is_chosen_where_its_selection_takes_less_time(tmp_path, low_ra
     assert profile.provenance.held_out["heads_within_bound"] == 1.0
 
 
+@pytest.fixture(scope="module")
+def best_of_lookups(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Profile]:
+    """Return a function: head dim → the best profile with default times."""
+    return cache(lambda head_dim: best_profile(lookup_job(tmp_path_factory.mktemp("lookups"), head_dim, TimeTable())))
+
+
 @pytest.mark.parametrize(("head_dim", "channels"), [(64, "half"), (128, "low_rank")])
-def test_a_floor_is_chosen_for_heads_that_lose_lookups_without_it(tmp_path, head_dim, channels):
-    profile = best_profile(lookup_job(tmp_path, head_dim, TimeTable()))
+def test_a_floor_is_chosen_for_heads_that_lose_lookups_without_it(tmp_path, best_of_lookups, head_dim, channels):
+    profile = best_of_lookups(head_dim)
     sparse = TopP(kept_mass=0.7, most_share=0.1, channels=channels)
     floored = replace(sparse, floor=FLOOR)
     assert profile.methods_of(0, HEADS) == (floored, sparse, floored, sparse)
@@ -90,8 +98,8 @@ def test_a_floor_is_chosen_for_heads_that_lose_lookups_without_it(tmp_path, head
     assert expensive.methods_of(0, HEADS) == (default, sparse, default, sparse)
 
 
-def test_a_profile_with_both_is_written_read_and_served(tmp_path):
-    profile = best_profile(lookup_job(tmp_path, 128, TimeTable()))
+def test_a_profile_with_both_is_written_read_and_served(tmp_path, best_of_lookups):
+    profile = best_of_lookups(128)
     path = tmp_path / "best.yaml"
     path.write_text(profile.to_yaml())
     loaded = load_profile(str(path))

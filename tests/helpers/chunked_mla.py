@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of the small MLA model on a CPU, with chunked prefill and a prefix cache: prints answers as JSON.
+"""Engines of the small MLA model on a CPU, with chunked prefill and a prefix cache: prints answers as JSON.
 
-    python -m tests.helpers.chunked_mla FOLDER SETTINGS|stock REQUEST...
+    python -m tests.helpers.chunked_mla FOLDER RUN...
 
+RUN: [SETTINGS or null for stock vLLM, [REQUEST, ...]] as JSON. Each run has an engine in a process of its own, forked
+after the imports, which take most of the time of a start.
 REQUEST: first, second, first-exact or second-exact. Both prompts begin with the same 1,200 tokens.
 
 vLLM's CPU platform turns chunked prefill and the prefix cache off for MLA, although its parts support them (it gathers
-the cached context in plain torch). This process leaves them on.
+the cached context in plain torch). These processes leave them on.
 """
 
 import json
+import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 CHUNK_TOKENS = 512
@@ -34,20 +39,17 @@ def leave_chunks_on() -> None:
     platform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def main(folder: str, settings: str, *requests: str) -> None:
-    from vllm.plugins import load_general_plugins
-
-    leave_chunks_on()
-    load_general_plugins()
+def answers_of(folder: str, settings: dict[str, Any] | None, requests: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Start an engine and return its answers to requests, sent one after another."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     from tests.helpers.scenario import prompt
 
     ours: dict[str, Any] = {}
-    if settings != "stock":
+    if settings is not None:
         ours = {
             "attention_config": {"mla_prefill_backend": "sparse-prefill", "backend": "CPU_MLA"},
-            "additional_config": {"sparse_prefill": json.loads(settings)},
+            "additional_config": {"sparse_prefill": settings},
         }
     llm = LLM(folder, dtype="float32", max_model_len=4096, enforce_eager=True, max_num_seqs=4, **ours)
     first = prompt(PROMPT_TOKENS, seed=1)
@@ -67,7 +69,19 @@ def main(folder: str, settings: str, *requests: str) -> None:
             "logprobs": [next(iter(step.values())).logprob for step in choice.logprobs or ()],
             "cached_tokens": output.num_cached_tokens,
         }
-    print(json.dumps({"answers": answers}))
+    return answers
+
+
+def main(folder: str, *runs: str) -> None:
+    from vllm.plugins import load_general_plugins
+
+    leave_chunks_on()
+    load_general_plugins()
+    from vllm import LLM  # noqa: F401  # imported before the fork
+
+    with ProcessPoolExecutor(len(runs), multiprocessing.get_context("fork")) as pool:
+        answers = [pool.submit(answers_of, folder, *json.loads(run)) for run in runs]
+        print(json.dumps({"answers": [future.result() for future in answers]}))
 
 
 if __name__ == "__main__":

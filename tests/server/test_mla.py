@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -118,20 +118,22 @@ def test_a_wrong_flag_or_setting_ends_the_server_in_one_line(
     assert re.search(says, last), last
 
 
-def chunked(model: Path, settings: dict[str, Any] | None, *requests: str) -> dict[str, Answer]:
-    """Return the answers of an engine with chunked prefill and a prefix cache."""
-    argument = "stock" if settings is None else json.dumps(settings)
+def chunked(model: Path, *runs: tuple[dict[str, Any] | None, Sequence[str]]) -> list[dict[str, Answer]]:
+    """Return the answers of engines with chunked prefill and a prefix cache, for (settings or stock, requests)."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.chunked_mla", str(model), argument, *requests],
+        [sys.executable, "-m", "tests.helpers.chunked_mla", str(model), *map(json.dumps, runs)],
         env=environment() | CPU_ENV | ENV, capture_output=True, text=True, check=False,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
-    return {
-        name: Answer(tuple(answer["token_ids"]), tuple(answer["logprobs"]), answer["cached_tokens"])
-        for name, answer in json.loads(line)["answers"].items()
-    }
+    return [
+        {
+            name: Answer(tuple(answer["token_ids"]), tuple(answer["logprobs"]), answer["cached_tokens"])
+            for name, answer in answers.items()
+        }
+        for answers in json.loads(line)["answers"]
+    ]
 
 
 A_SHAPE = {"method": "a_shape", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
@@ -148,9 +150,7 @@ def test_chunks_and_cached_prefixes(mla_model: Path) -> None:
         for sinks, local in ((4096, 4096), (32, 128))
     )
     names, exact = ("first", "second"), ("first-exact", "second-exact")
-    runs: list[tuple[Any, ...]] = [(None, *names), (everything, *names), (few, *exact, *names)]
-    with ThreadPoolExecutor(2) as pool:
-        stock, whole, sparse = pool.map(lambda run: chunked(mla_model, *run), runs)
+    stock, whole, sparse = chunked(mla_model, (None, names), (everything, names), (few, exact + names))
     shared = chunked_mla.SHARED_TOKENS // PAGE_TOKENS * PAGE_TOKENS
     assert [stock[name].cached_tokens for name in names] == [0, shared]
     for name in names:
