@@ -46,7 +46,7 @@ HOPPER_LAUNCHES = (
     ProductLaunch(256, 128, "float16", num_warps=8, num_stages=3, maxnreg=128),
     ProductLaunch(256, 128, "float16", num_warps=8, num_stages=2, maxnreg=128),
 )
-"""Launches on Hopper, for vectors of up to 128 bytes, and for wider ones."""
+"""Launches on Hopper, for vectors of up to 128 bytes, and for wider vectors."""
 
 
 class ProductShape(NamedTuple):
