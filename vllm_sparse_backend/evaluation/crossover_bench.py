@@ -239,7 +239,7 @@ def against_dense(
         {"dense": between(dense), "ours": between(sparse), "linear": [multiply] * (len(layers) * STEPS)}, PASSES_S
     )
     dense_ms, ms = (
-        median(both - alone for both, alone in zip(taken[name], taken["linear"], strict=True))
+        median(step_ms - linear_ms for step_ms, linear_ms in zip(taken[name], taken["linear"], strict=True))
         for name in ("dense", "ours")
     )
     kept = sum(int(layer.index.kept_pairs()) for layer in layers)
