@@ -212,14 +212,8 @@ class Served:
             return DECODE, ""
         if level == EXACT:
             return DENSE, Fallback.REQUESTED.value
-        thresholds = self.thresholds[level]
-        if thresholds.min_tokens is None:
-            return DENSE, Fallback.NEVER_FASTER.value
-        if end <= thresholds.min_tokens:
-            return DENSE, Fallback.TOO_SHORT.value
-        if end - max(start, thresholds.min_tokens) < thresholds.min_query_tokens:
-            return DENSE, Fallback.SHORT_QUERY.value
-        return SPARSE, ""
+        reason = self.thresholds[level].dense_reason(end - start, end)
+        return (SPARSE, "") if reason is None else (DENSE, reason.value)
 
     def _add_layers(self, counts: Counts, level: str, first: int, end: int) -> None:
         """Add the queries at positions [first, end) in every layer that is sparse at this level."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare two GPUs of one host with one GPU: tensor, pipeline and data parallelism, and a disaggregated pair.
 
-    python -m benchmarks.two_gpus MODEL OUT [--second SMALL_MODEL] [--profile best.yaml] [--budget-s 480]
+    python -m benchmarks.two_gpus MODEL OUT [--second SMALL_MODEL] [--profile best.yaml] [--budget-s 600]
 
 The program needs no supervision. It writes ``figures.json`` (in the format of docs/results), ``cases.json`` (the
 times and answers of every request) and a log for each server to OUT, and updates them after every measurement. If a run
@@ -16,7 +16,7 @@ left:
   200 requests with aborts and a cache that is too small for all of them.
 * ``pipeline``: MODEL with pipeline parallelism of 2, stock and this backend.
 * ``others``: a prefill server on the first card with a stock decode server on the second, compared with single servers;
-  data parallelism of 2 behind two API server processes. All servers start together.
+  data parallelism of 2 behind two API server processes. With SMALL_MODEL, all servers start together.
 
 The pair uses vLLM's ``NixlConnector`` and deploy/salting_proxy.py if the package ``nixl`` is installed. Otherwise it
 uses vLLM's ``ExampleConnector`` with a shared folder. That connector does not distinguish levels, so only the
@@ -360,7 +360,7 @@ class TwoGpus:
         None
     )
     profile: Annotated[Path | None, typer.Option(help="Profile of MODEL from `profile best`, also measured.")] = None
-    budget_s: Annotated[float, typer.Option(help="Maximum seconds for all steps together.")] = 480.0
+    budget_s: Annotated[float, typer.Option(help="Maximum seconds for all steps together.")] = 600.0
     steps: Annotated[str, typer.Option(help="Steps, comma-separated: one, tensor, pipeline, others.")] = (
         "one,tensor,pipeline,others"
     )

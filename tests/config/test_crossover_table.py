@@ -11,6 +11,7 @@ from tests.helpers.folders import profile_file
 from vllm_sparse_backend.config import crossover_table
 from vllm_sparse_backend.config.crossover_table import Crossover, Thresholds, load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.resolved import Resolved
@@ -52,7 +53,30 @@ def test_a_measurement_of_the_very_same() -> None:
 def test_a_measured_length_says_how_many_pairs_pay(min_tokens: int, setting: Any, pairs: int) -> None:
     thresholds = resolved(table(entry(min_tokens, 256)), min_tokens=setting)
     assert thresholds.min_pairs == pairs
-    assert (f"{pairs:,} (query, key) pairs" in str(thresholds)) is (pairs > 0)
+    assert (f"{pairs:,} pairs" in str(thresholds)) is (pairs > 0)
+
+
+def test_pairs_are_those_of_the_measurement() -> None:
+    """With chunks of 2,048, ``bench crossover`` times 1,024 tokens."""
+    thresholds = resolved(table(entry(9000, 256, chunk_tokens=2048)))
+    assert thresholds.min_pairs == 1024 * 9000 + 1024 * 1025 // 2
+
+
+@pytest.mark.parametrize("fields", [{"min_query_tokens": 64}, {"min_tokens": 3000}, {"method": "sale"}], ids=str)
+def test_without_both_measurements_any_number_of_pairs_runs_sparse(fields: dict[str, Any]) -> None:
+    thresholds = resolved(table(entry(9000, 256)), **fields)
+    assert thresholds.min_pairs == 0
+    assert thresholds.dense_reason(2048, 20000) is None
+
+
+def test_reasons_of_dense_rows() -> None:
+    thresholds = Thresholds(3000, 200, min_pairs=1_000_000)
+    reasons = {
+        (3000, 3000): Fallback.TOO_SHORT, (3199, 3199): Fallback.SHORT_QUERY, (199, 90000): Fallback.SHORT_QUERY,
+        (3200, 3200): Fallback.FEW_PAIRS, (200, 5000): Fallback.FEW_PAIRS, (200, 5101): None, (4000, 4000): None,
+    }  # fmt: skip
+    assert {lengths: thresholds.dense_reason(*lengths) for lengths in reasons} == reasons
+    assert Thresholds(None, 1).dense_reason(9000, 9000) is Fallback.NEVER_FASTER
 
 
 @pytest.mark.parametrize(

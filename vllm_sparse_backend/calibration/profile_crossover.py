@@ -82,5 +82,9 @@ def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> 
         for _ in climb(name, rungs):
             job.progress.step()
     return ProfileCrossover(
-        device=card.name, engines=tuple(sorted(engines)), longest_tokens=captured.num_tokens, **least
+        device=card.name,
+        engines=tuple(sorted(engines)),
+        longest_tokens=captured.num_tokens,
+        chunk_tokens=job.served.chunk_tokens,
+        **least,
     )

@@ -18,6 +18,7 @@ from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema
 
 from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
+from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 from vllm_sparse_backend.config.strict_yaml import file_at, read_text, why_no_file
@@ -36,10 +37,6 @@ UNMEASURED_MIN_QUERY_TOKENS = 1024
 """``min_query_tokens`` without measurements: eight tiles of 32 heads are 256 programs, about two for each SM of
 an H100, and selection reads all keys even for few queries.
 """
-
-TIMED_TOKENS = 4096
-"""New tokens after the dense tokens with which ``min_tokens`` is measured, or as many as the dense tokens if these are
-fewer: half of a chunk of 8,192."""
 
 COMMAND = "sparse-prefill bench crossover"
 SHIPPED = "_crossover/measured.json"
@@ -73,6 +70,15 @@ class BreakEven(Section):
 
     min_query_tokens: Tokens | None
     """Fewest new tokens of a step for which sparse prefill is faster; null if it was never faster."""
+
+    chunk_tokens: Count = 8192
+    """Maximum tokens of a step in the measurement."""
+
+    @property
+    def least_pairs(self) -> int:
+        """(Query, key) pairs of the tokens with which ``min_tokens`` was measured; 0 if it is null."""
+        least = self.min_tokens or 0
+        return Reach().pairs(least, least + timed_tokens(least, self.chunk_tokens))
 
     @property
     def pays(self) -> bool:
@@ -224,8 +230,8 @@ class Thresholds:
         min_query_tokens: Rows with fewer new tokens past ``min_tokens`` run dense.
         notes: Log lines about missing measurements and adjusted numbers.
         measured: ``min_query_tokens`` of the table; None if it is missing for at least one method.
-        min_pairs: Rows with fewer (query, key) pairs past ``min_tokens`` run dense: selection has a fixed cost, which
-            the pairs of a few tokens after a short prefix do not pay for. 0 if ``min_tokens`` is set to a number.
+        min_pairs: Rows whose new tokens past ``min_tokens`` have fewer (query, key) pairs run dense: selection has a
+            fixed cost, which a few tokens after a short prefix do not pay for. 0 unless both lengths are measured.
     """
 
     min_tokens: int | None
@@ -259,6 +265,25 @@ class Thresholds:
         )
         return replace(self, min_query_tokens=fewest, notes=(*self.notes, note))
 
+    def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:
+        """Return why a row of these lengths runs dense.
+
+        Args:
+            query_len: New tokens.
+            seq_len: Tokens of the sequence, including the new tokens.
+
+        Returns:
+            The reason; None if the row runs sparse.
+        """
+        if self.min_tokens is None:
+            return Fallback.NEVER_FASTER
+        if seq_len <= self.min_tokens:
+            return Fallback.TOO_SHORT
+        sparse_len = min(query_len, seq_len - self.min_tokens)
+        if sparse_len < self.min_query_tokens:
+            return Fallback.SHORT_QUERY
+        return Fallback.FEW_PAIRS if Reach().pairs(seq_len - sparse_len, seq_len) < self.min_pairs else None
+
     @property
     def severity(self) -> tuple[float, int]:
         """Sort key: larger if fewer rows run sparse."""
@@ -268,7 +293,7 @@ class Thresholds:
         """Format the thresholds for the log."""
         if self.min_tokens is None:
             return "no rows"
-        pairs = f" and {self.min_pairs:,} (query, key) pairs past the first" if self.min_pairs else ""
+        pairs = f", with at least {self.min_pairs:,} pairs of these and earlier keys" if self.min_pairs else ""
         return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}"
 
 
@@ -339,20 +364,22 @@ def resolve_thresholds(
     lengths = [entry.min_tokens for entry in entries if entry.min_tokens is not None]
     if unmeasured:
         lengths.append(UNMEASURED_MIN_TOKENS)
-    least = max(lengths)
-    return Thresholds(least, fewest, tuple(notes), measured, measured_pairs(least))
+    is_measured = measured is not None and min_query_tokens == "auto"
+    pairs = max(entry.least_pairs for entry in entries) if is_measured else 0
+    return Thresholds(max(lengths), fewest, tuple(notes), measured, pairs)
 
 
-def measured_pairs(min_tokens: int) -> int:
-    """Return the pairs of the tokens with which ``min_tokens`` was measured to be the crossover.
+def timed_tokens(min_tokens: int, chunk_tokens: int) -> int:
+    """Return the number of new tokens after ``min_tokens`` with which ``bench crossover`` measures this length.
 
     Args:
-        min_tokens: The crossover.
+        min_tokens: Dense tokens.
+        chunk_tokens: Maximum tokens of a step.
 
     Returns:
-        Pairs of up to ``TIMED_TOKENS`` queries with themselves and ``min_tokens`` keys before them.
+        Half of a chunk, which is the average sparse part of a chunk, or ``min_tokens`` if that is smaller.
     """
-    return Reach().pairs(min_tokens, min_tokens + min(min_tokens, TIMED_TOKENS))
+    return min(min_tokens, chunk_tokens // 2)
 
 
 def crossover_file(path: str | None = None) -> Path:

@@ -87,8 +87,11 @@ class Fallback(StrEnum):
     CASCADE = ("cascade", "vLLM runs this step as cascade attention over a shared prefix; use --disable-cascade-attn")
     TOO_SHORT = ("too_short", "the row ends within min_tokens; lower min_tokens if sparse attention is still faster")
     SHORT_QUERY = ("short_query",
-        "the row has fewer than min_query_tokens new tokens past min_tokens, or few pairs of these and earlier keys; "
-        "set both numbers if sparse attention is still faster")
+        "the row has fewer than min_query_tokens new tokens past min_tokens; lower that number if sparse attention is "
+        "still faster")
+    FEW_PAIRS = ("few_pairs",
+        "the row's new tokens past min_tokens have fewer pairs with earlier keys than were measured to pay for "
+        "selection; set min_tokens and min_query_tokens to numbers if sparse attention is still faster")
     GUARD = ("guard",
         "the online guard measured too large an error of the layer's output; set the method's parameters to keep more "
         "keys, or list the layer in dense_layers")

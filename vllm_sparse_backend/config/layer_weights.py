@@ -57,17 +57,25 @@ class LinearSizes:
             model: A model folder or its config.json; None for the defaults.
 
         Returns:
-            The sizes.
+            The sizes. A width that differs between layers counts as its mean.
 
         Raises:
-            ConfigurationError: The config has no heads, or a width is not a single number.
+            ConfigurationError: The config has no heads, or a width is no number.
         """
         if model is None:
             return LinearSizes()
         file, shape = config_file(model), ModelShape.from_folder(model)
-        config = text_part(read_config_json(file), str(file))
+        text = text_part(read_config_json(file), str(file))
+        config = {
+            name: round(fmean(value)) if name in WIDTHS and _are_integers(value) else value
+            for name, value in text.items()
+        }
         weights = [weights for weights, _ in layer_sizes(config, shape, str(file))]
         return LinearSizes(_hidden_size(_widths(config, str(file)), shape), round(fmean(weights)))
+
+
+def _are_integers(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(width) is int for width in value)
 
 
 def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int | None]]:
@@ -149,5 +157,5 @@ def _inner_width(widths: Mapping[str, int], hidden: int, has_experts: bool) -> i
     if not experts or not has_experts:
         return inner
     expert = widths["moe_intermediate_size"] or inner
-    of_one = widths["shared_expert_intermediate_size"] or widths["moe_shared_expert_intermediate_size"]
-    return experts * expert + (of_one or widths["n_shared_experts"] * expert)
+    shared = widths["shared_expert_intermediate_size"] or widths["moe_shared_expert_intermediate_size"]
+    return experts * expert + (shared or widths["n_shared_experts"] * expert)

@@ -61,7 +61,7 @@ class TestClassification:
         shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
         table.write_text(written(entry(100, 20, device="cpu", engine="portable", method="dense", **shape)))
         rows = [(0, 199), (0, 200), (150, 79), (150, 80), (4000, 20)]
-        expected = [dense(Fallback.SHORT_QUERY), SPARSES] * 2 + [SPARSES]
+        expected = [dense(Fallback.FEW_PAIRS), SPARSES] * 2 + [SPARSES]
         _, builder = built(*range(4), crossover=str(table), min_tokens="auto", min_query_tokens="auto")
         assert kinds(builder, rows) == expected
         _, builder = built(*range(4), crossover=str(table), min_tokens=100, min_query_tokens="auto")

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
@@ -112,15 +111,11 @@ class RowClassifier:
     def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:
         """Return why a row of these lengths in tokens prefills dense; None if it runs sparse."""
         thresholds = self.thresholds[level]
-        min_tokens = thresholds.min_tokens
-        if min_tokens is None:
-            return Fallback.NEVER_FASTER
-        if self.room is None or seq_len <= min_tokens:
+        if reason := thresholds.dense_reason(query_len, seq_len):
+            return reason
+        if self.room is None:
             return Fallback.TOO_SHORT
-        sparse_len = min(query_len, seq_len - min_tokens)
-        pairs = Reach().pairs(seq_len - sparse_len, seq_len)
-        if sparse_len < thresholds.min_query_tokens or pairs < thresholds.min_pairs:
-            return Fallback.SHORT_QUERY
+        sparse_len = min(query_len, seq_len - (thresholds.min_tokens or 0))
         if not self.room.fits(Row(0, 0, sparse_len, seq_len - sparse_len)):
             return Fallback.NO_ROOM
         return None

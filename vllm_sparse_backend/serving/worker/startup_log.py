@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from vllm.config import VllmConfig
 
+from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.plan import DEFAULT
@@ -89,4 +90,11 @@ def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> No
             "decodes, but rows with fewer than %d run dense: raise --max-num-batched-tokens (and "
             "--long-prefill-token-threshold, if it is set), or lower min_query_tokens",
             limits.alone, limits.with_decodes, thresholds.min_query_tokens,
+        )  # fmt: skip
+    most_new = min(limits.alone, max_len - thresholds.min_tokens)
+    if (pairs := Reach().pairs(max_len - most_new, max_len)) < thresholds.min_pairs:
+        logger.warning(
+            "sparse-prefill: the new tokens of a step have at most %d pairs with earlier keys, but rows with fewer "
+            "than %d run dense: raise --max-num-batched-tokens or --max-model-len, or set min_tokens and min_query_tokens",
+            pairs, thresholds.min_pairs,
         )  # fmt: skip

@@ -27,9 +27,12 @@ HELD_BLOCKS = 4096
 LISTED_BLOCKS = Constant(1024)
 """Number of blocks whose places in a list are found at a time. More would take registers from other programs."""
 
-NUM_WARPS, MAX_REGISTERS = 4, 128
-"""Warps of a program, and a register cap per thread that allows four programs per multiprocessor. Every halving waits
-for all warps, so fewer warps with more masses each take less time than eight with 64 registers."""
+NUM_WARPS = 4
+"""Warps of a program. Every halving waits for all of them, so four warps take less time than eight with half of the
+masses each."""
+
+MAX_REGISTERS = 128
+"""Register cap per thread that allows four programs per multiprocessor."""
 
 TWO_BITS = Constant(0x40000000)
 """The bits of 2.0. Masses are at most 1, except for rounding."""
@@ -345,6 +348,6 @@ def _part(b_masses, bits):
     """Return (sum, number) of the masses of a chunk with at least these bits."""
     b_counts = b_masses.to(tl.int32, bitcast=True) >= bits
     # One reduction for both numbers, because the warps wait for each other in each. The count is exact below 2^24.
-    b_both = tl.join(tl.where(b_counts, b_masses, 0.0), tl.where(b_counts, 1.0, 0.0))
-    held, count = tl.split(tl.sum(b_both, 0))
+    b_pairs = tl.join(tl.where(b_counts, b_masses, 0.0), tl.where(b_counts, 1.0, 0.0))
+    held, count = tl.split(tl.sum(b_pairs, 0))
     return held, count.to(tl.int32)
