@@ -7,7 +7,7 @@ Captures queries and keys of every layer on a text (``benchmarks.capture``), and
 (``methods/top_p/reference.py``), chunk by chunk as on a server. For every query past ``--min-tokens``:
 
 * the estimated share is the part of the query's own estimated sum that lies in its kept blocks, to which ``floor``
-  refers. A floor holds for scored queries, so settings with a floor score ``all``;
+  refers. A floor holds for scored queries, so the default settings of this program with a floor score ``all``;
 * the true share is the part of its exact softmax that lies in them.
 
 Blocks have 32 keys, as on Hopper and on CPUs. Other GPUs use wider blocks, so their queries keep more. The rule here

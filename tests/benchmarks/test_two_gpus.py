@@ -121,6 +121,13 @@ class TestSteps:
         options(tmp_path, second=small).tensor(Lab(tmp_path / "out", 100))
         assert problems(tmp_path) == {"small, TP 2": "skipped: its 9 heads cannot be divided by 2"}
 
+    def test_pipeline_parallelism_has_stock_as_its_baseline(self, tmp_path, monkeypatch) -> None:
+        started: list[Any] = []
+        monkeypatch.setattr(Lab, "start", lambda self, specs: started.extend(specs) or Running({}))
+        options(tmp_path).pipeline(Lab(tmp_path / "out", 100))
+        assert [(spec.setting, spec.cards) for spec in started] == [(STOCK, (0, 1)), (DEFAULT, (0, 1))]
+        assert all(spec.args[:2] == ("--pipeline-parallel-size", "2") for spec in started)
+
 
 class TestServers:
     def test_their_cards_caches_and_settings(self, tmp_path) -> None:

@@ -60,7 +60,7 @@ class LinearSizes:
             The sizes. A width that differs between layers counts as its mean.
 
         Raises:
-            ConfigurationError: The config has no heads, or a width is no number.
+            ConfigurationError: The config has no heads, or a width is not a number.
         """
         if model is None:
             return LinearSizes()

@@ -10,6 +10,7 @@ import torch
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers import vllm_objects
+from tests.helpers.crossover_cases import entry, written
 from tests.helpers.folders import profile_file
 from tests.helpers.vllm_objects import (
     layer_name,
@@ -109,6 +110,23 @@ class TestGroups:
         make_builder(config, make_layers(config, [0]))
         warnings = [line for line in lines if "a step has at most" in line]
         assert [f"a step has at most {chunk} new tokens" in line for line in warnings] == [True] * (chunk is not None)
+
+    @pytest.mark.parametrize(("batched", "is_told"), [(99, True), (100, False), (200, False)])
+    def test_steps_with_too_few_pairs_to_go_sparse_are_told(
+        self, configured: Configure, monkeypatch: pytest.MonkeyPatch, lines: list[str], tmp_path: Any, batched: int,
+        is_told: bool,
+    ) -> None:  # fmt: skip
+        """The crossover was measured with 100 tokens after 100, and requests have at most 200."""
+        shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+        table = tmp_path / "table.json"
+        table.write_text(written(entry(100, 20, device="cpu", engine="portable", method="dense", **shape)))
+        config = configured(method="dense", crossover=str(table), min_tokens="auto", min_query_tokens="auto")
+        monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 1)
+        monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", batched)
+        monkeypatch.setattr(config.model_config, "max_model_len", 200)
+        make_builder(config, make_layers(config, [0]))
+        warnings = [line for line in lines if "pairs with earlier keys, but rows with fewer" in line]
+        assert len(warnings) == is_told
 
     def test_each_rank_takes_its_own_heads_and_the_first_tells_the_plan(
         self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]

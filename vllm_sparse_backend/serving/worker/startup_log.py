@@ -95,6 +95,7 @@ def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> No
     if (pairs := Reach().pairs(max_len - most_new, max_len)) < thresholds.min_pairs:
         logger.warning(
             "sparse-prefill: the new tokens of a step have at most %d pairs with earlier keys, but rows with fewer "
-            "than %d run dense: raise --max-num-batched-tokens or --max-model-len, or set min_tokens and min_query_tokens",
+            "than %d run dense: raise --max-num-batched-tokens or --max-model-len, or set min_tokens and "
+            "min_query_tokens",
             pairs, thresholds.min_pairs,
         )  # fmt: skip
