@@ -423,7 +423,10 @@ def measure_shape(
 
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(SHAPES)}. Default: both.")] = None,
-    case: Annotated[list[str] | None, typer.Option(help=f"Method of {', '.join(PARTS_OF_METHODS)}: {', '.join(METHODS)}. Default: all.")] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Method of {', '.join(PARTS_OF_METHODS)}: {', '.join(METHODS)}. Default: all."),
+    ] = None,
     part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}. Default: all.")] = None,
     budget_s: Annotated[float, typer.Option(help="No part starts after this many seconds.")] = 110.0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls.")] = 7,

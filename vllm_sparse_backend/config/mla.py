@@ -109,7 +109,7 @@ def slow_method(config: SparsePrefillConfig) -> str | None:
     return (
         f"{OPTION} {KEY}.method: {config.method!r} is not known to save time with multi-head latent attention: for "
         "8,192 tokens after 65,536 on an H100, top_p takes with all queries 0.71 to 0.83 of FlashAttention's time in "
-        "Kimi-K2's shape (8 heads); DeepSeek-R1's shape and \"queries\": \"half\" are not measured with these kernels. "
+        'Kimi-K2\'s shape (8 heads); DeepSeek-R1\'s shape and "queries": "half" are not measured with these kernels. '
         'Measure them (python -m benchmarks.mla_kernels), set "queries": "all" in params, set "method": "a_shape" if '
         "answers need only the first and the nearest tokens, or serve without this flag (docs/mla.md)"
     )
