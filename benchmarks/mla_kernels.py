@@ -32,6 +32,8 @@ import typer
 
 from benchmarks.figures import Report
 from tests.helpers.structured import structured
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.mla import mla_method
 from vllm_sparse_backend.evaluation.vllm_server import device_name, has_cuda
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
@@ -70,7 +72,7 @@ SERVER_DEFAULT = "the server's default"
 METHODS: dict[str, MlaMethod] = {
     "dense": MlaTopP(1.0),
     "A-shape": MlaAShape(AShape().sink_tokens, AShape().local_tokens),
-    SERVER_DEFAULT: MlaTopP(0.9, 0.2, 128, "half"),
+    SERVER_DEFAULT: mla_method(make_method("default", {})),
     "top_p 0.9, 128 channels, half the queries": MlaTopP(0.9, channels=128, queries="half"),
     "top_p 0.9, 64 channels, half the queries": MlaTopP(0.9, channels=64, queries="half"),
     "top_p 0.9, half the queries": MlaTopP(0.9, queries="half"),
@@ -81,6 +83,9 @@ METHODS: dict[str, MlaMethod] = {
 
 PARTS = ("checks", "times", "kernels", "products", "launches")
 """Parts of a shape's measurement, in order."""
+
+PARTS_OF_METHODS = ("checks", "times", "kernels")
+"""Parts that run the methods of ``--case``. The others have methods of their own."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +126,14 @@ class Step:
                 num_heads=num_heads, scale=data.scale, qk_head_dim=KEY_DIM, v_head_dim=VALUE_DIM,
                 limits=MlaLimits(new, context, num_scored), dtype=dtype, device=device,
             )
-            for num_scored in (ALL_SCORED, HALF_SCORED)
+            for num_scored in (ALL_SCORED, HALF_SCORED, 0)
         }  # fmt: skip
         self.out = torch.zeros(new, num_heads, VALUE_DIM, dtype=dtype, device=device)
         self.lse = torch.zeros(num_heads, new, device=device)
 
     def engine(self, method: MlaMethod) -> MlaPrefill:
         """Return the kernels as a server with this method builds them."""
-        return self._engines[method.num_scored if isinstance(method, MlaTopP) else HALF_SCORED]
+        return self._engines[method.num_scored]
 
     def attend(self, method: MlaMethod, part: Part, kept_pairs: torch.Tensor | None = None) -> None:
         """Run a call."""
@@ -311,14 +316,14 @@ def selection_call(step: Step, method: MlaTopP, part: Part) -> Callable[[], None
     return select
 
 
-def print_kernels(step: Step, about: str) -> None:
-    """Print the time of each kernel of a step of ``top_p``."""
+def print_kernels(step: Step, methods: Mapping[str, MlaMethod], about: str) -> None:
+    """Print the time of each kernel of a step, for each method."""
     if step.device.type != "cuda":
         return
     from torch.profiler import ProfilerActivity, profile
 
     for part in step.parts:
-        for method in METHODS[SERVER_DEFAULT], MlaTopP(0.9, channels=128), MlaTopP(0.9):
+        for method in methods.values():
             step.attend(method, part)
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 step.attend(method, part)
@@ -387,7 +392,7 @@ def parts_of(
     }
     others: dict[str, Callable[[Step], None]] = {
         "times": partial(measure_times, methods=methods, about=about, report=report, repeats=repeats),
-        "kernels": partial(print_kernels, about=about),
+        "kernels": partial(print_kernels, methods=methods, about=about),
         "products": partial(print_products, about=about, repeats=repeats),
         "launches": partial(print_launches, about=about, repeats=repeats),
     }
@@ -418,7 +423,10 @@ def measure_shape(
 
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(SHAPES)}. Default: both.")] = None,
-    case: Annotated[list[str] | None, typer.Option(help=f"Method: {', '.join(METHODS)}. Default: all.")] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Method of {', '.join(PARTS_OF_METHODS)}: {', '.join(METHODS)}. Default: all."),
+    ] = None,
     part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}. Default: all.")] = None,
     budget_s: Annotated[float, typer.Option(help="No part starts after this many seconds.")] = 110.0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls.")] = 7,
@@ -429,6 +437,11 @@ def main(
     for option, values, known in (("shape", shape, SHAPES), ("case", case, METHODS), ("part", part, PARTS)):
         if unknown := sorted(set(values or ()) - set(known)):
             raise typer.BadParameter(f"--{option}: given {', '.join(unknown)}, expected {' or '.join(known)}")
+    if case and part and not set(part) & set(PARTS_OF_METHODS):
+        raise typer.BadParameter(
+            f"--case: given {', '.join(case)} with only --part {', '.join(part)}, which has methods of its own; "
+            f"leave --case out, or add a --part of {', '.join(PARTS_OF_METHODS)}"
+        )
     methods = {name: method for name, method in METHODS.items() if not case or name in case}
     device = torch.device("cuda" if has_cuda() else "cpu")
     end, problems = time.monotonic() + budget_s, []

@@ -24,16 +24,19 @@ STEPS = [
 """Rows of chunks. One compiled variant of each kernel must be enough for their new tokens, and one for the chunks."""
 
 METHODS = (
-    MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25), MlaTopP(0.9, channels=64),
+    MlaTopP(1.0), MlaAShape(128, 1000), MlaTopP(0.9, 0.25), MlaTopP(0.9, channels=64), MlaTopP(0.9, channels=128),
     MlaTopP(0.9, channels=128, queries="half"), MlaTopP(0.9, queries="half"),
 )  # fmt: skip
 
 ONE_TOKEN = [MlaRow(0, 1, 4000, 0, 0, 3000, 0)]
 
-CASES = [(STEPS[0], 512, 0), (STEPS[1], 511, 1), (ONE_TOKEN, 1, 1)]
+TWO_RUNS = [MlaRow(0, 385, 4000, 0, 0, 3000, 0), MlaRow(385, 100, 4000, 385, 0, 3000, 0)]
+"""Rows whose chunk has two runs: the first has a set of four tiles, so the second begins at set 1."""
+
+CASES = [(STEPS[0], 512, 0), (STEPS[1], 511, 1), (ONE_TOKEN, 1, 1), (TWO_RUNS, 512, 0)]
 """Rows, tokens of the call, and the place of its counter in a tensor of counters. Tokens decide the stride of the
-log-sum-exp, which Triton would specialise if it is 1 or a multiple of 16. Counters at odd places are not aligned to 16
-bytes, which Triton would specialise too."""
+log-sum-exp, which Triton would specialise if it is 1 or a multiple of 16. Counters at odd places and sets at odd places
+are not aligned to 16 bytes, which Triton would specialise too."""
 
 
 def compiled(target: int) -> dict[str, Usage]:

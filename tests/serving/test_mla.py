@@ -162,12 +162,25 @@ def speed_warnings(config: Any, lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "method"), [(None, "default"), ({"method": "default"}, "default"), ({"method": "top_p"}, "top_p")]
+    ("settings", "method"),
+    [
+        (None, "default"),
+        ({"method": "default"}, "default"),
+        ({"method": "top_p"}, "top_p"),
+        ({"params": {"queries": "half"}}, "default"),
+    ],
 )
 def test_top_p_has_a_single_warning_of_its_speed(settings: Any, method: str, lines: list[str]) -> None:
     (warning,) = speed_warnings(mla_config(settings), lines)
     assert warning.startswith(f"sparse-prefill: {PLACE}.method: '{method}' is not known to save time")
+    assert "with all queries 0.71 to 0.83 of FlashAttention's time in Kimi-K2's shape (8 heads)" in warning
+    assert 'DeepSeek-R1\'s shape and "queries": "half" are not measured with these kernels' in warning
     assert 'set "method": "a_shape"' in warning
+
+
+@pytest.mark.parametrize("method", ["default", "top_p"])
+def test_top_p_of_all_queries_is_measured_so_it_has_no_such_warning(method: str, lines: list[str]) -> None:
+    assert speed_warnings(mla_config({"method": method, "params": {"queries": "all"}}), lines) == []
 
 
 def test_servers_without_top_p_and_engine_cores_have_no_such_warning(

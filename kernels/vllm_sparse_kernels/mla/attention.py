@@ -162,8 +162,8 @@ def attend_kernel(
     Keys are processed in three parts: masked, unmasked, masked. Only the masked parts have keys that some query does
     not keep, or the row's end, past which nothing is read.
 
-    Grid: (tiles, heads), the longest tiles first, so that a head's keys stay in the L2 cache. Bound by the matrix
-    units.
+    Grid: (tiles, heads), the set with the longest reach first, so that a head's keys stay in the L2 cache. Bound by the
+    matrix units.
 
     Args:
         tensors: ``Tensors``.

@@ -65,6 +65,11 @@ class MlaAShape(NamedTuple):
     sink_tokens: int
     local_tokens: int
 
+    @property
+    def num_scored(self) -> int:
+        """Queries of a whole tile that are scored: none."""
+        return 0
+
 
 class MlaTopP(NamedTuple):
     """Blocks that hold the share ``kept_mass`` of a tile's estimated attention, by running sums over the chunks."""
@@ -125,7 +130,8 @@ class MlaLimits(NamedTuple):
     key_tokens: int
     """Keys of a call."""
     num_scored: int = ALL_SCORED
-    """Queries of a whole tile that a method scores (``MlaTopP.num_scored``): 128, or 64, which needs less memory."""
+    """Queries of a whole tile that the method scores, its ``num_scored``: 128; 64, so that more heads are selected at a
+    time; or 0, so that no memory is allocated for the selection of ``top_p``."""
 
 
 class Tensors(NamedTuple):

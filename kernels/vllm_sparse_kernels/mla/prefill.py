@@ -91,7 +91,7 @@ class MlaPrefill:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate all memory: running sums, and the scratch of the selection.
+        """Allocate all memory: running sums and, unless ``limits.num_scored`` is 0, the scratch of the selection.
 
         Args:
             num_heads: Heads of this worker.
@@ -108,10 +108,12 @@ class MlaPrefill:
         reason = self.refusal(num_heads, qk_head_dim, v_head_dim, dtype, device)
         if reason is not None:
             raise ValueError(f"MlaPrefill: {reason}")
-        if min(limits) < 1 or scale <= 0:
-            raise ValueError(f"MlaPrefill: given {limits} and scale {scale}, expected numbers above 0")
-        if limits.num_scored not in (ALL_SCORED, HALF_SCORED):
-            raise ValueError(f"MlaPrefill: given {limits}, expected num_scored {ALL_SCORED} or {HALF_SCORED}")
+        if min(limits.query_tokens, limits.key_tokens) < 1 or scale <= 0:
+            raise ValueError(f"MlaPrefill: given {limits} and scale {scale}, expected tokens and a scale above 0")
+        if limits.num_scored not in (ALL_SCORED, HALF_SCORED, 0):
+            raise ValueError(
+                f"MlaPrefill: given {limits}, expected num_scored {ALL_SCORED}, {HALF_SCORED}, or 0 without top_p"
+            )
         self.num_heads, self.scale, self.most_scored = num_heads, scale, limits.num_scored
         self.head_dims, self.dtype, self.device = (qk_head_dim, v_head_dim), dtype, device
         self.max_query_tokens = limits.query_tokens
@@ -120,15 +122,18 @@ class MlaPrefill:
         num_state_tokens = ceil_div(limits.query_tokens, TILE_TOKENS) * TILE_TOKENS
         self.sums = RunningSums.zeros(num_heads, num_state_tokens, device)
         self._has_selected = False  # before the first selection, no sum needs a restart
-        self._selection: Selection | None = None  # None to run the reference
+        self._runs_kernels = False  # False to run the reference
+        self._selection: Selection | None = None
         if device.type == "cuda" or not isinstance(attend_kernel, triton.JITFunction):
             self.use_kernels()
         self._calls: dict[tuple[MlaRow, ...], Call] = {}
 
     def use_kernels(self) -> None:
         """Run kernels from now on, and allocate their scratch memory. The constructor calls this if kernels can run."""
-        limits = MlaLimits(self.max_query_tokens, self.max_key_tokens, self.most_scored)
-        self._selection = Selection(self.num_heads, self.head_dims[0], limits, self.device)
+        self._runs_kernels = True
+        if self.most_scored > 0:
+            limits = MlaLimits(self.max_query_tokens, self.max_key_tokens, self.most_scored)
+            self._selection = Selection(self.num_heads, self.head_dims[0], limits, self.device)
 
     def attend(
         self,
@@ -145,13 +150,18 @@ class MlaPrefill:
 
         Queries of other rows are not touched. A query that keeps nothing gets zeros and a log-sum-exp of -inf.
 
+        All calls of ``top_p`` for a row in a step and layer must have the same ``queries``. A call for new tokens
+        restarts the sums of those queries only that it scores, so a chunk that scores others would continue the sums
+        of an earlier layer.
+
         Args:
             method: The method of all rows.
             q: [tokens, heads, qk_head_dim].
             k: [keys, heads, qk_head_dim].
             v: [keys, heads, v_head_dim]; like q and k, it may be a view with contiguous channels.
             rows: The rows. Those without queries are ignored.
-            is_causal: True for the rows' new tokens, which restarts their running sums; False for a chunk of context.
+            is_causal: True for the rows' new tokens, which restarts the running sums of their scored queries; False
+                for a chunk of context.
             results: ``MlaResults``, by keyword: out and lse, and optionally kept_pairs.
 
         Raises:
@@ -162,11 +172,12 @@ class MlaPrefill:
         self._check(method, tensors, rows, is_causal, kept_pairs)
         if not rows:
             return
-        if self._selection is None:
+        if not self._runs_kernels:
             num_kept = reference.attend(method, tensors, rows, scale=self.scale, is_causal=is_causal, sums=self.sums)
             if kept_pairs is not None:
                 kept_pairs += num_kept
         elif isinstance(method, MlaTopP) and method.kept_mass < 1:
+            assert self._selection is not None  # otherwise _check refuses the method
             self._has_selected = True
             for first in range(0, len(rows), MOST_ROWS):
                 call = self._call(rows[first : first + MOST_ROWS])
@@ -217,7 +228,8 @@ class MlaPrefill:
         problem = method_problem(method)
         if problem is not None:
             raise ValueError(f"MlaPrefill.attend: {problem}")
-        if isinstance(method, MlaTopP) and method.num_scored > self.most_scored:
+        is_selected = isinstance(method, MlaTopP) and method.kept_mass < 1
+        if is_selected and method.num_scored > self.most_scored:
             raise ValueError(
                 f"MlaPrefill.attend: given {method}, expected at most {self.most_scored} scored queries of a tile: "
                 f"build MlaPrefill with limits of num_scored {method.num_scored}"

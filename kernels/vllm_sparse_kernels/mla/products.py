@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of rounded queries and keys for ``top_p``: the largest product of each scored query and block of 64 keys.
 
-The scored queries of up to four neighbouring tiles are multiplied together. So half of the queries fill whole matrix
-products too, and a step of keys is read once for 256 queries.
+The scored queries of neighbouring tiles are multiplied together, so half of the queries fill whole matrix products too.
+On Hopper, a step of keys is read once for 256 scored queries: those of four tiles with half of the queries, or of two
+tiles with all. Elsewhere it is read for 128, of two tiles or one.
 
 Products are stored without their factors. The kernels that read them are bound by memory, so the factors cost nothing
 there; here, each instruction for a product counts.
@@ -139,10 +140,10 @@ def product_launch(vector_bytes: int, arithmetic: str, limit_bytes: int) -> Prod
         limit_bytes: Shared memory of a program.
 
     Returns:
-        On Hopper, 256 rows, whose products are summed in half precision: at most 15 · 15 · 192, with an error of 2^-11
-        of a sum. The maximum of two pairs then takes one instruction. Two programs fit a multiprocessor, so the
-        products of one overlap with the maxima of the other. Elsewhere 128 rows, with steps of 128 keys if two of them
-        fit next to the queries, otherwise of 64.
+        On Hopper, 256 rows, whose products are summed in half precision: a sum is at most 15 · 15 · 192, and each
+        addition has an error of up to 2^-11 of the largest partial sum. The maximum of two pairs then takes one
+        instruction. Two programs fit a multiprocessor, so the products of one overlap with the maxima of the other.
+        Elsewhere 128 rows, with steps of 128 keys if two of them fit next to the queries, otherwise of 64.
     """
     if arithmetic == "float16":
         return HOPPER_LAUNCHES[vector_bytes > 128]
@@ -188,8 +189,7 @@ def load_reach(fields, CAUSAL: tl.constexpr):
 def _products_kernel(rounded, k_main, k_extra, products, tiles, sets, first_tile, num_tiles, width, SHAPE):
     """Multiply up to ROWS scored queries of neighbouring tiles of one row and head with a span of keys.
 
-    Grid: (sets · parts of a set, spans, heads). Bound by the matrix units. The maxima of products take half as many
-    instructions as there are pairs of products.
+    Grid: (sets · parts of a set, spans, heads). Bound by the matrix units.
 
     Args:
         rounded: ``Rounded``.

@@ -33,7 +33,8 @@ KERNEL_TILING = Tiling()
 class RunningSums(NamedTuple):
     """Sums of scored queries and heads over the calls so far, relative to 2 ** top: [heads, tokens] float32.
 
-    The sums of other queries keep the values that they have before the first call.
+    New tokens restart the sums of scored queries. Those of other queries are never read: kernels of ``top_p`` leave
+    them as they are, while ``attend`` below and calls of other methods clear them too.
     """
 
     top: torch.Tensor  # largest estimate, as a logarithm to base 2; -inf before the first call
@@ -91,7 +92,7 @@ def attend(
         tensors: Queries, keys, values and results; the rows' queries are written.
         rows: The rows of the call.
         scale: Factor from q·k to scores.
-        is_causal: Whether these are the rows' new tokens, whose running sums begin here.
+        is_causal: Whether these are the rows' new tokens: the running sums of all their queries begin here.
         sums: Running sums of the step; updated.
         tiling: Sizes of tiles and blocks.
 

@@ -339,11 +339,14 @@ def _load_tile(
 
 
 @triton.jit
-def _load_scores(tile, o_b, is_read):
-    """Return the scores [blocks, SCORED] of blocks ``o_b``, in base 2; -inf unless ``is_read``, and without a key."""
+def _load_scores(tile, o_b, should_load):
+    """Return the scores [blocks, SCORED] of blocks ``o_b``, in base 2.
+
+    They are -inf where not ``should_load``, or where the block has no key up to the query.
+    """
     o_s = tl.arange(0, tile.b_step.shape[0])
     b_key_step = tl.load(tile.key_steps + o_b * BLOCK, mask=o_b < tile.num_blocks, other=0.0)
-    is_score = is_read[:, None] & (o_s < tile.num_scored)[None, :]
+    is_score = should_load[:, None] & (o_s < tile.num_scored)[None, :]
     products = tile.products + o_b[:, None] * tile.b_step.shape[0] + o_s[None, :]
     b_s = tl.load(products, mask=is_score, other=float("-inf")).to(tl.float32)
     b_u = b_s * (b_key_step[:, None] * tile.b_step[None, :]) + tile.b_shift[None, :]
@@ -354,7 +357,7 @@ def _load_scores(tile, o_b, is_read):
 def _sums_kernel(
     rounded, scratch, tiles, sums, width, CAUSAL: tl.constexpr, SCORED: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Add the estimates of one tile and head to the running sums. The rows' new tokens start them.
+    """Add the estimates of one tile and head to the scored queries' running sums. The rows' new tokens start them.
 
     Grid: (tiles, heads). Bound by memory: it reads 2 bytes for each scored query and block.
 

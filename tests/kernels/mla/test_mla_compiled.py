@@ -13,8 +13,8 @@ VARIANTS = {
     "attend_kernel": 4,  # new tokens or a chunk, A-shape or lists
     "_round_kernel": 3,  # all queries or half of them, keys
     "_moments_kernel": 2,  # 64 or 128 channels
-    "round_kept_kernel": 4,  # 64 channels of all queries or 128 of half of them, keys
-    "_products_kernel": 8,  # new tokens or a chunk, of each method
+    "round_kept_kernel": 5,  # 64 or 128 channels of all queries, 128 of half of them, 64 or 128 of keys
+    "_products_kernel": 10,  # new tokens or a chunk, of each method
     "_sums_kernel": 4,  # new tokens or a chunk, all queries or half of them, as below
     "_masses_kernel": 4,
     "_choose_kernel": 4,

@@ -202,7 +202,8 @@ def test_sets_of_tiles_and_bulk_copies_give_the_same_products(monkeypatch: pytes
     chunk = [MlaRow(1, 523, 70, 0, 2, 70, 0)]
     check_step(prefill("cpu"), HALF, [(True, new), (False, chunk)], "cpu")
     check_step(prefill("cpu"), HALF._replace(channels=64), [(True, new[1:])], "cpu")
-    assert copies == [True] * 3
+    check_step(prefill("cpu"), METHOD, [(True, new)], "cpu")
+    assert copies == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -213,13 +214,20 @@ def test_half_of_the_queries_are_the_second_of_each_two(length: int, expected: l
     assert reference.scored_queries(METHOD, length).tolist() == list(range(length))
 
 
-def test_sums_of_other_queries_stay_as_they_are(device: str) -> None:
-    engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
+def test_new_tokens_restart_the_sums_of_scored_queries_only(device: str) -> None:
+    """An engine that is reused has sums of an earlier layer, perhaps of other queries."""
+    engine, fresh = (prefill(device, torch.float32 if device == "cpu" else torch.float16) for _ in range(2))
     row = MlaRow(0, 3, 100, 0, 0, 3, 100)
+    attend(fresh, HALF, [row], True, inputs_of([row], device, engine.dtype))
+    for x in engine.sums:
+        x.fill_(3.0)
     attend(engine, HALF, [row], True, inputs_of([row], device, engine.dtype))
-    assert (engine.sums.total[:, 1:3] > 0).all()
-    assert (engine.sums.total[:, 0] == 0).all()
-    assert (engine.sums.top[:, 0] == -torch.inf).all()
+    for now, expected in zip(engine.sums, fresh.sums, strict=True):
+        assert torch.equal(now[:, 1:3], expected[:, 1:3])
+        assert (now[:, 0] == 3).all()
+    assert (fresh.sums.total[:, 1:3] > 0).all()
+    assert (fresh.sums.total[:, 0] == 0).all()
+    assert (fresh.sums.top[:, 0] == -torch.inf).all()
 
 
 def test_sets_have_neighbouring_tiles_of_a_row() -> None:
@@ -237,7 +245,9 @@ def test_sets_have_neighbouring_tiles_of_a_row() -> None:
     assert [(run.first_tile, run.num_tiles) for run in runs] == [(0, 4), (4, 4)]
 
 
-def test_half_of_the_queries_need_less_memory_and_nothing_else_fits_it(device: str) -> None:
+def test_products_of_half_of_the_queries_need_half_of_the_memory_and_nothing_else_fits_it(device: str) -> None:
+    """For each head. Where not all heads fit, more of them are selected at a time."""
+
     def nbytes(engine: MlaPrefill) -> int:
         return selection_of(engine).scratch.products.nbytes
 
@@ -249,8 +259,24 @@ def test_half_of_the_queries_need_less_memory_and_nothing_else_fits_it(device: s
     attend(half, MlaAShape(1, 2), [row], True, inputs_of([row], device, dtype))
     with pytest.raises(ValueError, match=r"expected at most 64 scored queries of a tile: .* num_scored 128"):
         attend(half, METHOD, [row], True, inputs_of([row], device, dtype))
-    with pytest.raises(ValueError, match=r"num_scored=32.*, expected num_scored 128 or 64"):
+    with pytest.raises(ValueError, match=r"num_scored=32.*, expected num_scored 128, 64, or 0 without top_p"):
         prefill(device, dtype, num_scored=32)
+
+
+def test_without_scored_queries_no_selection_is_allocated_and_top_p_is_refused(device: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    engine = prefill(device, dtype, num_scored=0)
+    assert engine._selection is None
+    row = MlaRow(0, 3, 100, 0, 0, 3, 100)
+    others = prefill(device, dtype)
+    for method in MlaAShape(1, 2), MlaTopP(1.0):
+        inputs, expected = (inputs_of([row], device, dtype) for _ in range(2))
+        assert attend(engine, method, [row], True, inputs) == attend(others, method, [row], True, expected)
+        assert torch.equal(inputs.out, expected.out)
+    for method, num_scored in (METHOD, 128), (HALF, 64):
+        says = rf"expected at most 0 scored queries of a tile: .* num_scored {num_scored}"
+        with pytest.raises(ValueError, match=says):
+            attend(engine, method, [row], True, inputs)
 
 
 def run_step(engine: MlaPrefill, method: MlaTopP, device: str) -> tuple[list[int], list[torch.Tensor]]:
@@ -302,6 +328,26 @@ def test_parts_do_not_show(step_result: StepResult, device: str, monkeypatch: py
     counts, tensors = run_step(engine, METHOD, device)
     assert counts == step_result.counts
     for part_tensor, tensor in zip(tensors, step_result.tensors, strict=True):
+        assert torch.equal(part_tensor, tensor)
+
+
+@pytest.mark.parametrize("method", [METHOD, HALF], ids=str)
+def test_runs_of_tiles_do_not_show(method: MlaTopP, device: str) -> None:
+    """Runs after the first begin within the tiles of the call."""
+    rows = [MlaRow(0, 129, 0, 0, 0, 129, 0), MlaRow(129, 700, 0, 129, 129, 700, 0)]
+    results = []
+    for most_tiles in None, 4:
+        engine = prefill(device, torch.float32 if device == "cpu" else torch.float16)
+        part = selection_of(engine)
+        part.most_tiles = most_tiles or part.most_tiles
+        runs = Call.of(rows, engine.device).runs(part.most_tiles, part.most_blocks)
+        assert [run.first_tile for run in runs] == ([0] if most_tiles is None else [0, 4])
+        inputs = inputs_of(rows, device, engine.dtype)
+        count = attend(engine, method, rows, True, inputs)
+        results.append((count, [inputs.out, inputs.lse, *engine.sums]))
+    (count, tensors), (part_count, part_tensors) = results
+    assert part_count == count < HEADS * (129 * 130 // 2 + 700 * 701 // 2)
+    for part_tensor, tensor in zip(part_tensors, tensors, strict=True):
         assert torch.equal(part_tensor, tensor)
 
 

@@ -252,7 +252,8 @@ def test_all_layers_share_the_memory(make_layers: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "num_scored"),
     [
-        ({}, 64),
+        ({"method": "a_shape"}, 0),
+        ({"method": "top_p", "params": {}}, 64),
         ({"method": "top_p", "params": {"queries": "half"}}, 64),
         ({"method": "top_p", "params": {"queries": "all"}}, 128),
     ],
@@ -260,6 +261,7 @@ def test_all_layers_share_the_memory(make_layers: Any) -> None:
 def test_memory_is_for_the_queries_that_the_method_scores(make_layers: Any, settings: Any, num_scored: int) -> None:
     worker = mla_worker(make_layers(settings).config)
     assert worker.kernels.most_scored == num_scored
+    assert (worker.kernels._selection is None) == (num_scored == 0)
 
 
 @pytest.mark.parametrize(

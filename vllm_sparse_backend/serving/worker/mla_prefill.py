@@ -41,7 +41,6 @@ from vllm_sparse_backend.serving.worker.row_counter import RowCounter
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step_context import Step
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.top_p.scored import HALF_SCORED
 from vllm_sparse_kernels.mla import MlaLimits, MlaPrefill, MlaRow, MlaTopP
 
 logger = logging.getLogger(LOGGER)
@@ -124,7 +123,7 @@ class MlaWorker:
             limits=MlaLimits(
                 step_tokens,
                 max(step_tokens, compat.mla_chunk_tokens(vllm_config)),
-                method.num_scored if isinstance(method, MlaTopP) else HALF_SCORED,
+                method.num_scored,
             ),
             dtype=self._dtype,
             device=self._device,
