@@ -285,9 +285,9 @@ class Thresholds:
         return Fallback.FEW_PAIRS if Reach().pairs(seq_len - sparse_len, seq_len) < self.min_pairs else None
 
     @property
-    def severity(self) -> tuple[float, int]:
+    def severity(self) -> tuple[float, int, int]:
         """Sort key: larger if fewer rows run sparse."""
-        return math.inf if self.min_tokens is None else self.min_tokens, self.min_query_tokens
+        return math.inf if self.min_tokens is None else self.min_tokens, self.min_query_tokens, self.min_pairs
 
     def __str__(self) -> str:
         """Format the thresholds for the log."""
