@@ -145,7 +145,7 @@ def test_the_table_is_what_servers_read(card, tmp_path, monkeypatch):
     entry = written["entries"][0]
     assert set(entry) == {
         "device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim", "min_tokens",
-        "min_query_tokens", "vllm", "triton", "date", "command",
+        "min_query_tokens", "chunk_tokens", "vllm", "triton", "date", "command",
     }  # fmt: skip
     assert (entry["device"], entry["engine"], entry["min_tokens"]) == ("a CPU", "portable", 128)
     assert entry["min_query_tokens"] == 20  # 8 ms over 2 ms everywhere

@@ -25,6 +25,7 @@ from vllm_sparse_backend.config import strict_yaml
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import Profile, load_profile
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_kernels.layer import methods_by_head
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.sale.method import Sale
@@ -86,7 +87,7 @@ def best_of_lookups(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
 def test_a_floor_is_chosen_for_heads_that_lose_lookups_without_it(tmp_path, best_of_lookups, head_dim, channels):
     profile = best_of_lookups(head_dim)
     sparse = TopP(kept_mass=0.7, most_share=0.1, channels=channels)
-    floored = replace(sparse, floor=FLOOR)
+    floored = replace(sparse, floor=FLOOR, queries="all")
     assert profile.methods_of(0, HEADS) == (floored, sparse, floored, sparse)
     assert profile.provenance.held_out["heads_within_bound"] == 1.0
     density = profile.provenance.figures.rows("density", profile.model)[0]
@@ -107,14 +108,13 @@ def test_a_profile_with_both_is_written_read_and_served(tmp_path, best_of_lookup
     assert "channels: low_rank" in path.read_text()
     assert "floor: 0.5" in path.read_text()
     plan = Plan.build(SparsePrefillConfig(profile=str(path)), profile.model)
-    (group,) = plan.layers[0]
-    assert group.method.of_heads(HEADS) == profile.methods_of(0, HEADS)
+    assert tuple(methods_by_head(plan.layers[0])) == profile.methods_of(0, HEADS)
     model = model_folder(tmp_path / "served", CONFIG | {"head_dim": 128})
     for command in (("check", path, model), ("show", path, model)):
         result = CliRunner().invoke(app, ["profile", *map(str, command)])
         assert result.exit_code == 0, result.output
         assert "low_rank" in result.output
-    assert 'channels="low_rank" floor=0.5' in result.output
+    assert 'channels="low_rank" queries="all" floor=0.5' in result.output
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks by schemas")
     schema = json.loads(CliRunner().invoke(app, ["profile", "schema"]).output)
     jsonschema.validate(json.loads(json.dumps(strict_yaml.parse(path.read_text(), ""))), schema)
@@ -124,9 +124,13 @@ def test_low_rank_is_no_candidate_where_it_equals_half():
     names = independent_methods()
     candidates = {head_dim: candidates_of(names, head_dim) for head_dim in (64, 128)}
     of_top_p = {head_dim: [m for m in settings if isinstance(m, TopP)] for head_dim, settings in candidates.items()}
-    assert {kind_of(method) for method in of_top_p[64]} == {TopP(), TopP(floor=FLOOR)}
+    assert {kind_of(method) for method in of_top_p[64]} == {TopP(), TopP(floor=FLOOR, queries="all")}
     low_rank = TopP(channels="low_rank")
-    assert {kind_of(method) for method in of_top_p[128]} == {TopP(), low_rank, replace(low_rank, floor=FLOOR)}
+    assert {kind_of(method) for method in of_top_p[128]} == {
+        TopP(),
+        low_rank,
+        replace(low_rank, floor=FLOOR, queries="all"),
+    }
     for settings in candidates.values():
         assert len(set(settings)) == len(settings)
         assert [m for m in settings if m not in of_top_p[64] + of_top_p[128]] == [
@@ -140,7 +144,7 @@ def curve(*, half: int, low_rank: int, floored: int):
     def judged(method):
         if isinstance(method, Dense):
             return figures(0.0, 1.0)
-        place = LADDER.index(replace(method, channels="half", floor=0.0))
+        place = LADDER.index(replace(method, channels="half", queries="half", floor=0.0))
         least = floored if method.floor else low_rank if method.channels == "low_rank" else half
         return figures(0.1 if place >= least else 1.0, 0.1 + 0.02 * place)
 
@@ -194,7 +198,10 @@ def test_cheaper_kinds_of_top_p_are_judged_first(low_rank_ms):
     kinds = kinds_in_order(candidates, TimeTable(low_rank_ms=low_rank_ms), HEADS)
     assert kinds[:2] == [kind_of(Sale()), kind_of(Sale(channels="half"))]
     plain = [TopP(channels="low_rank"), TopP()]
-    assert kinds[2:] == [*(plain if low_rank_ms < 1 else plain[::-1]), TopP(channels="low_rank", floor=FLOOR)]
+    assert kinds[2:] == [
+        *(plain if low_rank_ms < 1 else plain[::-1]),
+        TopP(channels="low_rank", queries="all", floor=FLOOR),
+    ]
 
 
 def test_heads_with_and_without_a_floor_share_one_selection():

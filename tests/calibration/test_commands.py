@@ -67,7 +67,7 @@ def test_some_heads_of_the_demos_model_get_a_floor(tmp_path):
     options = ("--tokens", 4096, "--count", 1, "--chunk", 2048, "--min-tokens", 2048, "--device", "cpu")
     code, said = command("best", NEEDLE, "--out", out, "--text", text, *options, "--method", "top_p", "--high", 1.01)
     assert code == 0, said
-    assert "top_p floor=0.5" in said
+    assert 'top_p queries="all" floor=0.5' in said
     profile = load_profile(str(out))
     model = profile.model
     methods = [profile.methods_of(layer, model.num_heads) for layer in range(model.num_layers)]

@@ -7,7 +7,7 @@ They are the ladders of all methods (``MethodSpec.ladder``), and two more kinds 
   many pairs at the same p.
 * A ``floor``. It takes more time, and keeps more pairs at the same p. It pays for a head in which a sparser setting
   loses single queries, such as lookups: the floor adds blocks for these queries only, but a larger p adds
-  blocks for all queries.
+  blocks for all queries. Every query is scored, because a floor holds for scored queries only.
 
 Every judgement runs selection and attention on all prompts. A variant of ``top_p`` is therefore judged after its
 cheaper variants, and for each head only with settings that are sparser than theirs within the bound.
@@ -22,7 +22,7 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p.method import TopP
 
 FLOOR = 0.5
-"""Floor of the candidates with a floor: every scored query keeps at least half of its estimated attention."""
+"""Floor of the candidates with a floor: every query keeps at least half of its estimated attention."""
 
 
 def candidates_of(names: Sequence[str], head_dim: int) -> list[Method]:
@@ -51,7 +51,9 @@ def _variants(ladder: Sequence[TopP], head_dim: int) -> list[TopP]:
     """
     has_low_rank = TopP(channels="low_rank").is_low_rank(head_dim)
     low_rank = [replace(setting, channels="low_rank") for setting in ladder] if has_low_rank else []
-    floored = [replace(setting, floor=FLOOR) for setting in low_rank or ladder if _is_sparser(setting, TopP())]
+    floored = [
+        replace(setting, floor=FLOOR, queries="all") for setting in low_rank or ladder if _is_sparser(setting, TopP())
+    ]
     return [*low_rank, *floored]
 
 
