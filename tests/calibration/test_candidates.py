@@ -31,6 +31,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.top_p.method import TopP
 
+FULL = pytest.mark.full
 BOUND = Bound(of_default=1.5)
 LADDER = ladder_of("top_p")
 
@@ -66,7 +67,7 @@ def best_profile(job: Job) -> Profile:
     return calibrate(job, cheapest_strategy(["top_p"]), {"high": BOUND}, "a test")
 
 
-@pytest.mark.parametrize(("low_rank_ms", "channels"), [(0.5, "low_rank"), (1.5, "half")])
+@pytest.mark.parametrize(("low_rank_ms", "channels"), [(0.5, "low_rank"), pytest.param(1.5, "half", marks=FULL)])
 def test_low_rank_is_chosen_where_its_selection_takes_less_time(tmp_path, low_rank_ms, channels):
     profile = best_profile(lookup_job(tmp_path, 128, TimeTable(low_rank_ms=low_rank_ms, floor_ms=100.0)))
     methods = profile.methods_of(0, HEADS)
@@ -83,7 +84,7 @@ def best_of_lookups(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
     return cache(lambda head_dim: best_profile(lookup_job(tmp_path_factory.mktemp("lookups"), head_dim, TimeTable())))
 
 
-@pytest.mark.parametrize(("head_dim", "channels"), [(64, "half"), (128, "low_rank")])
+@pytest.mark.parametrize(("head_dim", "channels"), [pytest.param(64, "half", marks=FULL), (128, "low_rank")])
 def test_a_floor_is_chosen_for_heads_that_lose_lookups_without_it(tmp_path, best_of_lookups, head_dim, channels):
     profile = best_of_lookups(head_dim)
     sparse = TopP(kept_mass=0.7, most_share=0.1, channels=channels)

@@ -139,6 +139,7 @@ def chunked(model: Path, *runs: tuple[dict[str, Any] | None, Sequence[str]]) -> 
 A_SHAPE = {"method": "a_shape", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 
 
+@pytest.mark.full
 def test_chunks_and_cached_prefixes(mla_model: Path) -> None:
     """Windows longer than the prompt give stock's tokens. With short ones, exact requests get stock's tokens, and
     sparse requests with the same beginning read only those of their blocks that lie within ``min_tokens``.
