@@ -27,9 +27,10 @@ if not HAS_CUDA:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # other workers use the other cores
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.helpers.triton_interpreter import save_what_is_thrown_away
+    from tests.helpers.triton_interpreter import save_what_is_thrown_away, sum_float32_products_in_float64
 
     save_what_is_thrown_away()
+    sum_float32_products_in_float64()
 
 
 ROOT = Path(__file__).parents[1]

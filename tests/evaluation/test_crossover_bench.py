@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a crossover compares: times that attention adds to linear layers, on a stand-in for the card."""
+"""`bench crossover` compares the times that attention adds to linear layers. A stand-in replaces the card."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -115,3 +115,20 @@ def test_numpy_multiplies_matrices_in_a_single_thread() -> None:
         if hasattr(library, name)
     )  # fmt: skip
     assert num_threads() == int(os.environ["OPENBLAS_NUM_THREADS"])
+
+
+@triton.jit
+def _product_kernel(left, right, out):
+    o_m = tl.arange(0, 16)
+    place = o_m[:, None] * 16 + o_m[None, :]
+    tl.store(out + place, tl.dot(tl.load(left + place), tl.load(right + place), input_precision="ieee"))
+
+
+def test_products_of_float32_are_rounded_once() -> None:
+    """In float32, numpy would lose the small products, in an order that depends on its library."""
+    left, right = torch.ones(16, 16), torch.full((16, 16), 2.0**-24)
+    right[0] = 1.0
+    out = torch.empty(16, 16)
+    _product_kernel[(1,)](left, right, out)
+    assert torch.equal(out.double(), (left.double() @ right.double()).float().double())
+    assert float(out[0, 0]) == 1 + 2.0**-20

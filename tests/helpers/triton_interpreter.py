@@ -8,7 +8,8 @@
 * For each value that a kernel computes, it creates a type with name and sizes, and tests how to convert and broadcast
   the operands, although kernels have few types.
 
-Kernels' results, and all checks that Triton makes, are unchanged.
+Kernels' results, and all checks that Triton makes, are unchanged. ``sum_float32_products_in_float64`` changes results:
+numpy sums the products of a matrix in an order that depends on its library and number of threads.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -103,6 +105,19 @@ def _derive_types_once() -> None:
     semantic.broadcast_impl_value = broadcast_impl_value
     semantic.computation_type_impl = cache(semantic.computation_type_impl)
     interpreter._get_np_dtype = get_np_dtype
+
+
+def sum_float32_products_in_float64() -> None:
+    """Let the interpreter sum products of float32 matrices in float64, and round once, whatever library numpy has."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if a.data.dtype != np.float32 or d.data.dtype != np.float32:
+            return create_dot(self, a, b, d, *options)
+        sums = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return interpreter.TensorHandle(sums.astype(np.float32), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot
 
 
 def save_what_is_thrown_away() -> None:

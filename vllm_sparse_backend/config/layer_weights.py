@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a model's linear layers and recurrences, read from its config.
+"""Reads the sizes of a model's linear layers and recurrences from its config.
 
-They decide how much time a prompt spends outside of attention.
+They determine how much time a prompt spends outside of attention.
 """
 
 from collections.abc import Iterator, Mapping
@@ -151,7 +151,7 @@ def _state_elements(widths: Mapping[str, int]) -> int | None:
 
 
 def _inner_width(widths: Mapping[str, int], hidden: int, has_experts: bool) -> int:
-    """Return the inner width of a feed-forward layer: of a dense layer, or the sum over all experts of a token."""
+    """Return the inner width of a feed-forward layer; with experts, the sum of the widths of a token's experts."""
     inner = widths["intermediate_size"] or widths["n_inner"] or 4 * hidden
     experts = widths["num_experts_per_tok"]
     if not experts or not has_experts:

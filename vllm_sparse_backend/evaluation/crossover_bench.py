@@ -48,7 +48,7 @@ MARGIN = 1.03
 LAYERS = 4
 """Layers that follow each other in a step."""
 NOISE = 0.01
-"""Share of the linear layers' time by which repeated measurements differ. Shorter times of attention count as this."""
+"""Repeated measurements of linear layers differ by this share of their time. Attention counts as taking at least it."""
 STEPS = 2
 """Steps of a pass. With more steps, the wait for the last step matters less."""
 PASSES_S = 0.25

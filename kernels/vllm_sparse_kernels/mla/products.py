@@ -102,14 +102,14 @@ def run_products(
 
 
 def product_sizes(head_dim: int, channels: int) -> tuple[int, int]:
-    """Return the channels of the two products whose sum is a score.
+    """Divide the channels of a score between two products, which are added.
 
     Args:
         head_dim: Channels of a query, not a power of two.
         channels: Channels that are multiplied: ``head_dim``, or a power of two.
 
     Returns:
-        Powers of two. The second may be 0.
+        Channels of each product, powers of two. The second may be 0.
     """
     if channels < head_dim:
         return channels, 0
@@ -187,7 +187,7 @@ def load_reach(fields, CAUSAL: tl.constexpr):
     do_not_specialize_on_alignment=["sets"],  # a run may begin at an odd set
 )
 def _products_kernel(rounded, k_main, k_extra, products, tiles, sets, first_tile, num_tiles, width, SHAPE):
-    """Multiply up to ROWS scored queries of neighbouring tiles of one row and head with a span of keys.
+    """Multiply up to ROWS scored queries, from neighbouring tiles of one row and head, with a span of keys.
 
     Grid: (sets · parts of a set, spans, heads). Bound by the matrix units.
 

@@ -215,7 +215,7 @@ def test_half_of_the_queries_are_the_second_of_each_two(length: int, expected: l
 
 
 def test_new_tokens_restart_the_sums_of_scored_queries_only(device: str) -> None:
-    """An engine that is reused has sums of an earlier layer, perhaps of other queries."""
+    """The next layer uses the same engine, which still has the sums of this layer."""
     engine, fresh = (prefill(device, torch.float32 if device == "cpu" else torch.float16) for _ in range(2))
     row = MlaRow(0, 3, 100, 0, 0, 3, 100)
     attend(fresh, HALF, [row], True, inputs_of([row], device, engine.dtype))
