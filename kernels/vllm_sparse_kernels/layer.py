@@ -166,7 +166,9 @@ class Layer:
     engine: AttendEngine = PORTABLE
 
     @staticmethod
-    def of(groups: LayerPlan, head_dim: int, device: torch.device, engine: str = "auto") -> "Layer":
+    def of(
+        groups: LayerPlan, head_dim: int, device: torch.device, engine: str = "auto", block_tokens: int | None = None
+    ) -> "Layer":
         """Build the layer as it runs before any trial. Synchronises with the device: call it outside of steps.
 
         Args:
@@ -175,6 +177,7 @@ class Layer:
             device: Device of the layer.
             engine: Name of the configured attention engine, on which the width of index blocks depends. The layer
                 attends on ``portable`` until another engine is chosen (``dataclasses.replace``).
+            block_tokens: Keys of an index block; None for the width that suits the methods (``block_width``).
 
         Returns:
             The layer. Each group selects on the first engine that accepts it.
@@ -185,7 +188,7 @@ class Layer:
             groups,
             tuple(torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups),
             attend_options(methods, device),
-            index_block_tokens(methods, head_dim, device, engine),
+            block_tokens or index_block_tokens(methods, head_dim, device, engine),
             by_kernels=device.type == "cuda",
             select_engines=tuple(choose_select_engine(spec).engine for spec in specs),
         )

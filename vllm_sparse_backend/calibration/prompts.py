@@ -76,14 +76,41 @@ def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int
     rng = random.Random(f"{seed}/{part}")
     # Passages that occur twice come from the text's last part, which fills no prompt.
     passages = text_ids[count * num_tokens :]
-    prompts = []
-    for i in range(count):
-        stretch = text_ids[i * num_tokens : (i + 1) * num_tokens]
-        threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
-        _drop_threads(threads, num_tokens // 2 - len(start))
-        _require_room(threads, num_tokens, len(start), model)
-        prompts.append(tuple(_woven(start, stretch, list(chain.from_iterable(threads.values())), num_tokens, rng)))
-    return PromptSet(tuple(prompts))
+    stretches = [text_ids[i * num_tokens : (i + 1) * num_tokens] for i in range(count)]
+    return PromptSet(
+        tuple(insert_threads(stretch, passages, start, encode, rng, tokenizer=str(model)) for stretch in stretches)
+    )
+
+
+def insert_threads(
+    stretch: Sequence[int],
+    passages: Sequence[int],
+    start: Sequence[int],
+    encode: Encode,
+    rng: random.Random,
+    tokenizer: str,
+) -> tuple[int, ...]:
+    """Make a prompt: insert threads of each kind into a text, whose end is dropped to make room for them.
+
+    Args:
+        stretch: Token ids of the text, as many as the prompt will have.
+        passages: Token ids of another text, from which repeated passages are taken.
+        start: Token ids that begin every prompt.
+        encode: Returns the token ids of a line.
+        rng: Source of the threads and their places.
+        tokenizer: Name of the tokenizer, for the error.
+
+    Returns:
+        Token ids, as many as ``stretch`` has.
+
+    Raises:
+        ConfigurationError: Threads of all kinds, one of each, would take more than half of the prompt.
+    """
+    num_tokens = len(stretch)
+    threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
+    _drop_threads(threads, num_tokens // 2 - len(start))
+    _require_room(threads, num_tokens, len(start), tokenizer)
+    return tuple(_woven(start, stretch, list(chain.from_iterable(threads.values())), num_tokens, rng))
 
 
 def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
@@ -102,7 +129,7 @@ def _tokens(threads: Sequence[Thread]) -> int:
     return sum(len(line) for thread in threads for line in thread)
 
 
-def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, model: Path) -> None:
+def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, tokenizer: str) -> None:
     """Raise ConfigurationError if threads of all kinds, one of each, take more than half of a prompt."""
     needed = 2 * (num_start + sum(map(_tokens, threads.values())))
     if needed <= num_tokens:
@@ -110,8 +137,8 @@ def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_star
     lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} of a line of {kind}" for kind in KINDS)
     raise ConfigurationError(
         f"prompts: given {num_tokens:,} tokens, expected at least {needed:,}, because lookup lines may take at most "
-        f"half of a prompt: the tokenizer of {model} makes {lines}; ask for longer prompts with --tokens, or give your "
-        "own with --prompts and --held-out"
+        f"half of a prompt: the tokenizer of {tokenizer} makes {lines}; ask for longer prompts with --tokens, or give "
+        "your own with --prompts and --held-out"
     )
 
 

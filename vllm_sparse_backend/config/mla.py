@@ -90,6 +90,11 @@ def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
         )
     if config.guard is not None:
         yield f"{place}.guard: given, but the guard does not check multi-head latent attention; leave it out"
+    if config.streaming_heads is not None:
+        yield (
+            f"{place}.streaming_heads: given, but streaming heads are not measured for multi-head latent attention; "
+            "leave it out"
+        )
     if config.check_index:
         yield f"{place}.check_index: given true, but multi-head latent attention has no index; leave it out"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from vllm_sparse_backend.config.errors import ConfigurationError, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
-from vllm_sparse_backend.config.settings import KEY, OPTION, RequestsConfig
+from vllm_sparse_backend.config.settings import KEY, OPTION, RequestsConfig, StreamingHeadsConfig
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_kernels.layer import LayerPlan, methods_by_head
 from vllm_sparse_kernels.methods import name_of
@@ -372,7 +372,9 @@ def _shown(level: str) -> str:
     return ON if level == DEFAULT else level
 
 
-def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
+def fingerprint(
+    plan: Plan, numbers: Mapping[str, object] | None = None, streaming_heads: StreamingHeadsConfig | None = None
+) -> str:
     """Hash the settings that decide which keys and values are written past the exact positions.
 
     These settings are the method of each layer and head, the lengths from which rows run sparse, and the version of the
@@ -382,6 +384,7 @@ def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
         plan: The plan of the whole model at one level.
         numbers: Values of ``auto`` on the server's device (``Plan.numbers``); None if nothing is
             ``auto``.
+        streaming_heads: The setting; None if streaming heads are off.
 
     Returns:
         16 hexadecimal digits, equal for equal settings in every process.
@@ -391,6 +394,7 @@ def fingerprint(plan: Plan, numbers: Mapping[str, object] | None = None) -> str:
         "min_tokens": plan.min_tokens,
         "min_query_tokens": plan.min_query_tokens,
         "numbers": numbers,
+        "streaming_heads": None if streaming_heads is None else streaming_heads.model_dump(),
         "shape": asdict(plan.shape),
         "version": package_version(PACKAGE),
     }

@@ -26,7 +26,11 @@ from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY, OPTION
 from vllm_sparse_backend.config.method_parameters import make_method, method_names
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.ranges import MOST_COUNT, Ranges
+from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
+
+SCORING_METHOD = "top_p"
+"""The method that streaming heads replace in long prompts."""
 
 
 class GuardConfig(Section):
@@ -56,6 +60,14 @@ class GuardConfig(Section):
     def period_steps(self) -> int:
         """Steps with sparse rows per check of a layer."""
         return max(round(1 / self.rate), 1)
+
+
+class StreamingHeadsConfig(Section):
+    """Settings of streaming heads, which keep only the first and the nearest keys (docs/streaming_heads.md)."""
+
+    min_context_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)] = 49_152
+    """Number of earlier tokens of a request from which streaming heads keep only 128 first and 2,048 nearest keys in a
+    step. With fewer earlier tokens, `top_p` keeps about as few keys itself."""
 
 
 def _to_level(value: object) -> object:
@@ -124,6 +136,10 @@ class SparsePrefillConfig(Section):
     """Compares layers with dense attention on live requests, and runs inaccurate layers dense. `{}` turns the guard on
     with its defaults. See docs/guard.md."""
 
+    streaming_heads: StreamingHeadsConfig | None = None
+    """Finds streaming heads at start-up, by running the model on a generated prompt, and does not score their keys in
+    long prompts. `{}` turns this on with its defaults. Only for `top_p`. See docs/streaming_heads.md."""
+
     switch: StrictBool = False
     """Allows `sparse-prefill switch` to make all new requests exact, and back, without a restart. Any client that may
     post to the server's `/v1` can then do so. See docs/operations.md#roll-back."""
@@ -158,6 +174,27 @@ class SparsePrefillConfig(Section):
         conflicts = [field for field in ("method", "params") if field in self.model_fields_set]
         if self.profile is not None and conflicts:
             raise ValueError(f"given both profile {self.profile!r} and {conflicts[0]}, expected only one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _streaming_heads_replace_scores(self) -> "SparsePrefillConfig":
+        if self.streaming_heads is None:
+            return self
+        if self.profile is not None:
+            raise ValueError(
+                f"given both profile {self.profile!r} and streaming_heads, expected only one of them: a profile "
+                "already has a method for each head"
+            )
+        method = self.uniform_method()
+        if name_of(method) != SCORING_METHOD:
+            raise ValueError(
+                f"streaming_heads: given with method {self.method!r}, expected {SCORING_METHOD} or default, the method "
+                "whose scoring streaming heads save; leave one of them out"
+            )
+        if method.share_kept == 1:
+            raise ValueError(
+                "streaming_heads: given with kept_mass 1, which keeps every key, expected less; leave one of them out"
+            )
         return self
 
     def uniform_method(self) -> Method:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -316,6 +317,67 @@ def stock_backend(
         candidates, _ = current_platform.get_valid_backends(capability, config)
     first = min(candidates, key=lambda candidate: candidate.priority, default=None)
     return str(DenseBackend.get_name() if first is None else first.backend.name)
+
+
+def cache_folder() -> Path:
+    """Return the folder in which vLLM caches what it computes at start-up.
+
+    Returns:
+        The folder that ``VLLM_CACHE_ROOT`` names; it need not exist.
+    """
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT).expanduser()
+
+
+def tokenizer(vllm_config: VllmConfig) -> Any:
+    """Return the served model's tokenizer.
+
+    Args:
+        vllm_config: vLLM's configuration, without ``skip_tokenizer_init``.
+
+    Returns:
+        vLLM's tokenizer, with ``encode`` and ``bos_token_id``.
+    """
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(vllm_config.model_config)
+
+
+def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int]) -> None:
+    """Run the model on a prompt without a KV cache, as vLLM's profile run does.
+
+    Attention layers get no metadata.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        model: The loaded model, of a single pipeline stage.
+        token_ids: The prompt, at most as long as a step's new tokens.
+    """
+    from vllm.forward_context import set_forward_context
+
+    device = current_device()
+    ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
+    positions = torch.arange(len(token_ids), dtype=torch.int64, device=device)
+    with (
+        torch.inference_mode(),
+        set_current_vllm_config(vllm_config),
+        set_forward_context(None, vllm_config, num_tokens=len(token_ids)),
+    ):
+        model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+
+
+def query_scale(query: torch.Tensor, layer: Any) -> float:
+    """Return the factor from elements of a layer's queries to their values.
+
+    Args:
+        query: The queries that a layer's implementation gets.
+        layer: vLLM's attention layer.
+
+    Returns:
+        The layer's scale if the queries are in fp8; otherwise 1.
+    """
+    return float(layer._q_scale_float) if query.dtype == FP8 else 1.0
 
 
 def pools(vllm_config: VllmConfig) -> bool:

@@ -51,6 +51,9 @@ SERVER = "servers' processes"
 CORE = "the engine's core"
 WORKER = "workers"
 MLA_WORKER = "workers, for multi-head latent attention"
+STREAMING_OLDER = "workers with the older runner, for streaming heads"
+STREAMING_NEWER = "workers with Model Runner V2, for streaming heads"
+STREAMING_ON_CPU = "workers on a CPU, for streaming heads"
 OLDER = "workers with the older runner"
 NEWER = "workers with Model Runner V2"
 UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: 0.26 to 0.29, hybrid models, encoders"
@@ -150,7 +153,7 @@ def serves(vllm_config: Any) -> bool:
     return False
 
 
-def _begun(install: Callable[[], None]) -> Callable[[Function], Function]:
+def _begun(install: Callable[[Any], None]) -> Callable[[Function], Function]:
     """Install a process's hooks in a constructor that takes ``vllm_config``, if the configuration is ours.
 
     Spawned processes load plugins before they have a configuration. They receive it complete, so vLLM's check of a new
@@ -161,8 +164,9 @@ def _begun(install: Callable[[], None]) -> Callable[[Function], Function]:
         signature = inspect.signature(original)
 
         def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-            if serves(signature.bind(self, *args, **kwargs).arguments["vllm_config"]):
-                install()
+            vllm_config = signature.bind(self, *args, **kwargs).arguments["vllm_config"]
+            if serves(vllm_config):
+                install(vllm_config)
             original(self, *args, **kwargs)
 
         return construct
@@ -405,6 +409,38 @@ def _batch_told(original: Function) -> Function:
     return prepare_attn
 
 
+# --- workers: streaming heads ---
+
+
+def _profiled(original: Function) -> Function:
+    """Find the streaming heads after vLLM's profile run: it has compiled the model, and the cache does not exist."""
+
+    def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        _find_streaming_heads(self.vllm_config, self)
+        return result
+
+    return profile_run
+
+
+def _measured_on_cpu(original: Function) -> Function:
+    """Find the streaming heads on a CPU, where vLLM may skip the profile run."""
+
+    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        _find_streaming_heads(self.vllm_config, self.model_runner)
+        return result
+
+    return determine_available_memory
+
+
+def _find_streaming_heads(vllm_config: Any, runner: Any) -> None:
+    if is_selected(vllm_config.attention_config):
+        from vllm_sparse_backend.serving.worker.streaming_heads import find_streaming_heads
+
+        find_streaming_heads(vllm_config, runner.get_model())
+
+
 # --- workers: multi-head latent attention ---
 
 
@@ -444,13 +480,18 @@ def _layer_of_mla_known(original: Function) -> Function:
 # --- processes that are spawned ---
 
 
-def _core_begins() -> None:
+def _core_begins(vllm_config: Any) -> None:
     install_in_core()
 
 
-def _worker_begins() -> None:
-    if (problem := install_counters()) is not None:
+def _worker_begins(vllm_config: Any) -> None:
+    problem = install_counters()
+    if problem is not None:
         logger.warning("%s", problem)
+    from vllm_sparse_backend.serving.resolution import settings_of
+
+    if settings_of(vllm_config).streaming_heads is not None:
+        install_for_streaming_heads(vllm_config)
 
 
 # --- the table ---
@@ -519,6 +560,12 @@ HOOKS = (
          _known, "the requests of a step are mapped to levels"),
     Hook(UNNUMBERED, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",),
          _batch_told, "the rows of a step are mapped to requests"),
+    Hook(STREAMING_OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "profile_run", (), _profiled,
+         "streaming heads are found before the KV cache exists"),
+    Hook(STREAMING_NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "profile_run", (), _profiled,
+         "streaming heads are found before the KV cache exists"),
+    Hook(STREAMING_ON_CPU, "vllm.v1.worker.cpu_worker", "CPUWorker", "determine_available_memory", (),
+         _measured_on_cpu, "streaming heads are found before the KV cache exists"),
     Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build",
          ("common_prefix_len", "common_attn_metadata", "fast_build"), _rows_of_mla_known,
          "the rows that prefill are mapped to requests"),
@@ -616,6 +663,20 @@ def install_in_worker(vllm_config: Any) -> None:
     newer = (NEWER,) if numbers_rows(vllm_config) else (NEWER, UNNUMBERED)
     for where in (WORKER, *(newer if vllm_config.use_v2_model_runner else (OLDER,))):
         _install(where)
+
+
+def install_for_streaming_heads(vllm_config: Any) -> None:
+    """Install a worker's hooks that find streaming heads at its start.
+
+    Args:
+        vllm_config: vLLM's configuration, which decides on the model runner.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _install(STREAMING_ON_CPU)
+    else:
+        _install(STREAMING_NEWER if vllm_config.use_v2_model_runner else STREAMING_OLDER)
 
 
 def install_for_mla() -> None:

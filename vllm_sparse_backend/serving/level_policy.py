@@ -63,7 +63,10 @@ def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choice
     permitted = all_choices.under(policy)
     if connectors & BY_BLOCK_HASH:
         numbers = resolved.numbers()
-        salts = {level: f"{level}:{fingerprint(plan, numbers[level])}" for level, plan in resolved.plans.items()}
+        streaming = resolved.config.streaming_heads
+        salts = {
+            level: f"{level}:{fingerprint(plan, numbers[level], streaming)}" for level, plan in resolved.plans.items()
+        }
     else:
         salts = {level: level for level in (EXACT, *resolved.plans) if level != permitted.default}
     uniform_levels = {EXACT, DEFAULT} if resolved.pools else {*permitted.levels, DEFAULT}

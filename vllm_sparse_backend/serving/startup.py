@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.model_check import layer_reasons
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import RELEASES
-from vllm_sparse_backend.serving import compat, rust_frontend
+from vllm_sparse_backend.serving import compat, rust_frontend, streaming_startup
 from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
@@ -122,6 +122,8 @@ def shared_refusals(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str
 
 def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     yield from shared_refusals(vllm_config, resolved)
+    if resolved.config.streaming_heads is not None:
+        yield from streaming_startup.problems(vllm_config, resolved)
     # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
     if _optional(vllm_config, "speculative_config", "enable_adaptive_verification"):
         yield (

@@ -256,7 +256,11 @@ class Room:
         return all(self._fits_alone(chunk.query_len, chunk.context_len) for chunk in self.chunks(row))
 
     def slabs(
-        self, rows: Sequence[Row], block_table: torch.Tensor, request: RequestLevel = SERVER_LEVEL
+        self,
+        rows: Sequence[Row],
+        block_table: torch.Tensor,
+        request: RequestLevel = SERVER_LEVEL,
+        is_long: bool = False,
     ) -> tuple[Slab, ...]:
         """Divide rows into as few slabs as possible, each of which fits into the arena.
 
@@ -266,6 +270,7 @@ class Room:
             rows: Rows that fit (``fits``), at least one.
             block_table: [num_rows, max_pages] int32, pages of the rows by their number.
             request: Level of all these rows.
+            is_long: Whether their context is long (``Slab.is_long``).
 
         Returns:
             Slabs with all rows, in order.
@@ -274,7 +279,7 @@ class Room:
         if len(chunks) == len(rows):
             whole = kernel_rows(rows, block_table)
             if self.needed(whole) <= self.num_bytes:
-                return (Slab(whole, request),)
+                return (Slab(whole, request, is_long),)
         packed: list[list[Row]] = []
         for chunk in chunks:
             # Two chunks of the same row would need its pages twice.
@@ -282,7 +287,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(Slab(kernel_rows(part, block_table), request) for part in packed)
+        return tuple(Slab(kernel_rows(part, block_table), request, is_long) for part in packed)
 
     def chunks(self, row: Row) -> list[Row]:
         """Cut a row into the fewest chunks of equal size that fit into the arena one at a time.

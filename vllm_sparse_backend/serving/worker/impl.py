@@ -66,6 +66,12 @@ class DenseAttention(NamedTuple):
         self.forward(self.layer, *part, self.kv_cache, run.metadata, out, *self.scales, **self.kwargs)
 
 
+AttendWithoutCache = Callable[
+    ["SparsePrefillImpl", torch.nn.Module, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], None
+]
+"""Writes the output of a layer, given its implementation, vLLM's layer, (query, key, value) and the output."""
+
+
 class SparsePrefillImpl(compat.DenseImpl):
     """Attention of one layer. It runs dense until ``adopt`` gives it levels.
 
@@ -74,6 +80,8 @@ class SparsePrefillImpl(compat.DenseImpl):
         worker: State that all layers of the worker share; None until the layer needs it.
         levels: Methods and engines of the layer by level; empty while it runs dense.
         number: Number of the layer in the model, once it is adopted.
+        attend_without_cache: Computes the attention of a run without metadata while streaming heads are measured;
+            otherwise None.
     """
 
     out_dtype: torch.dtype | None = None
@@ -97,6 +105,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         self.fallback: Fallback | None = layer_fallback(traits)
         self.worker: Worker | None = None
         self.levels: Mapping[str, LayerLevel] = {}
+        self.attend_without_cache: AttendWithoutCache | None = None
 
     @property
     def is_adopted(self) -> bool:
@@ -210,6 +219,11 @@ class SparsePrefillImpl(compat.DenseImpl):
             ``output``.
         """
         if attn_metadata is None:
+            if self.attend_without_cache is not None:
+                assert key is not None
+                assert value is not None
+                self.attend_without_cache(self, layer, (query, key, value), output)
+                return output
             self._reserve_in_profile_run(query.device)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
         if step is None or not self._runs_sparse_in(step):  # decodes, dense prefills and dense layers
@@ -272,8 +286,10 @@ class SparsePrefillImpl(compat.DenseImpl):
 
     def _plan_of(self, slab: Slab) -> Layer:
         """Return the methods and engines for the level of a slab, with the p that its requests set."""
-        layer, kept_mass = self.levels[slab.level].layer, slab.request.kept_mass
-        return layer if kept_mass is None else with_kept_mass(layer, kept_mass)
+        level, kept_mass = self.levels[slab.level], slab.request.kept_mass
+        if slab.is_long and level.streaming_layer is not None:
+            return level.streaming_layer
+        return level.layer if kept_mass is None else with_kept_mass(level.layer, kept_mass)
 
     def _held_outputs(
         self,

@@ -10,7 +10,9 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.startup import other_decode, slow_path
@@ -108,6 +110,11 @@ class LayerAdoption:
         impls = {number: impl for number, impl in self._group_layers if reasons[number] is None}
         if not impls:
             return None
+        if worker.resolved.config.streaming_heads is not None and worker.streaming_heads is None:
+            raise ConfigurationError(
+                f"{OPTION} {KEY}.streaming_heads: this worker got its KV cache before it ran the model to find the "
+                "streaming heads; leave streaming_heads out"
+            )
         memory = worker.reserve_memory()
         guard = worker.get_guard()
         numbers = tuple(sorted(impls))

@@ -55,6 +55,8 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     row_counter: RowCounter
     room: Room | None
     guard_schedule: GuardSchedule | None
+    streaming_context_tokens: int | None
+    """Context length in tokens from which rows are long; None if streaming heads are off."""
 
     @classmethod
     def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
@@ -103,6 +105,8 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             heads_by_reach(self.vllm_config),
             counts_rows=adopted.is_first_group,
         )
+        streaming = worker.resolved.config.streaming_heads
+        self.streaming_context_tokens = None if streaming is None else streaming.min_context_tokens
         self.guard_schedule = None
         if guard is not None:
             self.guard_schedule = GuardSchedule(guard, adopted.layers_by_level, worker.resolved.plan.largest_share)
@@ -146,15 +150,24 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, held, probes, spans, is_counted))
 
     def _slabs(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> tuple[Slab, ...]:
-        """Return the sparse parts of the rows by level, divided into slabs that fit into the arena."""
+        """Return the sparse parts of the rows by level and length, divided into slabs that fit into the arena."""
         assert self.room is not None
         slabs: list[Slab] = []
-        requests = {row.request for row in rows if row.is_sparse}
-        for request in sorted(requests, key=lambda level: (level.name, level.kept_mass or 0)):
-            ids = [i for i, row in enumerate(rows) if row.is_sparse and row.request == request]
+        kinds = {i: (row.request, self._is_long(row)) for i, row in enumerate(rows) if row.is_sparse}
+        for kind in sorted(set(kinds.values()), key=lambda kind: (kind[0].name, kind[0].kept_mass or 0, kind[1])):
+            ids = [i for i, row_kind in kinds.items() if row_kind == kind]
             parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
-            slabs += self.room.slabs(parts, copy_block_table_rows(common.block_table_tensor, ids), request)
+            slabs += self.room.slabs(parts, copy_block_table_rows(common.block_table_tensor, ids), *kind)
         return tuple(slabs)
+
+    def _is_long(self, row: BatchRow) -> bool:
+        """Return whether streaming heads keep only the first and the nearest keys in a row.
+
+        A request that sets p gets that share in every head.
+        """
+        if self.streaming_context_tokens is None or row.request.kept_mass is not None:
+            return False
+        return row.context_len >= self.streaming_context_tokens
 
     def _probes(
         self, common: CommonAttentionMetadata, rows: Sequence[BatchRow], slabs: Sequence[Slab]

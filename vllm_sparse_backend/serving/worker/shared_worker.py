@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """State that the layers of one worker share: settings, arena, counters and guard."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from vllm.config import VllmConfig
 
+from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.profile import EXACT
+from vllm_sparse_backend.config.settings import SCORING_METHOD
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import log_other_device, resolve
 from vllm_sparse_backend.serving.worker.arena import Memory
@@ -14,7 +16,8 @@ from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.guard import Guard
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
-from vllm_sparse_kernels.layer import Layer, LayerPlan
+from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, methods_by_head
+from vllm_sparse_kernels.methods import name_of
 
 
 class Worker:
@@ -32,6 +35,8 @@ class Worker:
         memory: The arena; None before ``reserve_memory``, or if no row ever runs sparse.
         guard: The guard; None before ``get_guard``, or if it is off.
         requests: The requests of this worker and their levels.
+        streaming_heads: By layer, the numbers of its streaming heads on this rank; None until they are found, or if
+            they are off.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, memory: Memory | None = None) -> None:
@@ -45,8 +50,9 @@ class Worker:
         self.memory = memory
         self.guard: Guard | None = None
         self.requests = RunnerRequests({EXACT, *self.resolved.plans})
+        self.streaming_heads: Mapping[int, frozenset[int]] | None = None
         self._logged: set[str] = set()
-        self._layers: dict[LayerPlan, Layer] = {}
+        self._layers: dict[tuple[LayerPlan, int | None], Layer] = {}
 
     def fits(self, vllm_config: VllmConfig) -> bool:
         """Return whether the plans are for this configuration's model.
@@ -80,19 +86,21 @@ class Worker:
             self.guard = Guard(settings, self.recorder, self.rank)
         return self.guard
 
-    def layer(self, groups: LayerPlan, head_dim: int) -> Layer:
+    def layer(self, groups: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
         """Return the methods and engines of layers with this plan.
 
         Args:
             groups: The groups of heads of a layer at one level.
             head_dim: Dimension of its heads.
+            block_tokens: Keys of an index block; None for the width that suits the methods.
 
         Returns:
             A single object for all layers with the same plan.
         """
-        if groups not in self._layers:
-            self._layers[groups] = Layer.of(groups, head_dim, self.device, self.resolved.config.engine)
-        return self._layers[groups]
+        key = groups, block_tokens
+        if key not in self._layers:
+            self._layers[key] = Layer.of(groups, head_dim, self.device, self.resolved.config.engine, block_tokens)
+        return self._layers[key]
 
     def layer_levels(self, number: int, groups_by_level: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
         """Return a layer's methods and engines at each level.
@@ -106,9 +114,27 @@ class Worker:
             The levels of the layer by name, the server's own first.
         """
         return {
-            level: LayerLevel(self.layer(groups, head_dim), stays_dense=plan.layer(number) is None)
+            level: LayerLevel(
+                self.layer(groups, head_dim),
+                stays_dense=plan.layer(number) is None,
+                streaming_layer=self._streaming_layer(number, groups, head_dim),
+            )
             for (level, plan), groups in zip(self.resolved.plans.items(), groups_by_level, strict=True)
         }
+
+    def _streaming_layer(self, number: int, groups: LayerPlan, head_dim: int) -> Layer | None:
+        """Return a layer whose streaming heads keep only the first and the nearest keys; None if it has none.
+
+        Its index has blocks of the same width as without streaming heads. The other heads thus keep the same keys, and
+        the arena has room for it.
+        """
+        heads = (self.streaming_heads or {}).get(number, frozenset())
+        methods = methods_by_head(groups)
+        scored = {head for head, method in enumerate(methods) if name_of(method) == SCORING_METHOD}
+        if not heads & scored:
+            return None
+        streaming = [STREAMING if head in heads & scored else method for head, method in enumerate(methods)]
+        return self.layer(layer_plan(streaming), head_dim, self.layer(groups, head_dim).block_tokens)
 
     def should_log(self, line: str) -> bool:
         """Return whether to log a line: True only for the first call with the line.

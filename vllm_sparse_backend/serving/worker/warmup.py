@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -21,7 +23,6 @@ from vllm_sparse_backend.serving.worker.arena import Row, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
 from vllm_sparse_kernels import PagedCache, Rows, Workspace
 from vllm_sparse_kernels.engine_trial import Batch
@@ -102,8 +103,8 @@ EngineKey = tuple[Layer, bool]
 """The plan of a layer at a level, and whether the layer has learnt sinks. Equal keys get the same engines."""
 
 
-def _engine_key(impl: SparsePrefillImpl, level: LayerLevel) -> EngineKey:
-    return level.layer, impl.sinks is not None
+def _engine_key(impl: SparsePrefillImpl, layer: Layer) -> EngineKey:
+    return layer, impl.sinks is not None
 
 
 def _warm_ups_by_key(
@@ -112,10 +113,10 @@ def _warm_ups_by_key(
     """Return a warm-up for each key among all levels of the layers, on the first layer with that key."""
     warm_ups: dict[EngineKey, WarmUp] = {}
     for impl in impls:
-        for level in impl.levels.values():
-            key = _engine_key(impl, level)
+        for layer in chain.from_iterable(level.layers for level in impl.levels.values()):
+            key = _engine_key(impl, layer)
             if key not in warm_ups:
-                warm_ups[key] = WarmUp(impl, level.layer, cache, table)
+                warm_ups[key] = WarmUp(impl, layer, cache, table)
     return warm_ups
 
 
@@ -133,9 +134,13 @@ def _choose_engines(
 def _set_engines(impls: Sequence[SparsePrefillImpl], warm_ups: Mapping[EngineKey, "WarmUp"]) -> None:
     """Give all levels of the layers the engines that were chosen for their keys."""
     for impl in impls:
-        impl.levels = {
-            name: replace(level, layer=warm_ups[_engine_key(impl, level)].layer) for name, level in impl.levels.items()
-        }
+        with_engines = partial(_with_engines, impl, warm_ups)
+        impl.levels = {name: level.map_layers(with_engines) for name, level in impl.levels.items()}
+
+
+def _with_engines(impl: SparsePrefillImpl, warm_ups: Mapping[EngineKey, "WarmUp"], layer: Layer) -> Layer:
+    """Return a layer with the engines that were chosen for its key."""
+    return warm_ups[_engine_key(impl, layer)].layer
 
 
 def _first_sparse_layer(impl: SparsePrefillImpl) -> Layer:

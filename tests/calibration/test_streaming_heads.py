@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measurement of streaming heads against a float64 reference, and the rule on heads whose attention is known."""
+
+import re
+
+import pytest
+import torch
+
+from vllm_sparse_backend.calibration.streaming_heads import (
+    BLOCK_TOKENS,
+    HEAVY_SHARE,
+    PROMPT_TOKENS,
+    SINK_TOKENS,
+    WINDOW_TOKENS,
+    AttentionTraits,
+    attend_and_measure,
+    streaming_prompt,
+)
+from vllm_sparse_backend.config.errors import ConfigurationError
+
+PAST = SINK_TOKENS + WINDOW_TOKENS
+HEAD_DIM = 32
+
+
+def random_layer(num_tokens: int, num_heads: int, num_kv_heads: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(num_tokens, heads, HEAD_DIM, generator=generator)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+
+
+def reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, traits: AttentionTraits
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return output, mean share in far blocks and share of heavy queries, pair by pair in float64."""
+    num_tokens, group = query.shape[0], query.shape[1] // key.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * traits.scale
+    if traits.softcap:
+        scores = traits.softcap * (scores / traits.softcap).tanh()
+    queries, positions = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)
+    is_hidden = positions > queries
+    if traits.window_tokens is not None:
+        is_hidden |= positions <= queries - traits.window_tokens
+    mass = scores.masked_fill(is_hidden, -torch.inf).exp()
+    total = mass.sum(-1, keepdim=True)
+    if traits.sinks is not None:
+        total = total + traits.sinks.double()[:, None, None].exp()
+    shares = mass / total
+    blocks = shares[..., : num_tokens // BLOCK_TOKENS * BLOCK_TOKENS].unflatten(-1, (-1, BLOCK_TOKENS)).sum(-1)
+    past = blocks[:, PAST:]
+    for i in range(num_tokens - PAST):
+        for block in range(blocks.shape[-1]):
+            is_sink = block * BLOCK_TOKENS < SINK_TOKENS
+            if is_sink or (block + 1) * BLOCK_TOKENS - 1 > PAST + i - WINDOW_TOKENS:
+                past[:, i, block] = 0
+    return (
+        torch.einsum("hqk,khd->qhd", shares, values),
+        past.sum(-1).mean(-1),
+        (past.amax(-1) >= HEAVY_SHARE).double().mean(-1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "traits"),
+    [
+        ((4, 2), PAST + 1, AttentionTraits(0.3)),
+        ((3, 3), PAST + 77, AttentionTraits(1.0)),
+        ((6, 1), PAST + 300, AttentionTraits(0.5, softcap=2.0)),
+        ((4, 2), PAST + 63, AttentionTraits(0.7, sinks=torch.tensor([-9.0, 0.0, 3.0, 6.0]))),
+        ((2, 2), PAST + 63, AttentionTraits(0.7, window_tokens=63)),
+    ],
+    ids=["one query", "a head per kv head", "softcap", "sinks", "window"],
+)
+def test_output_and_shares_are_those_of_the_reference(
+    heads: tuple[int, int], num_tokens: int, traits: AttentionTraits
+) -> None:
+    layer = random_layer(num_tokens, *heads)
+    out, measured = attend_and_measure(*layer, traits)
+    expected_out, mean_share, heavy_queries = reference(*layer, traits)
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(measured.mean_share.double(), mean_share, rtol=0, atol=1e-5)
+    torch.testing.assert_close(measured.heavy_queries.double(), heavy_queries, rtol=0, atol=1e-6)
+
+
+def test_a_prompt_without_far_keys_is_an_error() -> None:
+    with pytest.raises(ValueError, match=rf"query: given {PAST} tokens, expected more than {PAST}"):
+        attend_and_measure(*random_layer(PAST, 1, 1), AttentionTraits(1.0))
+
+
+def test_heads_are_told_apart_by_their_mean_and_by_single_lookups() -> None:
+    """Four heads: uniform over all keys, on the nearest keys, on the first keys, and as the second but for a lookup.
+
+    Keys hold what a head looks for: dimension 0 is large for the first keys, dimension 1 for one key, dimensions 2 and
+    3 give a position on a circle.
+    """
+    num_tokens, looked_up = PAST + 2000, 300
+    angles = torch.arange(num_tokens) * (2 * torch.pi / (4 * num_tokens))
+    key = torch.zeros(num_tokens, 1, 4)
+    key[:SINK_TOKENS, 0, 0] = 1
+    key[looked_up, 0, 1] = 1
+    key[:, 0, 2], key[:, 0, 3] = angles.cos(), angles.sin()
+    query = torch.zeros(num_tokens, 4, 4)
+    nearest = torch.stack([angles.cos(), angles.sin()], -1) * 1e5
+    query[:, 1, 2:] = query[:, 3, 2:] = nearest
+    query[:, 2, 0] = 30
+    lookups = slice(PAST + 500, PAST + 502)  # 1 in 1000 queries, above the threshold of 1 in 2000
+    query[lookups, 3] = torch.tensor([0.0, 30.0, 0.0, 0.0])
+    _, measured = attend_and_measure(query, key, torch.randn(num_tokens, 1, 4), AttentionTraits(1.0))
+    assert measured.streaming_heads() == {1, 2}
+    assert measured.mean_share[0] > 0.2
+    assert measured.mean_share[3] < 0.01
+    assert float(measured.heavy_queries[3]) == pytest.approx(1e-3)
+
+
+class TestPrompt:
+    def test_it_has_its_length_and_lookups_and_is_always_the_same(self) -> None:
+        prompt = streaming_prompt(lambda text: list(text.encode()), [300], "a tokenizer of bytes")
+        assert len(prompt) == PROMPT_TOKENS
+        assert prompt[0] == 300
+        text = bytes(prompt[1:]).decode(errors="replace")
+        answers = re.findall(r"# Question: what is the magic number of ([\w ]+)\? Answer: (\d{7})\.", text)
+        assert answers
+        for name, value in answers:
+            assert f"# The magic number of {name} is {value}." in text
+        assert prompt == streaming_prompt(lambda text: list(text.encode()), [300], "a tokenizer of bytes")
+
+    def test_a_tokenizer_of_few_tokens_is_an_error(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"tokenizer of rare makes .* expected at least 16,384"):
+            streaming_prompt(lambda text: list(text.encode())[::16_000], [], "rare")

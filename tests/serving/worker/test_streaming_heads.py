@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming heads of a worker: how they are found, kept for the next start, and run."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.masks import mask_of
+from tests.helpers.mixed_batches import CLOSE
+from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step
+from vllm_sparse_backend.calibration.streaming_heads import SINK_TOKENS, STREAMING, WINDOW_TOKENS, FarAttention
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import SHARE
+from vllm_sparse_backend.config.request_levels import RequestLevel
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker import streaming_heads
+from vllm_sparse_backend.serving.worker.model_layers import model_layers
+from vllm_sparse_kernels import Rows, SparseIndex
+from vllm_sparse_kernels.attention.reference import attend
+from vllm_sparse_kernels.layer import Layer, layer_plan, methods_by_head
+from vllm_sparse_kernels.methods import METHODS, name_of
+
+PROMPT = list(range(SINK_TOKENS + WINDOW_TOKENS + 1500))
+MIN_CONTEXT = 2500
+SETTINGS = {
+    "method": "top_p",
+    "params": {"kept_mass": 0.5, "most_share": 1.0},
+    "streaming_heads": {"min_context_tokens": MIN_CONTEXT},
+    "min_tokens": 100,
+    "min_query_tokens": 1,
+}
+
+
+class Model(torch.nn.Module):
+    """A model whose hidden states are random: its layers get queries and keys that do not depend on each other.
+
+    Queries and keys of heads listed in ``near`` grow along the sequence in such a way that only the nearest keys count.
+    """
+
+    def __init__(self, layers: list[Any], near: Mapping[int, set[int]]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0))
+        self.layers, self.near = dict(enumerate(layers)), near
+        self.outputs: list[torch.Tensor] = []
+        self.runs = 0
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None, inputs_embeds: None
+    ) -> None:
+        assert input_ids.dtype == torch.int32
+        assert torch.equal(positions, torch.arange(len(PROMPT)))
+        self.runs += 1
+        generator = torch.Generator().manual_seed(0)
+        angles = positions * (torch.pi / len(positions))
+        for i, layer in self.layers.items():
+            impl = layer.impl
+            shapes = [(len(positions), n, impl.head_size) for n in (impl.num_heads, impl.num_kv_heads)]
+            query, key = (torch.randn(shape, generator=generator) for shape in shapes)
+            value = torch.randn(shapes[1], generator=generator)
+            key[..., :2] = torch.stack([angles.cos(), angles.sin()], -1)[:, None]
+            query[..., :2] = 0
+            for head in self.near.get(i, ()):
+                query[:, head] = 0
+                query[:, head, :2] = torch.stack([angles.cos(), angles.sin()], -1) * 1e6
+            out = torch.full_like(query, float("nan"))
+            impl.forward(layer, query, key, value, torch.empty(0), None, out)
+            self.outputs.append(out)
+
+
+@pytest.fixture(autouse=True)
+def single_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(compat, "gather_over_ranks", lambda value: [value])
+    monkeypatch.setattr(streaming_heads, "_prompt", lambda vllm_config: PROMPT)
+
+
+@pytest.fixture
+def config(configured: Callable[..., Any]) -> Any:
+    return configured(**SETTINGS)
+
+
+def results(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.rglob("*.json"))
+
+
+class TestFinding:
+    def test_heads_near_their_queries_are_found_and_kept_for_the_next_start(
+        self, config: Any, tmp_path: Path, lines: list[str]
+    ) -> None:
+        near = {0: {1, 2}, 2: {0, 1, 2, 3}}
+        model = Model(layers := make_layers(config, range(3)), near)
+        streaming_heads.find_streaming_heads(config, model)
+        expected = {0: {1, 2}, 1: set(), 2: {0, 1, 2, 3}}
+        assert layers[0].impl.worker.streaming_heads == expected
+        assert layers[0].impl.attend_without_cache is None
+        (path,) = results(tmp_path)
+        assert json.loads(path.read_text()) == {"layers": {"0": [1, 2], "1": [], "2": [0, 1, 2, 3]}}
+        assert re.search(r"6 of 12 heads .* \(measured in .* s\): in steps after at least 2500 tokens", lines[-1])
+
+        config.compilation_config.static_forward_context.clear()
+        again = Model(layers := make_layers(config, range(3)), near)
+        streaming_heads.find_streaming_heads(config, again)
+        assert layers[0].impl.worker.streaming_heads == expected
+        assert (model.runs, again.runs) == (1, 0)
+        assert "(from an earlier start)" in lines[-1]
+
+    def test_a_second_call_changes_nothing(self, config: Any) -> None:
+        """vLLM may profile a model again, for example to measure the memory of its CUDA graphs."""
+        model = Model(make_layers(config, [0]), {})
+        for _ in range(2):
+            streaming_heads.find_streaming_heads(config, model)
+        assert model.runs == 1
+
+    def test_attention_of_the_run_is_causal_attention(self, config: Any) -> None:
+        model = Model(make_layers(config, [0]), {0: {3}})
+        streaming_heads.find_streaming_heads(config, model)
+        (out,) = model.outputs
+        assert bool(out.isfinite().all())
+        # A query whose scores leave one key has that key's value; the value of kv head 1 is that of query head 3.
+        spread = out.std(0).mean(-1)
+        assert spread[3] > 2 * spread[2]
+
+    def test_ranks_run_the_model_if_one_of_them_has_no_result(
+        self, config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        streaming_heads.find_streaming_heads(config, Model(make_layers(config, [0]), {}))
+        monkeypatch.setattr(compat, "gather_over_ranks", lambda value: [value, False])
+        config.compilation_config.static_forward_context.clear()
+        model = Model(make_layers(config, [0]), {})
+        streaming_heads.find_streaming_heads(config, model)
+        assert model.runs == 1
+
+    def test_an_error_in_the_run_leaves_layers_as_they_were(self, config: Any) -> None:
+        layers = make_layers(config, [0])
+        with pytest.raises(TypeError):
+            streaming_heads.measure(config, torch.nn.Linear(1, 1), {0: layers[0].impl}, PROMPT)
+        assert layers[0].impl.attend_without_cache is None
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "has ALiBi"),
+            ({"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}, "reads the cache of another layer"),
+        ],
+    )
+    def test_layers_that_cannot_be_measured_are_named(self, config: Any, options: Any, problem: str) -> None:
+        make_layers(config, [0])
+        make_layers(config, [1], **options)
+        with pytest.raises(
+            ConfigurationError, match=rf"streaming_heads: layer model.layers.1.self_attn.attn {problem}"
+        ):
+            streaming_heads.require_plain_layers(config)
+
+    def test_a_layer_without_plain_attention_is_named(self, config: Any) -> None:
+        make_layers(config, [0])
+        config.compilation_config.static_forward_context["model.layers.1.mixer"] = torch.nn.Identity()
+        with pytest.raises(ConfigurationError, match=r"layer model.layers.1.mixer is Identity, not plain attention"):
+            streaming_heads.require_plain_layers(config)
+
+    def test_a_cache_before_the_run_is_an_error(self, config: Any) -> None:
+        with pytest.raises(ConfigurationError, match="got its KV cache before it ran the model"):
+            make_builder(config, make_layers(config, [0]))
+
+
+class TestResult:
+    HEADS: ClassVar = {0: frozenset({1, 3}), 1: frozenset[int]()}
+
+    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "a" / "b.json"
+        assert streaming_heads.read_result(path, {0: 4, 1: 4}) is None
+        streaming_heads.write_result(path, self.HEADS)
+        assert streaming_heads.read_result(path, {0: 4, 1: 4}) == self.HEADS
+        assert [file.name for file in path.parent.iterdir()] == ["b.json"]
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", '{"layers": {"0": [1]}}', '{"layers": {"0": [4], "1": []}}', '{"layers": {"0": [-1], "1": []}}',
+         '{"layers": {"0": ["1"], "1": []}}', '{"layers": {"0": [1], "1": []}, "more": 1}'],
+    )  # fmt: skip
+    def test_a_damaged_or_foreign_file_is_measured_again(self, tmp_path: Path, text: str, lines: list[str]) -> None:
+        path = tmp_path / "b.json"
+        path.write_text(text)
+        assert streaming_heads.read_result(path, {0: 4, 1: 4}) is None
+        assert "is replaced" in lines[-1]
+
+    def test_a_folder_that_cannot_be_written_is_a_warning(self, tmp_path: Path, lines: list[str]) -> None:
+        (tmp_path / "file").write_text("")
+        streaming_heads.write_result(tmp_path / "file" / "b.json", self.HEADS)
+        assert "cannot be written" in lines[-1]
+
+    def test_the_key_depends_on_weights_prompt_configuration_and_rule(
+        self, config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = Model([], {})
+        keys = [streaming_heads.result_key(config, model, PROMPT)]
+        assert streaming_heads.result_key(config, Model([], {}), PROMPT) == keys[0]
+        keys.append(streaming_heads.result_key(config, model, PROMPT[:-1]))
+        with torch.no_grad():
+            model.weight[0] += 1
+        keys.append(streaming_heads.result_key(config, model, PROMPT))
+        changed = compat.hf_config(config) | {"rope_theta": 7.0}
+        monkeypatch.setattr(compat, "hf_config", lambda vllm_config: changed)
+        keys.append(streaming_heads.result_key(config, model, PROMPT))
+        monkeypatch.setattr(streaming_heads.calibration, "MAX_FAR_SHARE", 0.2)
+        keys.append(streaming_heads.result_key(config, model, PROMPT))
+        monkeypatch.setattr(compat, "tensor_parallel", lambda vllm_config: (1, 2))
+        keys.append(streaming_heads.result_key(config, model, PROMPT))
+        assert len(set(keys)) == len(keys)
+
+    def test_checksums_see_order_dtype_and_the_last_byte(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(streaming_heads, "CHECKSUM_BYTES", 64)  # several chunks
+
+        def checksum(weight: torch.Tensor) -> Any:
+            model = torch.nn.Module()
+            model.register_buffer("weight", weight)
+            ((_, *rest),) = streaming_heads.weight_checksums(model)
+            return tuple(rest)
+
+        numbers = torch.arange(100.0)
+        swapped, last = numbers.clone(), numbers.clone()
+        swapped[[16, 32]] = numbers[[32, 16]]  # the same place in two chunks
+        last.view(torch.uint8)[-1] += 1
+        weights = [numbers, swapped, last, numbers.view(10, 10), numbers.view(10, 10).T, numbers.view(torch.int32)]
+        assert len({checksum(weight) for weight in weights}) == len(weights)
+        assert checksum(numbers) == checksum(numbers.clone())
+
+
+class TestRunning:
+    @pytest.fixture
+    def adopted(self, config: Any) -> tuple[list[Any], Any]:
+        layers = make_layers(config, range(2))
+        streaming_heads.find_streaming_heads(config, Model(layers, {0: {0, 3}}))
+        return layers, make_builder(config, layers)
+
+    def test_a_layer_with_streaming_heads_has_a_second_plan_of_equal_width(self, adopted: Any) -> None:
+        (with_heads, without), _ = adopted
+        level = with_heads.impl.levels[DEFAULT]
+        assert [name_of(method) for method in methods_by_head(level.layer.groups)] == ["top_p"] * 4
+        streaming = methods_by_head(level.streaming_layer.groups)
+        assert [name_of(method) for method in streaming] == ["a_shape", "top_p", "top_p", "a_shape"]
+        assert streaming[0] == STREAMING
+        assert level.streaming_layer.block_tokens == level.layer.block_tokens == 32
+        assert without.impl.levels[DEFAULT].streaming_layer is None
+
+    def test_only_rows_with_a_long_context_are_long(self, adopted: Any, at_step: Callable[..., None]) -> None:
+        _, builder = adopted
+        rows = [(MIN_CONTEXT - 1, 90), (MIN_CONTEXT, 90), (MIN_CONTEXT + 500, 60), (0, 200)]
+        metadata = builder.build(0, make_common(rows))
+        slabs = {slab.is_long: slab.rows.context_lens for slab in metadata.sparse.slabs}
+        assert slabs == {False: (MIN_CONTEXT - 1, 100), True: (MIN_CONTEXT, MIN_CONTEXT + 500)}
+        at_step([RequestLevel(SHARE, 0.8), DEFAULT, RequestLevel(SHARE, 0.8), DEFAULT])
+        metadata = builder.build(0, make_common(rows))
+        kinds = {(slab.request.kept_mass, slab.is_long): slab.rows.context_lens for slab in metadata.sparse.slabs}
+        assert kinds == {
+            (0.8, False): (MIN_CONTEXT - 1, MIN_CONTEXT + 500), (None, True): (MIN_CONTEXT,), (None, False): (100,),
+        }  # fmt: skip
+
+    def test_rows_run_the_plan_for_their_length(self, adopted: Any) -> None:
+        """Streaming heads of long rows attend to the first and the nearest keys; everything else is as without them."""
+        (layer, _), builder = adopted
+        step = make_step(layer, [(MIN_CONTEXT - 1, 90), (MIN_CONTEXT + 200, 90)])
+        out = step.forward(layer, builder.build(0, step.common))
+        level = layer.impl.levels[DEFAULT]
+        for row, plan in enumerate((level.layer, level.streaming_layer)):
+            expected, index = reference(step, row, plan, layer.impl.scale)
+            torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
+            kept = mask_of(index, 0)
+            far = kept[:, -1, SINK_TOKENS : -WINDOW_TOKENS - 128]
+            assert far.any(-1).tolist() == ([True] * 4 if row == 0 else [False, True, True, False])
+
+    def test_layers_that_are_found_are_those_of_the_model(self, adopted: Any) -> None:
+        layers, builder = adopted
+        assert {layer.number for layer in model_layers(builder.vllm_config).values()} == {0, 1}
+        assert layers[0].impl.worker.streaming_heads.keys() == {0, 1}
+
+
+def reference(step: Any, row: int, plan: Layer, scale: float) -> tuple[torch.Tensor, SparseIndex]:
+    """Run a row alone through the references of the methods of a plan, over blocks of the plan's width."""
+    query, cache = step.alone(row)
+    context_len, query_len = step.lengths[row]
+    rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
+    layouts = {head: method.stripe_layout(rows) for head, method in enumerate(methods_by_head(plan.groups))}
+    index = SparseIndex.allocate(rows, query.shape[1], plan.block_tokens, layouts)
+    for group in plan.groups:
+        heads = torch.tensor(group.heads, dtype=torch.int32)
+        METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
+    out = torch.full_like(query, float("nan"))
+    attend(query, cache, index, out, scale)
+    return out, index
+
+
+def test_no_head_streams_if_either_number_is_large() -> None:
+    shares, heavy = torch.tensor([0.0, 0.2, 0.0, 0.0999]), torch.tensor([0.0, 0.0, 0.001, 0.0004])
+    assert FarAttention(shares, heavy).streaming_heads() == {0, 3}
+    assert layer_plan([STREAMING] * 2)[0].heads == (0, 1)

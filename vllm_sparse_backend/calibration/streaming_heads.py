@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds streaming heads, which hardly attend to keys other than the first and the nearest.
+
+The term is DuoAttention's (arXiv:2410.10819). A worker runs the served model once on a generated prompt, and measures
+the attention of each head to *far* blocks: blocks of keys that lie completely outside of sink and window. It measures
+two numbers, over the queries past sink and window:
+
+* the mean share of attention in far blocks;
+* the share of queries that have at least ``HEAVY_SHARE`` of their attention in a single far block. A lookup is such a
+  query; lookups are so rare that they hardly change the mean.
+
+A head is a streaming head if both are small. DuoAttention instead trains a gate for each head, on passkeys; this rule
+needs no training. The thresholds come from an emulation on two models (docs/quality.md).
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_sparse_backend.calibration.prompts import Encode, insert_threads
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.evaluation.prompt_texts import project_text
+from vllm_sparse_kernels.methods.minference import AShape
+
+SINK_TOKENS = 128
+"""First keys of a sequence that a streaming head keeps."""
+
+WINDOW_TOKENS = 2048
+"""Nearest keys, including the query's own position, that a streaming head keeps."""
+
+BLOCK_TOKENS = 32
+"""Keys of a block."""
+
+HEAVY_SHARE = 0.2
+"""Share of a query's attention from which a far block is heavy."""
+
+MAX_FAR_SHARE = 0.1
+"""Mean share of attention in far blocks below which a head may be a streaming head."""
+
+MAX_HEAVY_QUERIES = 0.0005
+"""Share of queries with a heavy far block below which a head may be a streaming head."""
+
+PROMPT_TOKENS = 8192
+"""Length of the generated prompt."""
+
+SEED = 0
+"""Seed of the generated prompt."""
+
+QUERY_CHUNK = 256
+"""Queries that are measured at a time: for 4 heads per kv head, a float32 temporary takes 32 MiB."""
+
+STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
+"""Method of a streaming head."""
+
+LEAST_TEXT_CHARS = 1 << 19
+"""Characters of this project's sources from which the prompt is made."""
+
+
+class AttentionTraits(NamedTuple):
+    """How a layer attends to keys.
+
+    Attributes:
+        scale: Factor from q·k to scores.
+        window_tokens: Keys that a query attends to, including its own position; None for all earlier keys.
+        softcap: Scores are limited to ± this value by a tanh; 0 for no limit.
+        sinks: [num_heads] learnt sinks, scores of an additional key without a value; None without sinks.
+    """
+
+    scale: float
+    window_tokens: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+class FarAttention(NamedTuple):
+    """Attention to far blocks by head, over the queries past sink and window.
+
+    Attributes:
+        mean_share: [num_heads] float32, mean share of attention in far blocks.
+        heavy_queries: [num_heads] float32, share of the queries with a heavy far block.
+    """
+
+    mean_share: torch.Tensor
+    heavy_queries: torch.Tensor
+
+    def streaming_heads(self) -> frozenset[int]:
+        """Return the streaming heads. Waits for the device.
+
+        Returns:
+            Their numbers.
+        """
+        is_streaming = (self.mean_share < MAX_FAR_SHARE) & (self.heavy_queries < MAX_HEAVY_QUERIES)
+        return frozenset(is_streaming.nonzero().flatten().tolist())
+
+
+def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> list[int]:
+    """Make the prompt on which heads are measured: this project's sources, with lookups and repeated passages.
+
+    Args:
+        encode: Returns the token ids of a text, without special tokens.
+        start: Token ids that begin every prompt.
+        tokenizer: Name of the tokenizer, for an error.
+
+    Returns:
+        ``PROMPT_TOKENS`` token ids, always the same for a tokenizer and a version of this project.
+
+    Raises:
+        ConfigurationError: The tokenizer makes so few or so many tokens of a line that no such prompt exists.
+    """
+    ids = encode(project_text()[:LEAST_TEXT_CHARS])
+    if len(ids) < 2 * PROMPT_TOKENS:
+        raise ConfigurationError(
+            f"streaming_heads: the tokenizer of {tokenizer} makes {len(ids):,} tokens of {LEAST_TEXT_CHARS:,} "
+            f"characters, expected at least {2 * PROMPT_TOKENS:,}; leave streaming_heads out"
+        )
+    stretch, passages = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]
+    return list(insert_threads(stretch, passages, start, encode, random.Random(SEED), tokenizer))
+
+
+def attend_and_measure(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, traits: AttentionTraits
+) -> tuple[torch.Tensor, FarAttention]:
+    """Compute causal attention of one prompt in float32, and measure each head's attention to far blocks.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim].
+        key: [num_tokens, num_kv_heads, head_dim].
+        value: Same shape as ``key``.
+        traits: How the layer attends.
+
+    Returns:
+        The output, [num_tokens, num_heads, head_dim] float32, and the measurement.
+
+    Raises:
+        ValueError: No query is past sink and window.
+    """
+    num_tokens, num_kv_heads = query.shape[0], key.shape[1]
+    first_far = SINK_TOKENS + WINDOW_TOKENS
+    if num_tokens <= first_far:
+        raise ValueError(f"query: given {num_tokens} tokens, expected more than {first_far}")
+    grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, heads per kv head, tokens, dim]
+    keys, values = key.transpose(0, 1).float(), value.transpose(0, 1).float()
+    out = torch.empty_like(grouped, dtype=torch.float32)
+    shape, device = grouped.shape[:2], query.device
+    far_shares, heavy_queries = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+    sinks = None if traits.sinks is None else traits.sinks.float().view(*shape, 1, 1)
+    for kv_head in range(num_kv_heads):
+        for begin in range(0, num_tokens, QUERY_CHUNK):
+            end = min(begin + QUERY_CHUNK, num_tokens)
+            part = _attention(
+                grouped[kv_head, :, begin:end].float(),
+                keys[kv_head, :end],
+                begin,
+                traits,
+                None if sinks is None else sinks[kv_head],
+            )
+            out[kv_head, :, begin:end] = part @ values[kv_head, :end]
+            far = _far_blocks(part, begin)
+            far_shares[kv_head] += far.sum((1, 2))
+            heavy_queries[kv_head] += (far.amax(-1) >= HEAVY_SHARE).sum(-1)
+    num_queries = num_tokens - first_far
+    measured = FarAttention(far_shares.flatten() / num_queries, heavy_queries.flatten() / num_queries)
+    return out.permute(2, 0, 1, 3).flatten(1, 2), measured
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, begin: int, traits: AttentionTraits, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return [heads, queries, keys] shares of attention of queries from position ``begin`` on."""
+    scores = (query * traits.scale) @ key.T
+    if traits.softcap:
+        scores = traits.softcap * torch.tanh(scores / traits.softcap)
+    later_keys = scores[..., begin:]
+    later_keys.masked_fill_(torch.ones_like(later_keys[0], dtype=torch.bool).triu(1), -torch.inf)
+    if traits.window_tokens is not None:
+        positions = torch.arange(key.shape[0], device=key.device)
+        scores.masked_fill_(positions[begin:, None] - positions >= traits.window_tokens, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    with_sink = torch.cat([scores, sinks.expand(-1, query.shape[1], 1)], dim=-1)
+    return with_sink.softmax(-1)[..., :-1]
+
+
+def _far_blocks(shares: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return [heads, queries, blocks] shares of attention in far blocks; 0 for other blocks."""
+    num_queries, num_keys = shares.shape[1:]
+    num_blocks = num_keys // BLOCK_TOKENS  # the last keys are within every query's window
+    by_block = shares[..., : num_blocks * BLOCK_TOKENS].unflatten(-1, (num_blocks, BLOCK_TOKENS)).sum(-1)
+    first_keys = torch.arange(num_blocks, device=shares.device) * BLOCK_TOKENS
+    window_begins = torch.arange(begin, begin + num_queries, device=shares.device)[:, None] - (WINDOW_TOKENS - 1)
+    is_far = (first_keys >= SINK_TOKENS) & (first_keys + BLOCK_TOKENS <= window_begins)
+    return by_block.masked_fill_(~is_far, 0.0)

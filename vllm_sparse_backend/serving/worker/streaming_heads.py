@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the served model's streaming heads at a worker's start, before its layers get their plans.
+
+The worker runs the model on one generated prompt (``calibration.streaming_heads``). In this run, each layer computes
+its attention in plain torch, without the KV cache, which does not exist yet, and measures its heads. The result is kept
+in vLLM's cache folder under a hash of the weights, so that the next start with the same weights needs no run.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
+from vllm.config import VllmConfig
+
+from vllm_sparse_backend.calibration import streaming_heads as calibration
+from vllm_sparse_backend.calibration.capture import begin_ids
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.keys import KEY, OPTION
+from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.model_layers import model_layers, plain_impls
+from vllm_sparse_backend.serving.worker.shared_worker import Worker
+
+logger = logging.getLogger(LOGGER)
+
+FOLDER = "sparse_prefill/streaming_heads"
+"""Folder of the results in vLLM's cache folder."""
+
+CHECKSUM_BYTES = 16 << 20
+"""Bytes of a weight that are summed up at a time, so that temporaries stay small."""
+
+StreamingHeads = Mapping[int, frozenset[int]]
+"""By layer, the numbers of its streaming heads on this rank."""
+
+
+class _File(BaseModel):
+    """The file of a result."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    layers: dict[int, tuple[StrictInt, ...]]
+
+
+def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+    """Find the streaming heads of the model on this rank, for the layers that are adopted later.
+
+    All tensor-parallel ranks must call this.
+
+    Args:
+        vllm_config: vLLM's configuration, whose settings turn streaming heads on.
+        model: The loaded model.
+
+    Raises:
+        ConfigurationError: The model has layers whose attention cannot be computed here.
+    """
+    layers = {layer.number: layer.impl for layer in model_layers(vllm_config).values()}
+    require_plain_layers(vllm_config)
+    worker = next(iter(layers.values())).shared_worker(vllm_config, compat.current_device(), planned=True)
+    if worker.streaming_heads is not None:
+        return
+    start = time.monotonic()
+    prompt = _prompt(vllm_config)
+    path = compat.cache_folder() / FOLDER / f"{result_key(vllm_config, model, prompt)}.json"
+    heads = read_result(path, {number: impl.num_heads for number, impl in layers.items()})
+    # A rank with a result must run the model too if another rank has none, because ranks exchange activations.
+    is_known = all(compat.gather_over_ranks(heads is not None))
+    if not is_known or heads is None:
+        heads = measure(vllm_config, model, layers, prompt)
+        write_result(path, heads)
+    worker.streaming_heads = heads
+    _log(worker, heads, sum(impl.num_heads for impl in layers.values()), is_known, time.monotonic() - start)
+
+
+def require_plain_layers(vllm_config: VllmConfig) -> None:
+    """Check that every layer that mixes tokens is attention that ``measure`` can compute.
+
+    Args:
+        vllm_config: vLLM's configuration, after the model was built.
+
+    Raises:
+        ConfigurationError: A layer is something else. The message names it.
+    """
+    plain = plain_impls(vllm_config)
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        impl = plain.get(name)
+        if impl is None:
+            problem = f"is {type(layer).__name__}, not plain attention"
+        elif impl.attn_type != "decoder":
+            problem = f"has attention of type {impl.attn_type}"
+        elif impl.alibi_slopes is not None:
+            problem = "has ALiBi"
+        elif getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            problem = "reads the cache of another layer"
+        else:
+            continue
+        raise ConfigurationError(
+            f"{OPTION} {KEY}.streaming_heads: layer {name} {problem}, expected causal attention of every layer over "
+            "its own keys; leave streaming_heads out"
+        )
+
+
+def _prompt(vllm_config: VllmConfig) -> list[int]:
+    tokenizer: Any = compat.tokenizer(vllm_config)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return calibration.streaming_prompt(encode, begin_ids(tokenizer), vllm_config.model_config.tokenizer)
+
+
+def measure(
+    vllm_config: VllmConfig, model: torch.nn.Module, layers: Mapping[int, SparsePrefillImpl], prompt: Sequence[int]
+) -> StreamingHeads:
+    """Run the model on a prompt and return the streaming heads of its layers.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        model: The loaded model.
+        layers: Its attention layers by number.
+        prompt: Token ids.
+
+    Returns:
+        The streaming heads of each layer on this rank.
+    """
+    measured: dict[SparsePrefillImpl, calibration.FarAttention] = {}
+    impls = plain_impls(vllm_config).values()  # those of a draft model do not run
+
+    def attend(impl: SparsePrefillImpl, layer: Any, qkv: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        query, key, value = qkv
+        traits = calibration.AttentionTraits(
+            scale=impl.scale * compat.query_scale(query, layer),
+            window_tokens=layer.sliding_window,
+            softcap=impl.logits_soft_cap or 0.0,
+            sinks=impl.sinks,
+        )
+        attention, measured[impl] = calibration.attend_and_measure(query, key, value, traits)
+        out.copy_(attention.view_as(out))
+
+    for impl in impls:
+        impl.attend_without_cache = attend
+    try:
+        compat.run_model(vllm_config, model, prompt)
+    finally:
+        for impl in impls:
+            impl.attend_without_cache = None
+    return {number: measured[impl].streaming_heads() for number, impl in layers.items()}
+
+
+def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence[int]) -> str:
+    """Hash everything that a result depends on: weights, model configuration, prompt, thresholds and rank.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        model: The loaded model.
+        prompt: Token ids.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    rule = (
+        *(calibration.SINK_TOKENS, calibration.WINDOW_TOKENS, calibration.BLOCK_TOKENS, calibration.HEAVY_SHARE),
+        *(calibration.MAX_FAR_SHARE, calibration.MAX_HEAVY_QUERIES),
+    )
+    config = {name: value for name, value in compat.hf_config(vllm_config).items() if not name.startswith("_")}
+    data = [rule, compat.tensor_parallel(vllm_config), list(prompt), config, weight_checksums(model)]
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def weight_checksums(model: torch.nn.Module) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Return a checksum of each weight of this rank. Waits for the device once.
+
+    Args:
+        model: The loaded model.
+
+    Returns:
+        (name, dtype, shape, checksum) of each parameter and buffer. The checksum depends on the order of the bytes.
+    """
+    tensors = [(name, tensor) for name, tensor in model.state_dict().items() if tensor.numel()]
+    sums = torch.stack([_checksum(tensor) for _, tensor in tensors]).tolist()
+    return [
+        (name, str(tensor.dtype), tuple(tensor.shape), checksum)
+        for (name, tensor), checksum in zip(tensors, sums, strict=True)
+    ]
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all bytes, each times an odd number that depends on its place, modulo 2⁶⁴."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    chunk_bytes = min(CHECKSUM_BYTES, flat.numel())
+    factors = 2 * torch.arange(chunk_bytes, device=flat.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for number, chunk in enumerate(flat.split(chunk_bytes)):
+        total += (2 * number + 1) * (chunk * factors[: chunk.numel()]).sum()
+    return total
+
+
+def read_result(path: Path, num_heads: Mapping[int, int]) -> StreamingHeads | None:
+    """Read a result that an earlier start wrote.
+
+    Args:
+        path: The file.
+        num_heads: By layer, the number of its heads on this rank.
+
+    Returns:
+        The streaming heads; None if there is no such file, or if it is damaged.
+    """
+    try:
+        layers = _File.model_validate_json(path.read_bytes()).layers
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        logger.warning("sparse-prefill: %s cannot be read, and is replaced: %s", path, str(error).splitlines()[0])
+        return None
+    fits = layers.keys() == num_heads.keys() and all(
+        0 <= head < num_heads[number] for number, heads in layers.items() for head in heads
+    )
+    if not fits:
+        logger.warning("sparse-prefill: %s is for other layers or heads, and is replaced", path)
+        return None
+    return {number: frozenset(heads) for number, heads in layers.items()}
+
+
+def write_result(path: Path, heads: StreamingHeads) -> None:
+    """Write a result for the next start. If that fails, the next start measures again.
+
+    Args:
+        path: The file.
+        heads: The streaming heads of each layer on this rank.
+    """
+    text = _File(layers={number: tuple(sorted(layer_heads)) for number, layer_heads in heads.items()}).model_dump_json()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several workers may write the same file: each writes its own, and the last to be renamed stays.
+        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError as error:
+        logger.warning("sparse-prefill: %s cannot be written (%s); the next start measures again", path, error.strerror)
+
+
+def _log(worker: Worker, heads: StreamingHeads, num_heads: int, is_known: bool, seconds: float) -> None:
+    if worker.rank != 0:
+        return
+    settings = worker.resolved.config.streaming_heads
+    assert settings is not None
+    source = "from an earlier start" if is_known else f"measured in {seconds:.1f} s"
+    logger.info(
+        "sparse-prefill: %d of %d heads of this rank are streaming heads (%s): in steps after at least %d tokens of a "
+        "request, they keep only %d first and %d nearest keys",
+        sum(map(len, heads.values())), num_heads, source, settings.min_context_tokens, calibration.SINK_TOKENS,
+        calibration.WINDOW_TOKENS,
+    )  # fmt: skip
