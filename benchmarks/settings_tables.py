@@ -18,13 +18,21 @@ import typer
 
 from vllm_sparse_backend.config.errors import Section
 from vllm_sparse_backend.config.ranges import MOST_COUNT
-from vllm_sparse_backend.config.settings import GuardConfig, RequestsConfig, SparsePrefillConfig
+from vllm_sparse_backend.config.settings import (
+    GuardConfig,
+    RequestsConfig,
+    SparsePrefillConfig,
+    StreamingHeadsConfig,
+)
 from vllm_sparse_kernels.attention import widest_block
 from vllm_sparse_kernels.cards import CARDS
 from vllm_sparse_kernels.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/compatibility.md", "docs/settings.md", "docs/guard.md", "docs/requests.md")
+DOCUMENTS = (
+    "README.md", "docs/compatibility.md", "docs/settings.md", "docs/guard.md", "docs/requests.md",
+    "docs/streaming_heads.md",
+)  # fmt: skip
 MAIN_SETTINGS = ("profile", "method", "params", "min_tokens", "crossover", "requests", "guard", "switch")
 """The settings that an operator decides on; README.md shows these, and docs/settings.md shows all."""
 REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)
@@ -190,6 +198,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparse_prefill": lambda: settings_table(SparsePrefillConfig),
     "guard": lambda: settings_table(GuardConfig),
     "requests": lambda: settings_table(RequestsConfig),
+    "streaming_heads": lambda: settings_table(StreamingHeadsConfig),
     "methods": methods_table,
     "main_settings": main_settings_table,
     "cards": cards_table,

@@ -58,6 +58,10 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ({"guard": {"rate": 1.5}}, "sparse_prefill.guard.rate: given 1.5, expected less than or equal to 1"),
         ({"guard": {"patience": 0, "recovery": 4}}, "guard.recovery: unknown field: given 'recovery', expected one of"),
         ({"profile": 3}, "sparse_prefill.profile: given 3, expected a valid string"),
+        ({"streaming_heads": {"min_context_tokens": -1}}, "streaming_heads.min_context_tokens: given -1, expected"),
+        ({"streaming_heads": {}, "profile": "streaming"}, "given both profile 'streaming' and streaming_heads"),
+        ({"streaming_heads": {}, "method": "a_shape"}, "streaming_heads: given with method 'a_shape', expected top_p"),
+        ({"streaming_heads": {}, "params": {"kept_mass": 1}}, "streaming_heads: given with kept_mass 1"),
         (
             {"profile": "x", "params": {}},
             "sparse_prefill: given both profile 'x' and params, expected only one of them",

@@ -151,6 +151,42 @@ def test_what_a_server_of_the_rust_front_end_misses(
             assert part in warnings[0]
 
 
+def streaming(**changes: Any) -> Any:
+    """Return a configuration with streaming heads that starts, with some fields changed."""
+    config = served(llama(), {"streaming_heads": {}})
+    values = {"scheduler_config": SimpleNamespace(max_num_batched_tokens=8192), "model_config.max_model_len": 131072}
+    for field, value in (values | changes).items():
+        *part, name = field.split(".")
+        setattr(getattr(config, part[0]) if part else config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"parallel_config.data_parallel_size": 2, "parallel_config.is_moe_model": False}, None),
+        ({"model_config.is_multimodal_model": True}, "given with a multimodal model"),
+        ({"model_config.is_hybrid": True}, "given with a hybrid model"),
+        ({"model_config.is_encoder_decoder": True}, "given with an encoder-decoder model"),
+        ({"model_config.uses_mrope": True}, "given with a model with M-RoPE"),
+        ({"model_config.enable_prompt_embeds": True}, "given with --enable-prompt-embeds"),
+        ({"model_config.skip_tokenizer_init": True}, "given with --skip-tokenizer-init"),
+        ({"lora_config": object()}, "given with --enable-lora"),
+        ({"parallel_config.pipeline_parallel_size": 2}, "given with --pipeline-parallel-size 2"),
+        ({"parallel_config.data_parallel_size": 2}, "given with --data-parallel-size 2 and experts"),
+        ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),
+        ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
+        ({"model_config.max_model_len": 49_152}, "--max-model-len 49152, expected at least 49153"),
+        ({"model_config.runner_type": "pooling"}, "every row of this pooling model prefills dense"),
+    ],
+)
+def test_servers_that_cannot_find_streaming_heads(changes: dict[str, Any], says: str | None) -> None:
+    expected = f"^--attention-backend sparse-prefill: streaming_heads: .*{re.escape(says)}.*leave" if says else ""
+    with pytest.raises(ConfigurationError, match=expected) if says else nullcontext():
+        startup.check(streaming(**changes))
+
+
 def test_slow_paths() -> None:
     assert [startup.slow_path(*arguments) for arguments in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
     assert "pages of 16 tokens" in str(startup.slow_path(16, (9, 0)))

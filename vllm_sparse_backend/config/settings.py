@@ -2,7 +2,7 @@
 """The settings under the key ``sparse_prefill`` of vLLM's ``--additional-config``.
 
 The text under each field is its only description: ``python -m benchmarks.settings_tables`` writes it into the tables of
-README.md, docs/settings.md, docs/guard.md and docs/requests.md.
+README.md, docs/settings.md, docs/guard.md, docs/requests.md and docs/streaming_heads.md.
 """
 
 from collections.abc import Mapping

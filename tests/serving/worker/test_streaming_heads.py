@@ -220,8 +220,9 @@ class TestResult:
         def checksum(weight: torch.Tensor) -> Any:
             model = torch.nn.Module()
             model.register_buffer("weight", weight)
-            ((_, *rest),) = streaming_heads.weight_checksums(model)
-            return tuple(rest)
+            ((name, *properties),) = streaming_heads.weight_checksums(model)
+            assert name == "weight"
+            return tuple(properties)
 
         numbers = torch.arange(100.0)
         swapped, last = numbers.clone(), numbers.clone()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming heads of the bundled model: found by a server at its start, kept for the next start, and run."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import scenario
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.full,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compares kept pairs of the references"),
+]
+pytest.importorskip("vllm")
+
+MIN_CONTEXT, PROMPT_TOKENS = 2048, 4500
+SETTINGS = {"streaming_heads": {"min_context_tokens": MIN_CONTEXT}, "min_tokens": 256, "min_query_tokens": 1}
+ARGS = (
+    *("--max-model-len", "8192", "--max-num-batched-tokens", "8192"),
+    *("--long-prefill-token-threshold", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)),
+)
+LINE = r"sparse-prefill: (\d+) of 20 heads of this rank are streaming heads \((measured|from an earlier start)"
+
+
+def ask(server: Server, level: str | float) -> dict[str, Any]:
+    """Return the answer to a prompt of several chunks, with the report on its prefill."""
+    body = {"model": server.model, "prompt": scenario.prompt(PROMPT_TOKENS, seed=7001), "max_tokens": 4}
+    options = {"sparse_prefill": level, "sparse_prefill_report": True}
+    answer: dict[str, Any] = server.post("/v1/completions", body | {"temperature": 0, "vllm_xargs": options})
+    return answer
+
+
+def test_heads_are_found_kept_for_the_next_start_and_keep_their_window(tmp_path: Path) -> None:
+    """A request that sets the default's p scores the keys of all heads; the others keep a window in late chunks."""
+    found = []
+    for start in range(2):
+        log_path = tmp_path / f"{start}.log"
+        env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+        with Server(BUNDLED, (*sparse_args(SETTINGS), *ARGS), env=env, log_path=log_path) as server:
+            if start == 0:
+                exact, by_window, by_score = ask(server, "exact"), ask(server, "on"), ask(server, 0.9)
+        match = re.search(LINE, log_path.read_text())
+        assert match, log_path.read_text()[-3000:]
+        found.append(match.groups())
+    number = found[0][0]
+    assert 0 < int(number) < 20
+    assert found == [(number, "measured"), (number, "from an earlier start")]
+    (file,) = (tmp_path / "cache" / "sparse_prefill" / "streaming_heads").iterdir()
+    assert file.suffix == ".json"
+    shares = [answer["sparse_prefill_report"]["share_kept"] for answer in (exact, by_window, by_score)]
+    assert shares[0] is None
+    assert all(0 < share < 1 for share in shares[1:])
+    assert shares[1] != shares[2]
