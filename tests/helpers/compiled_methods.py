@@ -150,6 +150,9 @@ def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
         plan = layer_plan([method] * 8)
         if all(portable_refusal(SelectSpec(group.method, device, head_dim)) is None for group in plan):
             yield replace(Layer.of(plan, head_dim, device), by_kernels=True)
+            if name == "a_shape":  # as in layers with streaming heads, whose index has the blocks of top_p
+                narrow = METHODS["top_p"].parameters().finest_block_tokens
+                yield replace(Layer.of(plan, head_dim, device, block_tokens=narrow), by_kernels=True)
 
 
 def no_attention(q: torch.Tensor, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -151,7 +151,7 @@ def check_a_shape(method: AShape, rows: Rows, block_tokens: int) -> None:
     assert all_lists(ours) == all_lists(theirs)
 
 
-@pytest.mark.parametrize("block_tokens", [64, 128])
+@pytest.mark.parametrize("block_tokens", [32, 64, 128])
 def test_a_shape_at_the_edges_of_blocks(block_tokens):
     """The oldest key of the first query's window and the end of the sinks are just before, at, and just after an
     edge."""

@@ -22,18 +22,20 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.helpers.kernel_keys import HOPPER, Key, recorded_keys
 from tests.helpers.method_cases import uncomputed
 from tests.helpers.worker_layers import CPU, HAS_CUDA, LARGEST_CHUNK, LONGEST, SHAPE, make_impls
+from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
 from vllm_sparse_backend.serving.worker.warmup import consecutive_rows, warm_up
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import AttendEngine, FlashAttention
 from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.layer import run
+from vllm_sparse_kernels.layer import Layer, layer_plan, methods_by_head, run
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
@@ -176,6 +178,25 @@ class TestKeys:
         served = check_keys(impls, 128, engine, random_steps(seed=5, number=8), monkeypatch, in_fp8=True)
         assert {impl.layer.engine.name for impl in impls} == {engine}
         assert any("fp8" in key for _, key in served)
+
+    def test_nor_do_rows_in_which_streaming_heads_keep_their_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A level has two plans then. They have blocks of the same width, and each gets its own engines."""
+        impls = make_impls("top_p", {}, CPU)
+        level = impls[0].levels[DEFAULT]
+        methods = [STREAMING if head % 3 else method for head, method in enumerate(methods_by_head(level.layer.groups))]
+        streaming = Layer.of(layer_plan(methods), SHAPE.head_dim, CPU, block_tokens=level.layer.block_tokens)
+        impls[0].levels = {DEFAULT: replace(level, streaming_layer=replace(streaming, by_kernels=True))}
+        steps = random_steps(seed=6, number=8)
+        with recorded_keys(monkeypatch) as warm:
+            _warm_up(impls, 128, "auto", CPU, in_fp8=False)
+        warmed = impls[0].levels[DEFAULT]
+        assert warmed.streaming_layer is not None
+        assert warmed.streaming_layer.engine.name == warmed.layer.engine.name == "flash"
+        impls[0].levels = {DEFAULT: LayerLevel(warmed.streaming_layer)}
+        with recorded_keys(monkeypatch) as served:
+            run_steps(impls, 128, steps, CPU)
+        assert served <= warm
+        assert "_a_shape_kernel" in {name for name, _ in served}
 
     def test_the_log_reports_the_engines_of_levels_at_which_layers_run_sparse(
         self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
