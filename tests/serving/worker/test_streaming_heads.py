@@ -4,6 +4,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from vllm_sparse_backend.config.profile import SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import streaming_heads
+from vllm_sparse_backend.serving.worker.arena import LayerNeed, Row, kernel_rows
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
@@ -275,6 +277,17 @@ class TestRunning:
             kept = mask_of(index, 0)
             far = kept[:, -1, SINK_TOKENS : -WINDOW_TOKENS - 128]
             assert far.any(-1).tolist() == ([True] * 4 if row == 0 else [False, True, True, False])
+
+    @pytest.mark.parametrize("params", [{}, {"channels": "low_rank"}, {"floor": 0.5}, {"queries": "all"}], ids=str)
+    def test_the_plan_of_long_rows_needs_no_more_memory(self, params: dict[str, Any]) -> None:
+        """The arena is sized before heads are known."""
+        scored = METHODS["top_p"].parameters(**params)
+        plain = LayerNeed.of(layer_plan([scored] * 8), 2, 128, 2, torch.device("cpu"))
+        for query_len, context_len in ((1, 50_000), (100, 60_001), (2048, 131_072), (8192, 49_152), (8192, 122_880)):
+            rows = kernel_rows([Row(0, 0, query_len, context_len)])
+            for number in range(1, 9):
+                groups = layer_plan([STREAMING] * number + [scored] * (8 - number))
+                assert replace(plain, groups=groups).num_bytes(rows) <= plain.num_bytes(rows)
 
     def test_layers_that_are_found_are_those_of_the_model(self, adopted: Any) -> None:
         layers, builder = adopted

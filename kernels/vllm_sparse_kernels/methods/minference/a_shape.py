@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
 
@@ -32,6 +33,20 @@ class AShape(PerHead):
     def __post_init__(self) -> None:
         require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, ">= 0")
         require(self.local_tokens >= 1, "local_tokens", self.local_tokens, ">= 1")
+
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """Return the workspace memory that ``select`` uses: none, because it writes the lists directly.
+
+        Args:
+            rows: The rows of a step.
+            shape: The layer.
+            num_selected: Number of heads that are selected together.
+            stripe_capacity: Capacity of the stripes, which this method does not have.
+
+        Returns:
+            0.
+        """
+        return 0
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the lists of ``heads``: see ``Method.select``.
