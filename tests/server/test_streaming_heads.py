@@ -38,7 +38,7 @@ def ask(server: Server, level: str | float) -> dict[str, Any]:
 
 def test_heads_are_found_kept_for_the_next_start_and_keep_their_window(tmp_path: Path) -> None:
     """A request that sets the default's p scores the keys of all heads; the others keep a window in late chunks."""
-    found = []
+    results = []
     for start in range(2):
         log_path = tmp_path / f"{start}.log"
         env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
@@ -47,10 +47,10 @@ def test_heads_are_found_kept_for_the_next_start_and_keep_their_window(tmp_path:
                 exact, by_window, by_score = ask(server, "exact"), ask(server, "on"), ask(server, 0.9)
         match = re.search(LINE, log_path.read_text())
         assert match, log_path.read_text()[-3000:]
-        found.append(match.groups())
-    number = found[0][0]
+        results.append(match.groups())
+    number = results[0][0]
     assert 0 < int(number) < 20
-    assert found == [(number, "measured"), (number, "from an earlier start")]
+    assert results == [(number, "measured"), (number, "from an earlier start")]
     (file,) = (tmp_path / "cache" / "sparse_prefill" / "streaming_heads").iterdir()
     assert file.suffix == ".json"
     shares = [answer["sparse_prefill_report"]["share_kept"] for answer in (exact, by_window, by_score)]
