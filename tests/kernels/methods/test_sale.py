@@ -127,27 +127,27 @@ INTEGERS = [torch.int8, torch.float8_e4m3fn] if DEVICE == "cpu" else [module.int
 
 
 def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
-    """Return a row of integers: queries [heads, n, d] and keys [kv heads, m, d]; all steps are 1."""
+    """Return a row of integers: queries [heads, n, d] and keys [kv heads, m, d]; all scales are 1."""
     largest = biases.abs().unflatten(1, (-1, 64)).amax(2)
     squares = q.float().square().sum(2), k.float().square().sum(2).unflatten(1, (-1, 64)).amax(2)
     ones = torch.ones_like(thresholds)
-    steps = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
+    scales = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
     queries = RoundedQueries(q.to(integers), thresholds, ones, squares[0], q.shape[1])
-    return queries, RoundedKeys(k.to(integers), steps, biases, biases.half(), squares[1], largest, k.shape[1])
+    return queries, RoundedKeys(k.to(integers), scales, biases, biases.half(), squares[1], largest, k.shape[1])
 
 
 def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torch.dtype) -> torch.Tensor:
     """Compute the kernel's arithmetic step by step. Return bool [heads, queries, 32-key blocks]: whether an element
     passes."""
     products = queries.integers.float() @ keys.integers.float().repeat_interleave(group, 0).mT
-    steps, bias = queries.inverse_steps[:, :, None].to(dtype), keys.biases[:, None, :].to(dtype)
+    inverse, bias = queries.inverse_scales[:, :, None].to(dtype), keys.biases[:, None, :].to(dtype)
     if DEVICE == "cuda":  # a single rounding: a fused multiply-add
-        scores = (products.double() + steps.double() * bias.double()).to(dtype)
+        scores = (products.double() + inverse.double() * bias.double()).to(dtype)
     else:
-        scores = products.to(dtype) + steps * bias
+        scores = products.to(dtype) + inverse * bias
     largest = scores.float().unflatten(2, (-1, 4, 4, 2)).amax((3, 5))
-    steps = keys.steps.repeat_interleave(group, 0).unflatten(1, (-1, 4))
-    return (largest * steps[:, None] >= queries.thresholds[:, :, None, None]).any(3)
+    scales = keys.scales.repeat_interleave(group, 0).unflatten(1, (-1, 4))
+    return (largest * scales[:, None] >= queries.thresholds[:, :, None, None]).any(3)
 
 
 def flags_twice(
@@ -186,7 +186,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     queries, keys = rounded_by_kernels(method, batch)
     assert queries.integers.dtype == integers
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
-    largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
+    largest = float((queries.inverse_scales.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
     assert (largest > 2048) == (mean == 60)
     ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(mean < 60))
     assert torch.equal(ours, expected)

@@ -65,7 +65,7 @@ class SmoothArgs(NamedTuple):
 
     block_ids: Any
     integers: Any
-    steps: Any
+    scales: Any
     means: Any
     starts: Any
     num_keys: int

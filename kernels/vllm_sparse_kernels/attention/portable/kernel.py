@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.attention.smooth_keys import STEP_TOKENS, quantize
+from vllm_sparse_kernels.attention.smooth_keys import SCALE_TOKENS, quantize
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.paged import key_offsets, widen
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -68,9 +68,9 @@ class Int8Keys(NamedTuple):
 
     ids: Any  # pointer to the ids of the tile's blocks
     integers: Any  # as in SmoothKeys
-    steps: Any
+    scales: Any
     start: Any  # the row's first key
-    query_step: Any  # scale of the queries' integers, times the softmax's scale
+    query_scale: Any  # scale of the queries' integers, times the softmax's scale
 
 
 class Softmax(NamedTuple):
@@ -237,11 +237,11 @@ def _walk_int8(b_q, smooth, i_row, lists, source, scale, margin, softmax, SHAPE)
     o_mean = i_row * smooth.stride_means + source.i_kv * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)
     b_mean = tl.load(smooth.means + o_mean)
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
-    b_int, step = quantize(b_q.to(tl.float32))
+    b_int, query_scale = quantize(b_q.to(tl.float32))
     start = source.i_kv * smooth.num_keys + tl.load(smooth.starts + i_row)
     ids = smooth.block_ids + lists.i_head.to(tl.int64) * index.stride_blocks
     ids += tl.load(index.block_offsets + lists.i_tile)
-    int8_keys = Int8Keys(ids, smooth.integers, smooth.steps, start, step * scale)
+    int8_keys = Int8Keys(ids, smooth.integers, smooth.scales, start, query_scale * scale)
     softmax = _walk(b_int, int8_keys, lists, source, 1.0, margin, softmax, SHAPE)
     return Softmax(softmax.b_acc, softmax.b_max + b_shift, softmax.b_sum)
 
@@ -259,14 +259,14 @@ def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     """
     for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
         entry = tl.load(lists.blocks + i)
-        b_k, b_step = _load_keys(int8_keys, i, entry, source, SHAPE)
+        b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)
         if SHAPE.AHEAD > 0:
             b_v = _load_block(VALUES, entry, source, SHAPE)
             if lists.num_full > 0:
-                b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+                b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
                 softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
         else:
-            b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+            b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
             b_v = _load_block(VALUES, entry, source, SHAPE)
             softmax = _fold(b_s, b_v, scale, None, softmax, SHAPE.PRECISION)
     return softmax
@@ -280,8 +280,8 @@ def _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
     for i in range(lists.num_full, lists.num_blocks):
         entry = tl.load(lists.blocks + i)
         o_n = (first_block + i - lists.num_full) * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
-        b_k, b_step = _load_keys(int8_keys, i, entry, source, SHAPE)
-        b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+        b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)
+        b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
         b_v = _load_block(VALUES, entry, source, SHAPE)
@@ -307,13 +307,13 @@ def _walk_stripes(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
         in_kv = kept[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
         if int8_keys is None:
             b_k = tl.load(cache.k + o_kv, mask=in_kv, other=0.0)
-            b_step = 1.0
+            b_dot_scale = 1.0
         else:
             o_int = (int8_keys.start + b_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + o_d[None, :]
             b_k = tl.load(int8_keys.integers + o_int)
-            b_step = tl.load(int8_keys.steps + (int8_keys.start + b_n) // STEP_TOKENS) * int8_keys.query_step
+            b_dot_scale = tl.load(int8_keys.scales + (int8_keys.start + b_n) // SCALE_TOKENS) * int8_keys.query_scale
         b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
-        b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+        b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
         b_s = tl.where(kept[None, :], b_s, float("-inf"))
         softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
     return softmax
@@ -332,21 +332,21 @@ def _load_keys(int8_keys, i, entry, source, SHAPE):
         else:
             o_int = (i_key + o_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)[None, :]
             b_k = tl.load(int8_keys.integers + o_int)
-        steps = int8_keys.steps + i_key // STEP_TOKENS
-        b_step = tl.full([SHAPE.BLOCK_N], 0.0, tl.float32) + tl.load(steps) * int8_keys.query_step
-        if SHAPE.BLOCK_N > STEP_TOKENS:
-            later = tl.load(steps + 1) * int8_keys.query_step
-            b_step = tl.where(o_n < STEP_TOKENS, b_step, later)
-        return b_k, b_step
+        scales = int8_keys.scales + i_key // SCALE_TOKENS
+        b_dot_scale = tl.full([SHAPE.BLOCK_N], 0.0, tl.float32) + tl.load(scales) * int8_keys.query_scale
+        if SHAPE.BLOCK_N > SCALE_TOKENS:
+            second_scale = tl.load(scales + 1) * int8_keys.query_scale
+            b_dot_scale = tl.where(o_n < SCALE_TOKENS, b_dot_scale, second_scale)
+        return b_k, b_dot_scale
 
 
 @triton.jit
-def _score(b_q, b_k, b_step, int8_keys, PRECISION: tl.constexpr):
+def _score(b_q, b_k, b_dot_scale, int8_keys, PRECISION: tl.constexpr):
     """Compute scores [BLOCK_M, BLOCK_N]: unscaled, except those of 8-bit vectors."""
     if int8_keys is None:
         return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     else:
-        return tl.dot(b_q, tl.trans(b_k)).to(tl.float32) * b_step[None, :]
+        return tl.dot(b_q, tl.trans(b_k)).to(tl.float32) * b_dot_scale[None, :]
 
 
 @triton.jit

@@ -79,8 +79,8 @@ class Flags:
 class QueryTile:
     """Thresholds of the scores of a tile's queries."""
 
-    b_threshold: gl.tensor  # [128] float32, in query steps
-    b_inverse: gl.tensor  # [128] float16, inverse query steps
+    b_threshold: gl.tensor  # [128] float32, divided by the query's scale
+    b_inverse: gl.tensor  # [128] float16, inverse of the query's scale
 
 
 @aggregate
@@ -88,7 +88,7 @@ class KeyStep:
     """Biases and scales of the keys of one step."""
 
     b_bias: gl.tensor  # [128] float16
-    b_step: gl.tensor  # [4, 4] float32: scales, each of 8 keys that share it
+    b_scale: gl.tensor  # [4, 4] float32, each of 8 keys
 
 
 @aggregate
@@ -96,7 +96,7 @@ class KeySteps:
     """Biases and scales of all steps of keys of the span."""
 
     biases: gl.tensor  # pointers to the first step's
-    steps: gl.tensor
+    scales: gl.tensor
 
     @gluon.jit
     def load(self, i_step):
@@ -109,8 +109,8 @@ class KeySteps:
             A ``KeyStep``.
         """
         b_bias = gl.load(self.biases + i_step * STEP_TOKENS)
-        b_step = gl.load(self.steps + i_step * (STEP_TOKENS // 8))
-        return KeyStep(b_bias, b_step)
+        b_scale = gl.load(self.scales + i_step * (STEP_TOKENS // 8))
+        return KeyStep(b_bias, b_scale)
 
 
 @aggregate
@@ -138,7 +138,7 @@ def _first_local(tile, sink_tokens, local_tokens):
 
 @gluon.jit
 def _largest(b_s):
-    """Return the largest of the eight scores that share a key step.
+    """Return the largest of the eight scores that share a key scale.
 
     The result is [queries, keys / 32, 4] float32, within one thread.
     """
@@ -166,7 +166,7 @@ def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
         pack=2,
     )
     b_top = _largest(b_s)
-    b_top = b_top * gl.convert_layout(key_step.b_step, gl.SliceLayout(0, b_top.type.layout))[None, :, :]
+    b_top = b_top * gl.convert_layout(key_step.b_scale, gl.SliceLayout(0, b_top.type.layout))[None, :, :]
     b_top = gl.max(b_top.reshape([M, BLOCKS, b_top.shape[1] // BLOCKS, 4]), 2)
     thresholds: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, b_top.type.layout))
     b_over = b_top - gl.convert_layout(tile.b_threshold, thresholds)[:, None, None]
@@ -186,7 +186,7 @@ def _fits_half(queries, keys, span, first, SPAN: gl.constexpr):
     o_q = span.i_selected.to(gl.int64) * queries.num_queries + span.i_tile * STEP_TOKENS + o_m
     in_tiles = o_m < span.num_tiles * STEP_TOKENS
     square = gl.max(gl.load(queries.squares + o_q, mask=in_tiles, other=0.0), 0)
-    inverse = gl.max(gl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0), 0)
+    inverse = gl.max(gl.load(queries.inverse_scales + o_q, mask=in_tiles, other=0.0), 0)
     o_n = first // 64 + gl.arange(0, SPAN // 64, line)
     tested = (o_n >= span.begin // 64) & (o_n < (span.end + 63) // 64)
     o_n += span.shift // 64
@@ -347,7 +347,7 @@ def _load_step(bulk_keys, key, i_step, num_steps, ready, buffer):
 
 @gluon.jit
 def _query_tiles(queries, first, stop_b):
-    """Load thresholds and inverse steps of both tiles' queries.
+    """Load thresholds and inverse scales of both tiles' queries.
 
     If there is no second tile, nothing passes its thresholds.
     """
@@ -356,18 +356,21 @@ def _query_tiles(queries, first, stop_b):
     valid = o_m < gl.where(stop_b > 0, STEP_TOKENS, 0)
     b_threshold_a = gl.load(queries.thresholds + o_q)
     b_threshold_b = gl.load(queries.thresholds + o_q + STEP_TOKENS, mask=valid, other=float("inf"))
-    b_inverse_a = gl.load(queries.inverse_steps + o_q).to(gl.float16)
-    b_inverse_b = gl.load(queries.inverse_steps + o_q + STEP_TOKENS, mask=valid, other=0.0).to(gl.float16)
+    b_inverse_a = gl.load(queries.inverse_scales + o_q).to(gl.float16)
+    b_inverse_b = gl.load(queries.inverse_scales + o_q + STEP_TOKENS, mask=valid, other=0.0).to(gl.float16)
     return QueryTile(b_threshold_a, b_inverse_a), QueryTile(b_threshold_b, b_inverse_b)
 
 
 @gluon.jit
 def _key_steps(keys, i_selected, i_kv, first, zero):
-    """Return pointers to the first step's key steps and biases, in the layouts of the largest scores and of scores."""
+    """Return pointers to the first step's key scales and biases.
+
+    Scales have the layout of the largest scores, and biases that of the scores.
+    """
     # The layout of the largest scores, inferred from a tile of zeros that is never computed.
     groups: gl.constexpr = gl.SliceLayout(0, _largest(zero).type.layout)
-    o_step = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4
-    o_step = o_step + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
-    steps = keys.steps + (i_kv.to(gl.int64) * keys.num_keys + first) // 8 + o_step
+    o_scale = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4
+    o_scale = o_scale + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
+    scales = keys.scales + (i_kv.to(gl.int64) * keys.num_keys + first) // 8 + o_scale
     biases = keys.half_biases + i_selected.to(gl.int64) * keys.num_keys + first
-    return KeySteps(biases + gl.arange(0, STEP_TOKENS, gl.SliceLayout(0, zero.type.layout)), steps)
+    return KeySteps(biases + gl.arange(0, STEP_TOKENS, gl.SliceLayout(0, zero.type.layout)), scales)

@@ -24,9 +24,9 @@ Choices where the paper is ambiguous, and deviations from it:
   devices use int8.
 * Comparisons are the bottleneck on Hopper, so they run in half precision if that is safe. Half precision represents
   every integer up to 2,048, so sums of e4m3 products are exact while |q̃| · |k̃| is at most 2,048 (Cauchy-Schwarz).
-  With q̄(k − k̄)ᵀ, also at most 2,048 steps, scores are off by at most 2^-11 of themselves and 2^-10 of that term, a
-  fraction of the error of 4 bits. Programs whose queries or keys may exceed these limits, and all other devices, use
-  float32.
+  With q̄(k − k̄)ᵀ, also at most 2,048 in the same unit, scores are off by at most 2^-11 of themselves and 2^-10 of
+  that term, a fraction of the error of 4 bits. Programs whose queries or keys may exceed these limits, and all other
+  devices, use float32.
 * The test multiplies every query with every key: 8.5e12 operations at 131,072 tokens for a chunk of 8,192 and 32 heads
   of 128 channels. This is half of FlashAttention's work at twice bf16's rate, so the lower limit on Hopper is about
   0.17 of FlashAttention-3's time. The paper's 0.11 relies on an RTX 4090, whose INT4 is 8 times as fast as its FP16.

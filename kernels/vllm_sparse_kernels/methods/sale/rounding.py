@@ -78,13 +78,13 @@ class KeySource(NamedTuple):
 class RoundedQueries(NamedTuple):
     """Queries in 4 bits, tile after tile.
 
-    Integers are int8 or e4m3. Scores have the unit (query step) · (key step). Parts of heads that keep everything are
-    undefined.
+    Integers are int8 or e4m3. A score is a product of integers times the scales of its query and its key. Parts of
+    heads that keep everything are undefined.
     """
 
     integers: Any  # [num_selected, num_queries, KEPT_D]
-    thresholds: Any  # [num_selected, num_queries] float32, in query steps; infinity past the row's end
-    inverse_steps: Any  # [num_selected, num_queries] float32, 0 past the row's end
+    thresholds: Any  # [num_selected, num_queries] float32, divided by the query's scale; infinity past the row's end
+    inverse_scales: Any  # [num_selected, num_queries] float32, 0 past the row's end
     squares: Any  # [num_selected, num_queries] float32, of the integers' length
     num_queries: int  # whole tiles
 
@@ -93,8 +93,8 @@ class RoundedKeys(NamedTuple):
     """Keys of a slab in 4 bits. Parts of kv heads that no estimating head reads are undefined."""
 
     integers: Any  # [num_kv_heads, num_keys, KEPT_D]
-    steps: Any  # [num_kv_heads, num_keys / 8] float32
-    biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ in key steps
+    scales: Any  # [num_kv_heads, num_keys / 8] float32
+    biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ divided by the key's scale
     half_biases: Any  # the same in half precision, infinite if they are out of its range
     squares: Any  # [num_kv_heads, num_keys / 64] float32, largest squared length of 64 keys' integers
     largest_biases: Any  # [num_selected, num_keys / 64] float32, largest magnitude among the biases of 64 keys
@@ -118,7 +118,7 @@ def room_for_keys(
     """
     return RoundedKeys(
         integers=workspace.empty(num_kv_heads, num_keys, integers.kept_d, dtype=integers.dtype),
-        steps=workspace.empty(num_kv_heads, num_keys // 8),
+        scales=workspace.empty(num_kv_heads, num_keys // 8),
         biases=workspace.empty(num_selected, num_keys),
         half_biases=workspace.empty(num_selected, num_keys, dtype=torch.float16),
         squares=workspace.empty(num_kv_heads, num_keys // 64),
@@ -170,7 +170,7 @@ def round_queries(
     rounded = RoundedQueries(
         integers=workspace.empty(count, num_queries, integers.kept_d, dtype=integers.dtype),
         thresholds=workspace.empty(count, num_queries),
-        inverse_steps=workspace.empty(count, num_queries),
+        inverse_scales=workspace.empty(count, num_queries),
         squares=workspace.empty(count, num_queries),
         num_queries=num_queries,
     )
@@ -235,10 +235,10 @@ def _round_keys_kernel(
         b_k = tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
 
         b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
-        b_step = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
+        b_scale = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
         o_kv = i_kv.to(tl.int64) * rounded.num_keys + slot
-        tl.store(rounded.steps + o_kv // 8 + tl.arange(0, BLOCK_N // 8), tl.reshape(b_step, [BLOCK_N // 8]))
-        b_inverse = tl.broadcast_to((1.0 / b_step)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
+        tl.store(rounded.scales + o_kv // 8 + tl.arange(0, BLOCK_N // 8), tl.reshape(b_scale, [BLOCK_N // 8]))
+        b_inverse = tl.broadcast_to((1.0 / b_scale)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
         b_inverse = tl.reshape(b_inverse, [BLOCK_N])
         b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
         o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
@@ -349,14 +349,14 @@ def _round_queries_kernel(
         channels = means.channels + i_mean * SHAPE.KEPT_D
         b_mean = load_kept(means.queries + i_query_mean * SHAPE.BLOCK_D, channels, SHAPE.BLOCK_D, SHAPE.KEPT_D)
         b_q = tl.where(in_row[:, None], kept_of(b_q, channels, SHAPE.KEPT_D) - b_mean[None, :], 0.0)
-        b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
-        b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
+        b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
+        b_int = tl.floor(b_q * (1.0 / b_scale)[:, None] + 0.5)
         o_r = i_selected.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
         o_int = o_r[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
-        tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_step, float("inf")))
-        tl.store(rounded.inverse_steps + o_r, tl.where(in_row, 1.0 / b_step, 0.0))
+        tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_scale, float("inf")))
+        tl.store(rounded.inverse_scales + o_r, tl.where(in_row, 1.0 / b_scale, 0.0))
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def _test_stages(kept_d: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program, including its queries.
 
     Returns:
-        4 for three buffered steps of 64 keys with their biases and steps; 3 or 2 if the GPU has room for fewer.
+        4 for three buffered steps of 64 keys with their biases and scales; 3 or 2 if the GPU has room for fewer.
     """
     query_bytes, step_bytes = TEST_TILES * TILE_TOKENS * kept_d, 64 * (kept_d + 4) + 32
     return max(2, min(4, 1 + (limit_bytes - query_bytes) // step_bytes))
@@ -297,24 +297,24 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     o_n = tl.arange(0, BLOCK_N)
-    o_step = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    o_scale = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     in_tiles = o_m < work.num_tiles * SHAPE.TILE
     o_q = work.i_selected.to(tl.int64) * queries.num_queries + work.i_tile * SHAPE.TILE + o_m
     b_q = tl.load(queries.integers + o_q[:, None] * SHAPE.BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_tiles, other=float("inf"))
-    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0)
+    b_inverse = tl.load(queries.inverse_scales + o_q, mask=in_tiles, other=0.0)
     integers = keys.integers + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) * SHAPE.BLOCK_D
-    steps = keys.steps + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) // 8
+    scales = keys.scales + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) // 8
     biases = keys.biases + work.i_selected.to(tl.int64) * keys.num_keys + work.shift
     o_block = tl.arange(0, BLOCKS)
     for i in tl.range(work.begin // BLOCK_N, (work.end + BLOCK_N - 1) // BLOCK_N, num_stages=SHAPE.STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * SHAPE.BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
-        b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
+        b_scale = tl.load(scales + i * (BLOCK_N // 8) + o_scale)
         b_s = tl.fma(b_inverse[:, None], b_bias[None, :], tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
-        # Largest of the eight scores that share a key step: [queries, BLOCK_N // 32, 4]. They are in one thread.
+        # Largest of the eight scores that share a key scale: [queries, BLOCK_N // 32, 4]. They are in one thread.
         b_s = tl.max(tl.reshape(b_s, [BLOCK_M, BLOCK_N // 32, 4, 4, 2]), 2)
-        b_top = tl.max(b_s, 3) * b_step[None, :, :]
+        b_top = tl.max(b_s, 3) * b_scale[None, :, :]
         b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
         # Axes 1 and 3 are in one thread. A warp has 16 of each 16 · WARPS queries, and a thread two of these, 8 apart.
         b_over = b_top - b_threshold[:, None, None]

@@ -223,7 +223,7 @@ def _diagonal_kernel(
         o_d = tl.arange(0, KEPT_D)
         o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
-        b_factor = tl.load(rounded.factors + o_q)
+        b_query_scale = tl.load(rounded.query_scales + o_q)
         first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(tile_set + 2)
         diagonal = position // STEP
         num_diagonal = (position + length - 1) // STEP - diagonal + 1
@@ -233,7 +233,7 @@ def _diagonal_kernel(
         for i in range(tl.where(diagonal == 0, 2, 0), num_diagonal + 2):
             i_step = tl.where(i == 0, 0, diagonal + i - 2)
             first = i_step * STEP
-            b_u = _step_maxima(rounded, first_key + first, b_q, b_factor, o_query - first, KEPT_D)
+            b_u = _step_maxima(rounded, first_key + first, b_q, b_query_scale, o_query - first, KEPT_D)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite)
@@ -246,7 +246,7 @@ def _diagonal_kernel(
 
 
 @triton.jit
-def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
+def _step_maxima(rounded, first, b_q, b_query_scale, b_last, KEPT_D: tl.constexpr):
     """Compute the largest score of each query and block of the step that begins at key ``first``: [queries, 4].
 
     ``b_last``: each query's last key, counted from ``first``.
@@ -254,13 +254,13 @@ def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
     o_n = tl.arange(0, STEP)
     o_d = tl.arange(0, KEPT_D)
     b_k = tl.load(rounded.keys + (first + o_n)[:, None] * KEPT_D + o_d[None, :])
-    b_step = tl.load(rounded.steps + first // KEY_BLOCK + tl.arange(0, STEP_BLOCKS))
+    b_key_scale = tl.load(rounded.key_scales + first // KEY_BLOCK + tl.arange(0, STEP_BLOCKS))
     b_s = tl.dot(b_q, tl.trans(b_k))
     o_key = o_n // 2 % STEP_BLOCKS * KEY_BLOCK + o_n // 8 * 2 + o_n % 2  # the key in each slot of the permuted step
     b_s = tl.where(o_key[None, :] <= b_last[:, None], b_s, float("-inf"))
     b_s = tl.max(tl.max(tl.reshape(b_s, [b_q.shape[0], KEY_BLOCK // 2, STEP_BLOCKS, 2]), 3), 1)
-    # Factors are 0 past the row's end, and 0 times minus infinity would be NaN.
-    return tl.where(b_s == float("-inf"), b_s, b_s * (b_factor[:, None] * b_step[None, :]))
+    # Scales are 0 past the row's end, and 0 times minus infinity would be NaN.
+    return tl.where(b_s == float("-inf"), b_s, b_s * (b_query_scale[:, None] * b_key_scale[None, :]))
 
 
 @gluon.jit
@@ -438,9 +438,9 @@ def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr
     valid = o_m < (work.num_tiles - W * GROUP_TILES) * SCORED
     tile = work.place + W * GROUP_TILES
     o_tile, o_query = o_m // SCORED, o_m % SCORED
-    b_factor = gl.load(rounded.factors + work.query + W * TILE + o_m, valid, 0.0)
+    b_query_scale = gl.load(rounded.query_scales + work.query + W * TILE + o_m, valid, 0.0)
     b_top = gl.load(scratch.tops + tile * SCORED + o_m, valid, 0.0)
-    b_factor, b_shift = b_factor / EXPONENT_RANGE, (-LEAST_EXPONENT - b_top) / EXPONENT_RANGE
+    b_query_scale, b_shift = b_query_scale / EXPONENT_RANGE, (-LEAST_EXPONENT - b_top) / EXPONENT_RANGE
     b_sum = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     b_word = gl.zeros([TILE, STEP_BLOCKS], gl.int32, layout)
     # The sum without the last step. A separate tensor: Triton would not carry a second name of the first sum on from
@@ -448,19 +448,19 @@ def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr
     b_previous = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (SCORED * 4)
     words = words + ((o_tile * (tensors.num_rounds * SCORED) + o_query)[:, None] * 4 + o_t[None, :])
-    steps = rounded.steps + work.key // KEY_BLOCK + o_t
-    b_step = gl.load(steps)
+    key_scales = rounded.key_scales + work.key // KEY_BLOCK + o_t
+    b_key_scale = gl.load(key_scales)
     mbarrier.wait(shared.q_full.index(0), 0)
     for i in range(num_steps):
         step = new_counter(STAGES).plus(i)
         keys.acquire_full(step)
         b_k = keys.buffer(step).permute((1, 0))
         token = warpgroup_mma(shared.q_tiles.index(W), b_k, zero, use_acc=False, is_async=True)
-        b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * STEP_BLOCKS)
+        b_next_scale = gl.load(key_scales + gl.minimum(i + 1, num_steps - 1) * STEP_BLOCKS)
         b_s = warpgroup_mma_wait(0, deps=(token,))
         keys.release(step)
         # Saturating between 0 and 1 clamps the exponent, also for a product that is not finite.
-        b_share = _saturated(_block_maxima(b_s), b_factor[:, None] * b_step[None, :], b_shift[:, None])
+        b_share = _saturated(_block_maxima(b_s), b_query_scale[:, None] * b_key_scale[None, :], b_shift[:, None])
         b_x = gl.exp2(b_share * EXPONENT_RANGE + LEAST_EXPONENT)
         if GROUP_TILES > 1:
             b_previous = b_sum
@@ -468,7 +468,7 @@ def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
             gl.store(words + i // 4 * (SCORED * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
-        b_step = b_next
+        b_key_scale = b_next_scale
     if GROUP_TILES > 1:
         b_sum = gl.where((o_tile == 0)[:, None] & (first_steps < num_steps), b_previous, b_sum)
     part = scratch.parts + (tile * tensors.num_spans + work.i_span) * SCORED

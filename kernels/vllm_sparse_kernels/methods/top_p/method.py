@@ -352,11 +352,11 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
     tile_bytes, set_tiles = kernels.tile_bytes(storage.num_scored), kernels.set_tiles(storage.num_scored)
     with workspace.frame():
         moments = row_moments(inputs, storage, workspace, index.variance_shares)
-        queries, factors = round_queries(inputs, moments, heads, storage, workspace)
+        queries, query_scales = round_queries(inputs, moments, heads, storage, workspace)
         for slab in slabs_of(index.rows, num_selected, tile_bytes, set_tiles):
             with workspace.frame():
-                keys, steps = round_keys(inputs, slab, moments, storage, kernels.PERMUTED, workspace)
-                rounded = Rounded(queries, factors, queries.shape[1], keys, steps, keys.shape[1])
+                keys, key_scales = round_keys(inputs, slab, moments, storage, kernels.PERMUTED, workspace)
+                rounded = Rounded(queries, query_scales, queries.shape[1], keys, key_scales, keys.shape[1])
                 for run in slab.runs:
                     with workspace.frame():
                         _select_run(kernels, method, rounded, selected, shares, floors_on_device, index, run)

@@ -219,7 +219,7 @@ def _scores_kernel(
         o_block = tl.arange(0, STEP_BLOCKS)
         o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
-        b_factor = tl.load(rounded.factors + o_q)
+        b_query_scale = tl.load(rounded.query_scales + o_q)
         first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(tile_set + 2)
         place = (i_selected * num_tiles + i_tile - first_tile).to(tl.int64)
         target = scratch.scores + place * num_blocks * SCORED + o_m[:, None]
@@ -227,15 +227,15 @@ def _scores_kernel(
         b_sum = tl.zeros([SCORED], tl.float32)
         for i in range(begin, end, STEP):
             b_k = tl.load(rounded.keys + (first_key + i + o_n)[:, None] * KEPT_D + o_d[None, :])
-            b_step = tl.load(rounded.steps + (first_key + i) // BLOCK + o_block)
+            b_key_scale = tl.load(rounded.key_scales + (first_key + i) // BLOCK + o_block)
             if WIDEN:
                 b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
             else:
                 b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
             b_s = tl.where((i + o_n)[None, :] <= o_query[:, None], b_s, float("-inf"))
             b_s = tl.max(tl.reshape(b_s, [SCORED, STEP_BLOCKS, BLOCK]), 2)
-            # No product with minus infinity, because factors past the row's end are 0.
-            b_u = tl.maximum(b_s, -65504.0) * (b_factor[:, None] * b_step[None, :])
+            # No product with minus infinity, because scales past the row's end are 0.
+            b_u = tl.maximum(b_s, -65504.0) * (b_query_scale[:, None] * b_key_scale[None, :])
             b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MOST), MOST)).to(tl.float16)
             tl.store(target + (i // BLOCK + o_block)[None, :] * SCORED, b_u)
             b_u = b_u.to(tl.float32)

@@ -334,5 +334,5 @@ def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
         The represented numbers, of the same shape.
     """
     groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
-    step = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
-    return ((groups * (1 / step)).to(torch.float8_e4m3fn).float() * step).flatten(0, 1)[: len(x)]
+    scale = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
+    return ((groups * (1 / scale)).to(torch.float8_e4m3fn).float() * scale).flatten(0, 1)[: len(x)]

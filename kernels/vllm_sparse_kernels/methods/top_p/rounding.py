@@ -88,13 +88,16 @@ class Storage(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Queries and keys of a slab in e4m3. They are scaled so that scores are logarithms to base 2."""
+    """Queries and keys of a slab in e4m3.
+
+    A score, as an exponent of two, is the product times the scale of its query and the scale of its key's block.
+    """
 
     queries: Any  # [num_selected, num_queries, KEPT_D], of scored queries
-    factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
+    query_scales: Any  # [num_selected, num_queries] float32, times the softmax's scale; 0 past the row's end
     num_queries: int  # whole tiles
     keys: Any  # [num_kv_heads, num_keys, KEPT_D]
-    steps: Any  # [num_kv_heads, num_keys / 32] float32
+    key_scales: Any  # [num_kv_heads, num_keys / 32] float32
     num_keys: int  # a multiple of 128
 
 
@@ -156,23 +159,23 @@ def round_queries(
         workspace: Memory of both results.
 
     Returns:
-        Values [num_selected, num_tiles · num_scored, kept_d] of ``storage.dtype``, and their factors
-        [num_selected, num_tiles · num_scored] float32, 0 past a row's end.
+        Values [num_selected, num_tiles · num_scored, kept_d] of ``storage.dtype``, and their scales
+        [num_selected, num_tiles · num_scored] float32, times the softmax's scale; 0 past a row's end.
     """
     q, rows = inputs.q, inputs.rows
     num_scored = storage.num_scored
     num_queries = rows.num_tiles * num_scored
     num_selected = heads.shape[0]
     values = workspace.empty(num_selected, num_queries, storage.kept_d, dtype=storage.dtype)
-    factors = workspace.empty(num_selected, num_queries)
+    scales = workspace.empty(num_selected, num_queries)
     block_d = padded_dim(q.shape[2])
     num_rounded = min(vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device)), num_scored)
     _round_queries_kernel[(rows.num_tiles * (num_scored // num_rounded), num_selected)](
-        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E.value, values, factors, num_queries,
+        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E.value, values, scales, num_queries,
         HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
         KV_HEADS=moments.means.shape[1], SCORED=num_scored, ROUNDED=num_rounded, num_warps=8,
     )  # fmt: skip
-    return values, factors
+    return values, scales
 
 
 def round_keys(
@@ -189,21 +192,21 @@ def round_keys(
         workspace: Memory of both results.
 
     Returns:
-        Values [num_kv_heads, num_keys, kept_d] of ``storage.dtype``, and steps [num_kv_heads, num_keys / 32] float32.
+        Values [num_kv_heads, num_keys, kept_d] of ``storage.dtype``, and scales [num_kv_heads, num_keys / 32] float32.
     """
     cache, rows = inputs.cache, inputs.rows
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
-    steps = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
+    scales = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
     block_d = padded_dim(cache.head_dim)
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(cache.keys.device))
     num_programs = ceil_div(slab.longest, 128) * (128 // num_rounded)
     _round_keys_kernel[(num_programs, cache.num_kv_heads, slab.key_starts.shape[0])](
-        key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
+        key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, scales,
         slab.num_keys,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, KEPT_D=storage.kept_d, PERMUTED=permuted, ROUNDED=num_rounded,
         num_warps=8 if storage.low_rank else 4,
     )  # fmt: skip
-    return values, steps
+    return values, scales
 
 
 def vectors_at_once(block_d: int, kept_d: int, limit_bytes: int) -> int:
@@ -396,7 +399,7 @@ def in_e4m3(b_x, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_queries"])
 def _round_queries_kernel(
-    queries, tiles, row_moments, heads, factor, values, factors, num_queries,
+    queries, tiles, row_moments, heads, softmax_scale, values, scales, num_queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     SCORED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -409,9 +412,9 @@ def _round_queries_kernel(
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         row_moments: Moments.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        factor: The softmax's scale, in base 2.
+        softmax_scale: The softmax's scale, in base 2.
         values: [n, num_tiles · SCORED, KEPT_D]; written.
-        factors: [n, num_tiles · SCORED] float32, 0 past the row's end; written.
+        scales: [n, num_tiles · SCORED] float32, times ``softmax_scale``; 0 past the row's end; written.
         num_queries: num_tiles · SCORED.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
@@ -435,16 +438,16 @@ def _round_queries_kernel(
         b_q = kept_of(b_q, row_moments.channels + i_moments * KEPT_D, KEPT_D)
     else:
         b_q = mapped(b_q, row_moments.maps + i_moments * (2 * BLOCK_D * KEPT_D), KEPT_D)
-    b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
+    b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_selected.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
-    b_q = b_q * (1.0 / b_step)[:, None]
+    b_q = b_q * (1.0 / b_scale)[:, None]
     tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
-    tl.store(factors + o_r, tl.where(in_row, b_step * factor, 0.0))
+    tl.store(scales + o_r, tl.where(in_row, b_scale * softmax_scale, 0.0))
 
 
 @triton.jit(do_not_specialize=["first_row"])
 def _round_keys_kernel(
-    keys, row_ends, first_row, key_starts, row_moments, values, steps, num_keys,
+    keys, row_ends, first_row, key_starts, row_moments, values, scales, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, PERMUTED: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -460,7 +463,7 @@ def _round_keys_kernel(
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
         row_moments: Moments.
         values: [kv heads, num_keys, KEPT_D]; written.
-        steps: [kv heads, num_keys / 32] float32; written.
+        scales: [kv heads, num_keys / 32] float32; written.
         num_keys: Keys of the slab.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
@@ -486,12 +489,12 @@ def _round_keys_kernel(
             b_mean = tl.load(row_moments.means + i_moments * KEPT_D + o_c)
             b_k = mapped(b_k, row_moments.maps + (i_moments * 2 + 1) * (BLOCK_D * KEPT_D), KEPT_D)
         b_k = tl.where((o_key < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
-        b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [ROUNDED // 32, 32]), 1)
-        b_step = tl.maximum(b_step, TINY) / LARGEST
+        b_scale = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [ROUNDED // 32, 32]), 1)
+        b_scale = tl.maximum(b_scale, TINY) / LARGEST
         first = i_kv.to(tl.int64) * num_keys + tl.load(key_starts + i_place) + i_step * 128
-        o_step = i_part % (128 // ROUNDED) * (ROUNDED // 32) + tl.arange(0, ROUNDED // 32)
-        tl.store(steps + first // 32 + o_step, b_step)
-        b_k = tl.reshape(b_k, [ROUNDED // 32, 32, KEPT_D]) * (1.0 / b_step)[:, None, None]
+        o_scale = i_part % (128 // ROUNDED) * (ROUNDED // 32) + tl.arange(0, ROUNDED // 32)
+        tl.store(scales + first // 32 + o_scale, b_scale)
+        b_k = tl.reshape(b_k, [ROUNDED // 32, 32, KEPT_D]) * (1.0 / b_scale)[:, None, None]
         b_k = tl.reshape(b_k, [ROUNDED, KEPT_D])
         o_slot = o_n
         if PERMUTED:
