@@ -477,26 +477,26 @@ def _choose_kernel(
     dropped = tl.sum(tl.where(b_total > 0, b_dropped / tl.where(b_total > 0, b_total, 1.0), 0.0), 0)
     dropped /= num_scored(length, SCORED)
     budget = tl.maximum(1 - kept_mass - dropped, 0.0)
-    row = scratch.masses + (i_head * tl.num_programs(0) + i_tile) * width
+    tile_masses = scratch.masses + (i_head * tl.num_programs(0) + i_tile) * width
     o_first = tl.arange(0, CHUNK)
-    b_first = tl.load(row + o_first, mask=(o_first >= begin) & (o_first < end), other=0.0)
-    inner = tl.sum(b_first, 0)
+    b_first = tl.load(tile_masses + o_first, mask=(o_first >= begin) & (o_first < end), other=0.0)
+    candidate_mass = tl.sum(b_first, 0)
     for i in range(CHUNK, end, CHUNK):
         o_n = i + o_first
-        inner += tl.sum(tl.load(row + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0), 0)
-    most = tl.ceil(most_share * num_blocks).to(tl.int32)
-    bits, num_equal = search_threshold(b_first, row, begin, end, inner - budget, most, CHUNK)
+        candidate_mass += tl.sum(tl.load(tile_masses + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0), 0)
+    max_blocks = tl.ceil(most_share * num_blocks).to(tl.int32)
+    bits, num_equal = search_threshold(b_first, tile_masses, begin, end, candidate_mass - budget, max_blocks, CHUNK)
 
     i_list = (first_head + i_head) * tl.num_programs(0) + i_tile
     ids, marks = lists.ids + i_list * width, scratch.marks + (i_head * tl.num_programs(0) + i_tile) * width
-    count, seen, num_keys = 0, 0, 0
+    count, num_seen, num_keys = 0, 0, 0
     for first in range(0, num_blocks, LISTED_BLOCKS):
         o_n = first + tl.arange(0, LISTED_BLOCKS)
-        b_mass = tl.load(row + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
+        b_mass = tl.load(tile_masses + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
         b_bits = b_mass.to(tl.int32, bitcast=True)
         b_equal = (b_bits == bits).to(tl.int32)
-        b_kept = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
-        seen += tl.sum(b_equal, 0)
+        b_kept = (b_bits > bits) | ((b_equal != 0) & (num_seen + tl.cumsum(b_equal, 0) <= num_equal))
+        num_seen += tl.sum(b_equal, 0)
         b_kept = (b_kept | (o_n < begin) | (o_n >= end)) & (o_n < num_blocks)
         tl.store(marks + o_n, b_kept.to(tl.uint8), mask=o_n < num_blocks)
         count = append(ids, count, o_n, b_kept)

@@ -368,16 +368,16 @@ def _select_run(
 ) -> None:  # fmt: skip
     """Write the lists of a run. ``floors`` [n] float32; None if no head has a floor."""
     num_selected, workspace = selected.heads.shape[0], index.workspace
-    scratch = kernels.room(num_selected, run.num_tiles, method.num_scored, run.reach, workspace)
+    scratch = kernels.allocate_scratch(num_selected, run.num_tiles, method.num_scored, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
-    kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    choice = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
+    kernels.compute_masses(rounded, selected, index.rows.tiles, run, scratch, masses)
+    choice_args = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
     if floors is None:
-        write_block_lists(*choice)
+        write_block_lists(*choice_args)
         return
     marks = workspace.empty(*masses.shape, dtype=torch.uint8)
-    mark_blocks(*choice, marks)
-    stored = kernels.stored(scratch)
+    mark_blocks(*choice_args, marks)
+    stored = kernels.stored_shares(scratch)
     add_for_floor(
         stored, marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile, method.sink_tokens,
         method.local_tokens,
