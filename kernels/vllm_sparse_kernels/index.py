@@ -216,8 +216,8 @@ class IndexArgs(NamedTuple):
 
     Attributes:
         tiles: [num_tiles, 4] int32, see ``Rows.tiles``.
-        order: [num_tiles] int32, tiles in the order in which to process them (``Rows.heaviest_first``).
-        row_ends: [num_rows] int32, tokens of each row.
+        order: [num_tiles] int32, tiles in the order in which to process them (``Rows.tile_order``).
+        seq_lens: [num_rows] int32, keys of each row.
         block_counts: [num_heads, num_tiles] int32.
         block_ids: [num_heads, block_capacity] int32.
         block_offsets: [num_tiles] int64.
@@ -229,7 +229,7 @@ class IndexArgs(NamedTuple):
 
     tiles: Any
     order: Any
-    row_ends: Any
+    seq_lens: Any
     block_counts: Any
     block_ids: Any
     block_offsets: Any
@@ -348,7 +348,7 @@ class SparseIndex:
         """Arguments of kernels that read or write the index."""
         rows = self.rows
         return IndexArgs(
-            rows.tiles, rows.heaviest_first, rows.row_ends,
+            rows.tiles, rows.device_tile_order, rows.device_seq_lens,
             self.block_counts, self.block_ids, self.block_offsets, self.block_ids.stride(0),
             self.stripe_counts, self.stripe_positions, self.stripe_offsets,
         )  # fmt: skip

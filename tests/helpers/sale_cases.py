@@ -67,7 +67,9 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
     head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
     if method.channels == "all" or head_dim <= 32:
         return list(range(head_dim))
-    q = batch.q[batch.rows.tokens[row] :][: batch.rows.query_lens[row], head // group * group :][:, :group].double()
+    q = batch.q[batch.rows.query_starts[row] :][: batch.rows.query_lens[row], head // group * group :][
+        :, :group
+    ].double()
     k = row_parts(batch, row, head)[1]
     energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
     heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
@@ -100,7 +102,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
         blocks = regions(method, tile.position, tile.length_tokens)
         kept = torch.ones(2, len(blocks), blocks[-1][2], dtype=torch.bool, device=DEVICE)
         for i, (queries, local, num_blocks) in enumerate(blocks):
-            first = tile.token - rows.tokens[row]
+            first = tile.token - rows.query_starts[row]
             mine, end = slice(first + queries.start, first + queries.stop), tile.position + queries.stop
             exact = q[mine] @ k[:end].T * scale
             exact.masked_fill_(j[:end] > j[end - len(exact) : end, None], -torch.inf)

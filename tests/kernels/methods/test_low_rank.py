@@ -220,7 +220,7 @@ def test_an_element_that_is_no_number_counts_as_zero(value: float) -> None:
     clean = make_batch([(200, 40), (90, 30)], (2, 1, 128))
     spoilt, zeroed = (replace(clean, q=clean.q.clone(), cache=deepcopy(clean.cache)) for _ in range(2))
     for batch, element in ((spoilt, value), (zeroed, 0.0)):
-        batch.q[batch.rows.tokens[0] + 5, 1, 3] = element
+        batch.q[batch.rows.query_starts[0] + 5, 1, 3] = element
         batch.cache.keys[batch.rows.block_table[0, 4], 7, 0, 100] = element
     (means, maps), (others, other_maps) = maps_of(spoilt), maps_of(zeroed)
     assert bool(maps.isfinite().all())
@@ -268,8 +268,8 @@ def test_lists_of_a_row_do_not_depend_on_other_rows() -> None:
 def test_a_query_that_is_no_number_changes_no_list_but_its_tiles(value: float) -> None:
     batch = make_batch([(500, 140), (330, 20)], (2, 1, 128))
     zeroed, spoilt = (replace(batch, q=batch.q.clone()) for _ in range(2))
-    zeroed.q[batch.rows.tokens[0] + 5] = 0.0
-    spoilt.q[batch.rows.tokens[0] + 5] = value
+    zeroed.q[batch.rows.query_starts[0] + 5] = 0.0
+    spoilt.q[batch.rows.query_starts[0] + 5] = value
     others = [1, 2]
     assert all_lists(select(LOW_RANK, spoilt, 32), others) == all_lists(select(LOW_RANK, zeroed, 32), others)
 

@@ -257,7 +257,7 @@ def test_queries_that_are_not_scored_change_nothing(monkeypatch: pytest.MonkeyPa
     expected = masses_of(FEW_QUERIES, batch, monkeypatch)
     for tile in batch.rows.tile_list:
         scored = set(scored_queries(FEW_QUERIES, tile.length_tokens).tolist())
-        first = batch.rows.tokens[tile.row] + tile.position - batch.rows.context_lens[tile.row]
+        first = batch.rows.query_starts[tile.row] + tile.position - batch.rows.context_lens[tile.row]
         for place in set(range(tile.length_tokens)) - scored:
             batch.q[first + place] = torch.nan
     assert torch.equal(masses_of(FEW_QUERIES, batch, monkeypatch), expected)

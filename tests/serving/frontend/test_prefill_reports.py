@@ -122,7 +122,7 @@ class TestTally:
         launches_by_reports = []
         for num_reports in (1, 4):
             tallies = [Tally(DEFAULT) for _ in range(num_reports)]
-            spans = [(first, first + 1, tally) for first, tally in zip(batch.rows.tokens, tallies)]
+            spans = [(first, first + 1, tally) for first, tally in zip(batch.rows.query_starts, tallies)]
             add_pairs(spans, index)
             with Launches() as launches:
                 add_pairs(spans, index)

@@ -67,7 +67,7 @@ def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
     """Return the rows of each slab as they were cut, identified by the block table."""
     slabs = room.slabs(rows, torch.arange(len(rows), dtype=torch.int32)[:, None])
     parts = [
-        (slab.rows.block_table[:, 0].tolist(), slab.rows.tokens, slab.rows.query_lens, slab.rows.context_lens)
+        (slab.rows.block_table[:, 0].tolist(), slab.rows.query_starts, slab.rows.query_lens, slab.rows.context_lens)
         for slab in slabs
     ]
     return [[Row(*fields) for fields in zip(*part, strict=True)] for part in parts]

@@ -256,7 +256,7 @@ def add_pairs(spans: Spans, index: SparseIndex) -> None:
         index: The keys that a layer selected for rows of the step.
     """
     listed_pairs = index.listed_pairs()
-    for row, token in enumerate(index.rows.tokens):
+    for row, token in enumerate(index.rows.query_starts):
         for first, stop, tally in spans:
             if first <= token < stop:
                 tally.add_pairs(index, row, listed_pairs)

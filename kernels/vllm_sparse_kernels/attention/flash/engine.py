@@ -286,7 +286,7 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
     def first_token(sequence: int) -> int:
         i_kv, in_kv_head = divmod(sequence, rows.num_tiles * group)
         rank, i_head = divmod(in_kv_head, group)
-        length = rows.tile_list[rows.heaviest_order[rank]].length_tokens if i_head else 0
+        length = rows.tile_list[rows.tile_order[rank]].length_tokens if i_head else 0
         return (i_kv * total + starts[rank]) * group + i_head * length
 
     for first in range(0, num_sequences, count):
@@ -321,8 +321,8 @@ def _widths(index: SparseIndex, cache: PagedCache) -> tuple[int, int]:
 
 
 def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:
-    """Count the queries of the tiles before each tile of ``rows.heaviest_order``, on the host and on the device."""
-    lengths = (rows.tile_list[i_tile].length_tokens for i_tile in rows.heaviest_order)
+    """Count the queries of the tiles before each tile of ``rows.tile_order``, on the host and on the device."""
+    lengths = (rows.tile_list[i_tile].length_tokens for i_tile in rows.tile_order)
     starts = [*accumulate(lengths, initial=0)][:-1]
     return starts, to_device(starts, torch.int32, rows.device)
 

@@ -141,8 +141,8 @@ def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeyS
     shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
     num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
-        key_args(cache, rows.block_table), rounded, means, *selected, rows.row_ends, slab.first_row, slab.key_starts,
-        compile_time(shape),
+        key_args(cache, rows.block_table), rounded, means, *selected, rows.device_seq_lens, slab.first_row,
+        slab.key_starts, compile_time(shape),
         GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(selected.num_selected), STEP=STEP_TOKENS,
         **ROUND_KEYS,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def round_queries(
 
 @triton.jit(do_not_specialize=["num_selected", "first_row"])
 def _round_keys_kernel(
-    keys, rounded, means, heads, log_taus, num_selected, row_ends, first_row, key_starts, SHAPE,
+    keys, rounded, means, heads, log_taus, num_selected, seq_lens, first_row, key_starts, SHAPE,
     GROUP_2: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Run step 1 for BLOCK_N keys of one kv head, and compute q̄(k − k̄)ᵀ for the estimating heads that read them.
@@ -200,7 +200,7 @@ def _round_keys_kernel(
         heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         num_selected: Number of heads to select.
-        row_ends: [num_rows] int32, each row's keys.
+        seq_lens: [num_rows] int32, each row's keys.
         first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
         SHAPE: RoundShape.
@@ -211,7 +211,7 @@ def _round_keys_kernel(
     """
     i_kv = tl.program_id(1)
     i_row = first_row + tl.program_id(2)
-    seq_len = tl.load(row_ends + i_row)
+    seq_len = tl.load(seq_lens + i_row)
     first = tl.program_id(0) * BLOCK_N
     # Position of each query head of the kv head in ``heads``.
     o_h = tl.arange(0, HEADS)

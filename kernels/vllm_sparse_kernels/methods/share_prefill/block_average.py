@@ -48,7 +48,7 @@ class Spans(NamedTuple):
         lasts, block_starts = [], [0]
         for row, query_len in enumerate(rows.query_lens):
             length = min(query_len, TILE_TOKENS)
-            lasts += [row, rows.tokens[row] + query_len - length, length, rows.seq_lens[row] - length]
+            lasts += [row, rows.query_starts[row] + query_len - length, length, rows.seq_lens[row] - length]
             block_starts.append(block_starts[-1] + blocks[row])
         return Spans(
             block_tokens,

@@ -359,7 +359,7 @@ def _share(
         averages.heads, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
         pivots.exists, pivots.last_rows, pivots.maps, pivots.weights,
         room(num_heads, rows.num_tiles, DIGITS.value), room(num_heads, rows.num_tiles, dtype=torch.int32),
-        room(num_heads, rows.num_tiles), pivots.spans.block_starts, rows.tile_bounds,
+        room(num_heads, rows.num_tiles), pivots.spans.block_starts, rows.device_tile_starts,
     )  # fmt: skip
     stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
     num_map_programs = len(slots) * rows.num_tiles

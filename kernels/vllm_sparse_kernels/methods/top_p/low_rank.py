@@ -154,12 +154,13 @@ def fill_maps(
         for first_row in range(0, rows.num_rows, at_once):
             num_rows = min(at_once, rows.num_rows - first_row)
             _products_kernel[(PARTS * 2, num_squares * num_kv_heads, num_rows)](
-                query_args(q), key_args(cache, rows.block_table), rows.tiles, rows.tile_bounds, rows.row_ends,
-                first_row, sums, **shape, GROUP=inputs.group, WIDTH=width, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
+                query_args(q), key_args(cache, rows.block_table), rows.tiles, rows.device_tile_starts,
+                rows.device_seq_lens, first_row, sums,
+                **shape, GROUP=inputs.group, WIDTH=width, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
                 num_warps=8, maxnreg=MAX_REGISTERS if num_squares == 1 else None,
             )  # fmt: skip
             _second_moments_kernel[(block_d // STRIPE.value, num_kv_heads * 2, num_rows)](
-                rows.row_ends, first_row, sums, BLOCK_D=block_d, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
+                rows.device_seq_lens, first_row, sums, BLOCK_D=block_d, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
                 num_warps=4,
             )  # fmt: skip
             _maps_kernel[(num_kv_heads, num_rows)](

@@ -133,13 +133,13 @@ def row_moments(
         squares = workspace.empty(rows.num_tiles, num_heads, block_d) if chooses else None
         shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
         _key_sums_kernel[(num_splits, num_kv_heads, rows.num_rows)](
-            key_args(cache, rows.block_table), rows.row_ends, sums, **shape, SPLIT_GROUPS=SPLIT_GROUPS,
+            key_args(cache, rows.block_table), rows.device_seq_lens, sums, **shape, SPLIT_GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 16, 4),
         )  # fmt: skip
         if chooses:
             _query_squares_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, squares, **shape)
         _moments_kernel[(rows.num_rows, num_kv_heads)](
-            sums, num_splits, squares, rows.tile_bounds, rows.row_ends, means, channels,
+            sums, num_splits, squares, rows.device_tile_starts, rows.device_seq_lens, means, channels,
             GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, SPLIT_GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 8, 4),
         )  # fmt: skip
@@ -201,8 +201,8 @@ def round_keys(
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(cache.keys.device))
     num_programs = ceil_div(slab.longest, 128) * (128 // num_rounded)
     _round_keys_kernel[(num_programs, cache.num_kv_heads, slab.key_starts.shape[0])](
-        key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, scales,
-        slab.num_keys,
+        key_args(cache, rows.block_table), rows.device_seq_lens, slab.first_row, slab.key_starts, moments, values,
+        scales, slab.num_keys,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, KEPT_D=storage.kept_d, PERMUTED=permuted, ROUNDED=num_rounded,
         num_warps=8 if storage.low_rank else 4,
     )  # fmt: skip
