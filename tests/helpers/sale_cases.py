@@ -78,8 +78,8 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
 
 def compared_as(fits: bool = True) -> torch.dtype:
     """Return the dtype in which the kernel compares scores that fit (or do not fit) half precision."""
-    by_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
-    return torch.float16 if fits and by_half else torch.float32
+    in_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
+    return torch.float16 if fits and in_half else torch.float32
 
 
 def definition(batch: Batch, method: Sale, row: int, head: int):
@@ -162,6 +162,6 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     integers = IntegerFormat(kept_d, module.integer_dtype(q.device))
     queries = sale_rounding.round_queries(inputs, means, selected, regions, integers, room)
     (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
+    keys = sale_rounding.allocate_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
     sale_rounding.round_keys(inputs, means, selected, slab, keys)
     return queries, keys

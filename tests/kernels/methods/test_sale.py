@@ -26,7 +26,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
-from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, room_for_keys
+from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, allocate_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.channels import kept_channels
@@ -161,8 +161,8 @@ def flags_twice(
     (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
     selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
     sale_scores.first_flags(ours, index, selected, always)
-    by_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, run, by_half)
+    in_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, run, in_half)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -261,7 +261,7 @@ def test_memory_does_not_grow_with_the_number_of_cached_tokens():
     rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
     assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
     room = Workspace(torch.device("meta"))
-    room_for_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
+    allocate_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
     assert room.peak_bytes < 165e6
 
 

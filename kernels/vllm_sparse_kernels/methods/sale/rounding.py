@@ -101,7 +101,7 @@ class RoundedKeys(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def room_for_keys(
+def allocate_keys(
     num_selected: int, num_kv_heads: int, num_keys: int, integers: IntegerFormat, workspace: Workspace
 ) -> RoundedKeys:
     """Allocate the rounded keys of a slab.
@@ -134,8 +134,8 @@ def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeyS
         inputs: Cache and rows of the step.
         means: Means of all rows.
         selected: The heads whose biases are written.
-        slab: The slab, whose rows are pooled.
-        rounded: From ``room_for_keys`` for ``slab.num_keys`` keys; written.
+        slab: The slab, whose rows are rounded.
+        rounded: From ``allocate_keys`` for ``slab.num_keys`` keys; written.
     """
     cache, rows, group = inputs.cache, inputs.rows, inputs.group
     shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
@@ -213,13 +213,15 @@ def _round_keys_kernel(
     i_row = first_row + tl.program_id(2)
     seq_len = tl.load(seq_lens + i_row)
     first = tl.program_id(0) * BLOCK_N
-    # Position of each query head of the kv head in ``heads``.
+    # The place in ``heads`` of each query head of the kv head, and whether such a head is tested at all.
     o_h = tl.arange(0, HEADS)
     o_g = tl.arange(0, GROUP_2)
     b_heads = tl.load(heads + o_h, mask=o_h < num_selected, other=-1)
     b_tests = tl.load(log_taus + o_h, mask=o_h < num_selected, other=float("-inf")) > float("-inf")
-    b_is = (b_heads[None, :] == (i_kv * SHAPE.GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < SHAPE.GROUP)[:, None]
-    b_tested = tl.sum(b_is.to(tl.int32), 1) > 0
+    b_matches = (
+        (b_heads[None, :] == (i_kv * SHAPE.GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < SHAPE.GROUP)[:, None]
+    )
+    b_tested = tl.sum(b_matches.to(tl.int32), 1) > 0
     if (first < (seq_len + STEP - 1) // STEP * STEP) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
         o_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(key_starts + tl.program_id(2)) + first
@@ -248,12 +250,14 @@ def _round_keys_kernel(
         tl.store(rounded.squares + o_kv // 64 + o_64, tl.max(b_square, 1))
 
         b_bias = b_bias * b_inverse[:, None]
-        b_i = tl.sum(tl.where(b_is, o_h[None, :], 0), 1).to(tl.int64) * rounded.num_keys + slot
-        o_bias = b_i[None, :] + tl.arange(0, BLOCK_N)[:, None]
+        b_first_bias = tl.sum(tl.where(b_matches, o_h[None, :], 0), 1).to(tl.int64) * rounded.num_keys + slot
+        o_bias = b_first_bias[None, :] + tl.arange(0, BLOCK_N)[:, None]
         tl.store(rounded.biases + o_bias, b_bias, mask=b_tested[None, :])
         tl.store(rounded.half_biases + o_bias, b_bias.to(tl.float16), mask=b_tested[None, :])
         b_largest = tl.max(tl.reshape(tl.abs(b_bias), [BLOCK_N // 64, 64, GROUP_2]), 1)
-        tl.store(rounded.largest_biases + (b_i // 64)[None, :] + o_64[:, None], b_largest, mask=b_tested[None, :])
+        tl.store(
+            rounded.largest_biases + (b_first_bias // 64)[None, :] + o_64[:, None], b_largest, mask=b_tested[None, :]
+        )
 
 
 @triton.jit
@@ -343,9 +347,9 @@ def _round_queries_kernel(
         i_query_mean = i_row * KV_HEADS * SHAPE.GROUP + i_head
         if SHAPE.KEPT_D < SHAPE.BLOCK_D:
             b_mean = tl.load(means.queries + i_query_mean * SHAPE.BLOCK_D + o_d)
-            b_apart = b_q.to(tl.float32) - b_mean[None, :]
-            b_apart = b_apart * b_apart * tl.load(means.left_out + i_mean * SHAPE.BLOCK_D + o_d)[None, :]
-            b_threshold -= tl.sqrt(tl.sum(b_apart, 1))
+            b_centred = b_q.to(tl.float32) - b_mean[None, :]
+            b_centred = b_centred * b_centred * tl.load(means.left_out + i_mean * SHAPE.BLOCK_D + o_d)[None, :]
+            b_threshold -= tl.sqrt(tl.sum(b_centred, 1))
         channels = means.channels + i_mean * SHAPE.KEPT_D
         b_mean = load_kept(means.queries + i_query_mean * SHAPE.BLOCK_D, channels, SHAPE.BLOCK_D, SHAPE.KEPT_D)
         b_q = tl.where(in_row[:, None], kept_of(b_q, channels, SHAPE.KEPT_D) - b_mean[None, :], 0.0)
