@@ -266,11 +266,12 @@ def test_queries_that_are_not_scored_change_nothing(monkeypatch: pytest.MonkeyPa
 def fails(error: Exception) -> Any:
     """Return a module of kernels whose first launch fails."""
 
-    def masses(*arguments: Any) -> None:
+    def compute_masses(*arguments: Any) -> None:
         raise error
 
-    sizes = {"tile_bytes": portable.tile_bytes, "set_tiles": portable.set_tiles, "room": portable.room}
-    return SimpleNamespace(PERMUTED=False, masses=masses, **sizes)
+    names = ("tile_bytes", "set_tiles", "allocate_scratch")
+    working = {name: getattr(portable, name) for name in names}
+    return SimpleNamespace(PERMUTED=False, compute_masses=compute_masses, **working)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no such instruction")])

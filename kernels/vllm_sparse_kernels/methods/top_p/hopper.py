@@ -84,9 +84,6 @@ SET_FIELDS = Constant(slabs.SET_FIELDS)
 PERMUTED = True
 """Whether keys are stored permuted within steps."""
 
-WIDEST = 256
-"""Maximum number of channels for which a program's queries and keys fit into shared memory."""
-
 LEAST_EXPONENT, EXPONENT_RANGE = Constant(-24.0), Constant(63.75)
 """Least exponent of a byte, and the range of exponents above it. The largest exponent rounds to the last byte,
 1.75 · 2^39."""

@@ -233,7 +233,7 @@ def _scores_kernel(
             else:
                 b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
             b_s = tl.where((i + o_n)[None, :] <= o_query[:, None], b_s, float("-inf"))
-            b_s = tl.max(tl.reshape(b_s, [SCORED, STEP_BLOCKS, BLOCK]), 2)  # of each block
+            b_s = tl.max(tl.reshape(b_s, [SCORED, STEP_BLOCKS, BLOCK]), 2)
             # The lowest finite half stands in for minus infinity: scales past the row's end are 0, and 0 · ∞ is NaN.
             b_u = tl.maximum(b_s, -65504.0) * (b_query_scale[:, None] * b_key_scale[None, :])
             b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MAX_SCORE), MAX_SCORE)).to(tl.float16)
