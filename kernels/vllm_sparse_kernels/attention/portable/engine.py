@@ -63,13 +63,13 @@ class MatrixArgs(NamedTuple):
 class SmoothArgs(NamedTuple):
     """8-bit keys (``SmoothKeys``) as arguments of kernels, with block ids, because these keys are not paged."""
 
-    block_ids: Any
-    integers: Any
+    block_ids: Any  # [num_heads, block_capacity] int32, as in ``IndexArgs``
+    integers: Any  # the other tensors as in ``SmoothKeys``
     scales: Any
     means: Any
     starts: Any
-    num_keys: int
-    stride_means: int
+    num_keys: int  # of a kv head in ``integers``
+    stride_means: int  # elements between two rows of ``means``
 
 
 def attend(

@@ -92,10 +92,10 @@ from vllm_sparse_kernels.selection.slabs import Run, TileBytes, slabs_of
 from vllm_sparse_kernels.workspace import Workspace
 
 
-class MassKernels(Protocol):
-    """The contents of ``hopper`` and ``portable``, which compute the masses of blocks."""
+class _MassKernels(Protocol):
+    """What the modules ``hopper`` and ``portable`` provide: kernels that compute the masses of blocks."""
 
-    PERMUTED: bool
+    PERMUTED: bool  # whether keys are stored permuted within steps
 
     def tile_bytes(self, num_scored: int) -> TileBytes: ...
     def set_tiles(self, num_scored: int) -> int: ...
@@ -108,7 +108,7 @@ class MassKernels(Protocol):
     def stored_shares(self, scratch: Any) -> StoredShares: ...
 
 
-hopper: MassKernels | None
+hopper: _MassKernels | None
 try:
     from vllm_sparse_kernels.methods.top_p import hopper
 except (ImportError, AttributeError) as error:  # this release of Triton lacks a name of Gluon
@@ -353,7 +353,7 @@ def select_on_portable(
     _select(portable, method, LayerInputs(q, cache, index.rows, scale), index, heads)
 
 
-def _select(kernels: MassKernels, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
+def _select(kernels: _MassKernels, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
     """Fill the lists of ``heads`` with the masses that the module ``kernels`` computes."""
     index.clear_stripes(heads)
     num_selected = heads.shape[0]
@@ -382,7 +382,7 @@ def _select(kernels: MassKernels, method: TopP, inputs: LayerInputs, index: Spar
 
 
 def _select_run(
-    kernels: MassKernels, method: TopP, rounded: Rounded, selected: Selected, shares: Shares,
+    kernels: _MassKernels, method: TopP, rounded: Rounded, selected: Selected, shares: Shares,
     floors: torch.Tensor | None, index: SparseIndex, run: Run,
 ) -> None:  # fmt: skip
     """Write the lists of a run. ``floors`` [n] float32; None if no head has a floor."""
