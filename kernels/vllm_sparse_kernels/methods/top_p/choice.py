@@ -213,8 +213,9 @@ def _choose_kernel(
         b_masses = _load_candidates(tile_masses, first, begin, end, LISTED_BLOCKS)
         b_bits = tl.abs(b_masses).to(tl.int32, bitcast=True)
         b_equal = (b_bits == bits).to(tl.int32)
+        b_above = b_bits > bits
         b_is_first = (b_equal != 0) & (num_seen + tl.cumsum(b_equal, 0) <= num_equal)
-        b_chosen = (b_bits > bits) | b_is_first | (b_masses < 0)
+        b_chosen = b_above | b_is_first | (b_masses < 0)
         num_seen += tl.sum(b_equal, 0)
         b_kept = (b_chosen | (o_n < begin) | (o_n >= end)).to(tl.int32)
         if marks is None:
