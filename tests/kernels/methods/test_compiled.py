@@ -192,7 +192,7 @@ from vllm_sparse_kernels import share_counts
 from vllm_sparse_kernels.methods.top_p import floor, hopper, portable
 from vllm_sparse_kernels.methods.top_p.choice import mass_width
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.share_counts import FIELDS
+from vllm_sparse_kernels.share_counts import SHARE_FIELDS
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -208,7 +208,7 @@ with compiling_for():
         numbers = torch.zeros(8)
         stored = hopper.stored_shares(scratch)
         floor.add_for_floor(stored, marks, numbers, numbers, rows.tiles, 0, 128, 160)
-        shares, by_row = floor.FloorShares(numbers, numbers), torch.zeros(1, FIELDS.value, dtype=torch.int64)
+        shares, by_row = floor.FloorShares(numbers, numbers), torch.zeros(1, SHARE_FIELDS.value, dtype=torch.int64)
         floor.count_kept_shares(stored, marks, shares, rows.tiles, 0, by_row)
         share_counts.add_share_counts(by_row, by_row.clone(), 0)
     num_by_bytes = len(counts.compiled)

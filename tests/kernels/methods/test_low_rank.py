@@ -20,7 +20,7 @@ from vllm_sparse_kernels.methods.top_p import low_rank
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps, rank_of
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import kept_channels, low_rank_maps
-from vllm_sparse_kernels.share_counts import EDGES, FIELDS, LIFTED, SUM, UNIT, count_share, least_share
+from vllm_sparse_kernels.share_counts import EDGES, LIFTED, SHARE_FIELDS, SUM, UNIT, count_share, least_share
 
 LENGTHS = [(0, 1), (300, 63)]
 HALF = TopP(channels="half")
@@ -127,7 +127,7 @@ def test_the_share_of_the_score_variance_is_counted(by_reference: bool, heads: A
 def test_shares_are_counted_in_their_buckets() -> None:
     """Each share is counted as in plain torch; what is not a number is left out, and counts of a line add up."""
     shares = torch.tensor([-0.5, 0.0, *EDGES, 0.51, 0.97, 1.0, 1.25, torch.nan], device=DEVICE)
-    line, expected = (torch.zeros(FIELDS.value, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    line, expected = (torch.zeros(SHARE_FIELDS.value, dtype=torch.int64, device=DEVICE) for _ in range(2))
     _count_shares_kernel[(len(shares),)](shares, torch.tensor(EDGES, device=DEVICE), line)
     share_counts.count_shares(expected, shares.clamp(min=0), 0)
     assert torch.equal(line, expected)
@@ -148,7 +148,7 @@ def test_shares_do_not_depend_on_other_rows_or_on_maps() -> None:
         (line,) = select(LOW_RANK, row_alone(batch, row)).variance_shares
         assert torch.equal(line, together[row])
     means, maps = maps_of(batch)
-    counts = torch.zeros(3, FIELDS.value, dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(3, SHARE_FIELDS.value, dtype=torch.int64, device=DEVICE)
     counted_means, counted_maps = maps_of(batch, counts)
     assert torch.equal(counts, together)
     assert torch.equal(maps, counted_maps)

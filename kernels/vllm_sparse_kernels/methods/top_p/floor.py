@@ -27,7 +27,7 @@ from vllm_sparse_kernels.methods.top_p.scored import TILE, num_scored
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.parameters import on_device
-from vllm_sparse_kernels.share_counts import FIELDS, LIFTED, LOST, SUM, counted_head
+from vllm_sparse_kernels.share_counts import LIFTED, LOST, SHARE_FIELDS, SUM, counted_head
 
 QUERIES = Constant(32)
 """Queries of one program. In a tile with flat attention, every query may be below its target."""
@@ -96,7 +96,7 @@ class Histogram(NamedTuple):
     """Histogram of kept shares, as arguments of a kernel."""
 
     edges: Any  # [NUM_EDGES] float32, upper ends of all buckets but the last
-    counts: Any  # [num_rows, FIELDS] int64
+    counts: Any  # [num_rows, SHARE_FIELDS] int64
 
 
 def add_for_floor(
@@ -141,7 +141,7 @@ def count_kept_shares(
         shares: The heads' shares.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         first_tile: First tile of ``marks``.
-        counts: [num_rows, FIELDS] int64; shares are added to it.
+        counts: [num_rows, SHARE_FIELDS] int64; shares are added to it.
     """
     num_selected, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
@@ -465,13 +465,13 @@ def _count_kernel(
         b_counted = (o_q < scored) & (b_kept / b_whole >= 0)  # false for NaN
         b_lifted = (b_counted & (b_chosen < b_whole * floor)).to(tl.int32)
         b_units = (tl.where(b_counted, b_share, 0.0) * SHARE_UNIT + 0.5).to(tl.int32)
-        o_f = tl.arange(0, FIELDS)
+        o_f = tl.arange(0, SHARE_FIELDS)
         b_edges = tl.load(histogram.edges + o_f, mask=o_f < NUM_EDGES, other=2.0)
         b_bucket = tl.sum((b_share[:, None] > b_edges[None, :]).to(tl.int32), 1)
         b_counts = tl.sum((b_counted[:, None] & (b_bucket[:, None] == o_f[None, :])).to(tl.int32), 0)
         b_counts = tl.where(o_f == SUM, tl.sum(b_units, 0), b_counts)
         b_counts = tl.where(o_f == LIFTED, tl.sum(b_lifted, 0), b_counts)
-        target = histogram.counts + i_row * FIELDS + o_f
+        target = histogram.counts + i_row * SHARE_FIELDS + o_f
         tl.atomic_add(target, b_counts.to(tl.int64), mask=b_counts != 0, sem="relaxed")
         lost = tl.max(tl.where(b_counted, SHARE_UNIT - b_units, 0), 0)
         b_lost = tl.where(o_f == LOST, lost, 0)

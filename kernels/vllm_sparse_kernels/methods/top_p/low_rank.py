@@ -35,7 +35,7 @@ from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import key_args, key_offsets, padded_dim, query_args, widen
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.parameters import on_device
-from vllm_sparse_kernels.share_counts import EDGES, FIELDS, count_share
+from vllm_sparse_kernels.share_counts import EDGES, SHARE_FIELDS, count_share
 from vllm_sparse_kernels.workspace import Workspace
 
 PARTS = 16
@@ -133,8 +133,8 @@ def fill_maps(
         maps: [num_rows, num_kv_heads, 2, BLOCK_D, rank] in the dtype in which vectors are multiplied: of queries, then
             of keys; written.
         workspace: Memory of temporary tensors.
-        variance_shares: [num_rows, FIELDS] int64, to which the share of the score variance that the maps of each row
-            and kv head hold is added; None to leave it uncomputed.
+        variance_shares: [num_rows, SHARE_FIELDS] int64, to which the share of the score variance that the maps of each
+            row and kv head hold is added; None to leave it uncomputed.
     """
     q, cache, rows, _ = inputs
     num_kv_heads, block_d, rank = cache.num_kv_heads, maps.shape[3], maps.shape[4]
@@ -337,7 +337,7 @@ def _maps_kernel(
         means: [num_rows, kv heads, RANK] float32, of mapped keys; written.
         maps: [num_rows, kv heads, 2, BLOCK_D, RANK]; written.
         edges: [NUM_EDGES] float32, ``share_counts.EDGES``; None without ``variance_shares``.
-        variance_shares: [num_rows, FIELDS] int64, to which the share of the score variance is added; or None.
+        variance_shares: [num_rows, SHARE_FIELDS] int64, to which the share of the score variance is added; or None.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         RANK: r.
@@ -381,7 +381,7 @@ def _maps_kernel(
                 _multiply(w_map, key_moment, scale_k, x_map, BLOCK_D, RANK)
                 variance = _variance(query_moment, key_moment, scale_q, scale_k, HEAD_DIM, BLOCK_D)
                 share = _inner_product(w_map, x_map, BLOCK_D, RANK) / variance
-                count_share(share, edges, variance_shares + (first_row + i_launch_row).to(tl.int64) * FIELDS)
+                count_share(share, edges, variance_shares + (first_row + i_launch_row).to(tl.int64) * SHARE_FIELDS)
 
 
 @triton.jit

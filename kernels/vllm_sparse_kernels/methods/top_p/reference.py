@@ -134,7 +134,7 @@ def count_kept_shares(
         shares: [queries, blocks].
         chosen: [blocks] bool, blocks that are kept for the whole tile.
         kept: [blocks] bool, blocks that are kept for the whole tile or for a query.
-        counts: [FIELDS] int64; increased.
+        counts: [SHARE_FIELDS] int64; increased.
     """
     if method.floor > 0 and method.kept_mass < 1:
         whole = shares.sum(1)

@@ -110,8 +110,8 @@ def row_moments(
         inputs: Queries, cache and rows of the step.
         storage: Number of channels, and whether they are combinations or the channels that affect scores most.
         workspace: Memory of temporary tensors.
-        variance_shares: [num_rows, FIELDS] int64, to which the shares of the score variance that maps hold are added;
-            None to leave them uncounted.
+        variance_shares: [num_rows, SHARE_FIELDS] int64, to which the shares of the score variance that maps hold are
+            added; None to leave them uncounted.
 
     Returns:
         Mean keys, and channels or maps, in the workspace.
