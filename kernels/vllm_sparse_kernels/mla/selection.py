@@ -109,28 +109,28 @@ class Selection:
         self.heads_at_once = ceil_div(num_heads, ceil_div(num_heads, most_heads))  # parts of similar size
         num = self.heads_at_once
 
-        def room(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(*sizes, dtype=dtype, device=device)
 
         self.rounded = Rounded(
             RoundedVectors(
-                room(num, max_query_tokens, head_dim, dtype=dtype), room(num, max_query_tokens),
-                room(num, max_query_tokens), max_query_tokens,
+                empty(num, max_query_tokens, head_dim, dtype=dtype), empty(num, max_query_tokens),
+                empty(num, max_query_tokens), max_query_tokens,
             ),
             RoundedVectors(
-                room(num, max_key_tokens, head_dim, dtype=dtype), room(num, max_key_tokens), None, max_key_tokens
+                empty(num, max_key_tokens, head_dim, dtype=dtype), empty(num, max_key_tokens), None, max_key_tokens
             ),
         )  # fmt: skip
         self.scratch = Scratch(
-            room(num * self.most_blocks * most_scored, dtype=torch.float16), room(num * self.most_blocks),
-            room(num * self.most_blocks, dtype=torch.uint8),
+            empty(num * self.most_blocks * most_scored, dtype=torch.float16), empty(num * self.most_blocks),
+            empty(num * self.most_blocks, dtype=torch.uint8),
         )  # fmt: skip
         block_d, most_kept = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim) // 2
         self.moments = Moments(
-            room(MOST_ROWS, num_heads, block_d), room(MOST_ROWS * num_heads * most_kept, dtype=torch.int32)
+            empty(MOST_ROWS, num_heads, block_d), empty(MOST_ROWS * num_heads * most_kept, dtype=torch.int32)
         )
-        self.ids = room(num_heads * self.most_blocks, dtype=torch.int32)
-        self.counts = room(num_heads * self.most_tiles, dtype=torch.int32)
+        self.ids = empty(num_heads * self.most_blocks, dtype=torch.int32)
+        self.counts = empty(num_heads * self.most_tiles, dtype=torch.int32)
 
     def attend(
         self,

@@ -105,7 +105,7 @@ def last_query_sums(
     q: torch.Tensor,
     cache: PagedCache,
     index: SparseIndex,
-    rows: tuple[int, int],
+    row_range: tuple[int, int],
     heads: torch.Tensor,
     scale: float,
     estimate: Estimate,
@@ -117,7 +117,7 @@ def last_query_sums(
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
         cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
         index: The index, whose rows and workspace are used.
-        rows: The rows, as the number of the first row and that of the last row plus 1.
+        row_range: First row, and the row after the last row.
         heads: [n] int32 on the device, numbers of the selected query heads.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         estimate: The queries from which Â is computed.
@@ -126,25 +126,25 @@ def last_query_sums(
     Returns:
         The sums, in the index's workspace.
     """
-    step, room, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
-    first_row, end_row = rows
+    rows, empty, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
+    first_row, end_row = row_range
     num_rows, num_selected = end_row - first_row, len(heads)
-    capacity = step.key_starts[end_row] - step.key_starts[first_row]
+    capacity = rows.key_starts[end_row] - rows.key_starts[first_row]
     group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
     vector_bytes = block_d * q.element_size()
-    num_tiles = [ceil_div(seq_len, KEY_TILE.value) for seq_len in step.seq_lens[first_row:end_row]]
+    num_tiles = [ceil_div(seq_len, KEY_TILE.value) for seq_len in rows.seq_lens[first_row:end_row]]
     division = _divide(num_tiles, group, cache.num_kv_heads, last_queries, vector_bytes)
     num_queries, members = division.num_queries, division.members
 
-    values = room(num_selected * (capacity + capacity // band))
-    partial = room(num_rows, num_selected, division.most_splits, num_queries)
-    by_block = room(num_selected, capacity // band, num_queries) if band > 1 else None
+    values = empty(num_selected * (capacity + capacity // band))
+    partial = empty(num_rows, num_selected, division.most_splits, num_queries)
+    by_block = empty(num_selected, capacity // band, num_queries) if band > 1 else None
     args = LastArgs(
-        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
+        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, rows.block_table, rows.row_table, heads,
         num_selected, last_queries, patterns, partial, by_block, division.most_splits, division.least_tiles,
         scale * LOG2_E.value,
     )  # fmt: skip
-    step_args = (step.block_table.stride(0), step.num_rows, first_row)
+    step_args = (rows.block_table.stride(0), rows.num_rows, first_row)
     shape = compile_time(
         StackShape(
             GROUP=group,

@@ -87,12 +87,12 @@ def most_chunks(index: SparseIndex, sums: Sums) -> int:
 
 def _allocate_digits(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
     num_rows, num_jobs, chunks = sums.end_row - sums.first_row, 2 * sums.num_selected, most_chunks(index, sums)
-    room = index.workspace.empty
+    empty = index.workspace.empty
     return Digits(
-        room(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
-        room(num_rows, num_jobs, chunks, dtype=torch.int32),
-        room(PASSES, num_rows, num_jobs, dtype=torch.int32),
-        room(PASSES, num_rows, num_jobs, dtype=dtype),
+        empty(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
+        empty(num_rows, num_jobs, chunks, dtype=torch.int32),
+        empty(PASSES, num_rows, num_jobs, dtype=torch.int32),
+        empty(PASSES, num_rows, num_jobs, dtype=dtype),
     )
 
 

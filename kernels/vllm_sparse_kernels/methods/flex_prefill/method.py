@@ -189,19 +189,19 @@ class FlexVerticalSlash(PerHead):
         Returns:
             The kept lines, in the index's workspace.
         """
-        rows, room, num_selected = index.rows, index.workspace.empty, sums.num_selected
+        rows, empty, num_selected = index.rows, index.workspace.empty, sums.num_selected
         num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_selected)
         most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
         lines = Lines(
-            columns=room(num_rows, num_selected, max(1, most), dtype=torch.int32),
-            num_columns=room(num_rows, num_selected, dtype=torch.int32),
-            whole=room(num_selected, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
-            bands_upto=room(num_selected, sums.capacity // BAND, dtype=torch.int32),
+            columns=empty(num_rows, num_selected, max(1, most), dtype=torch.int32),
+            num_columns=empty(num_rows, num_selected, dtype=torch.int32),
+            whole=empty(num_selected, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
+            bands_upto=empty(num_selected, sums.capacity // BAND, dtype=torch.int32),
         )
         shares = on_device(tuple(head.kernel_share for head in settings) * 2, sums.values.device)
         digits = digits_of(index, sums, shares)
         chunks = digits.weights.shape[3]
-        left = room(num_rows, 2 * num_selected, chunks, index.block_tokens, dtype=torch.int32)
+        left = empty(num_rows, 2 * num_selected, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_selected, num_rows)
         where = (*sums.args(rows), shares, digits, chunks, left)
         shape = compile_time(LineShape(BAND, index.block_tokens, CHUNK, ROW_FIELDS))

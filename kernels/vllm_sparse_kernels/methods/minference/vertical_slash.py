@@ -131,16 +131,16 @@ class VerticalSlash(PerHead):
         Returns:
             The kept lines, in the index's workspace.
         """
-        settings, device, room = self.of_heads(sums.num_selected), sums.values.device, index.workspace.empty
+        settings, device, empty = self.of_heads(sums.num_selected), sums.values.device, index.workspace.empty
         counts, first = (
             on_device(tuple(min(getattr(s, name), MOST) for name in names for s in settings), device)
             for names in (("vertical_tokens", "slash_tokens"), ("forced_verticals", "forced_slashes"))
         )
         rows, num_rows = index.rows, sums.end_row - sums.first_row
         most = min(self.most_verticals, max(rows.seq_lens[sums.first_row : sums.end_row]))
-        columns = room(num_rows, sums.num_selected, max(1, most), dtype=torch.int32)
-        num_columns = room(num_rows, sums.num_selected, dtype=torch.int32)
-        upto = room(sums.num_selected, sums.capacity, dtype=torch.int32)
+        columns = empty(num_rows, sums.num_selected, max(1, most), dtype=torch.int32)
+        num_columns = empty(num_rows, sums.num_selected, dtype=torch.int32)
+        upto = empty(sums.num_selected, sums.capacity, dtype=torch.int32)
         digits = digits_of(index, sums, counts, first)
         chunks = digits.weights.shape[3]
         _keep_largest_kernel[(chunks, 2 * sums.num_selected, num_rows)](
