@@ -275,7 +275,7 @@ def _block_maxima(b_s):
     """Compute the largest score of each block, [queries, 4] float32. One thread holds all 16 pairs of a block.
 
     Column 8 a + 2 t + e of ``b_s`` [queries, 128] is key 2 a + e of block t. The axes become (query, t, e, four bits of
-    a), and splits separate the 16 values of a, which are registers of the thread. An instruction handles both e.
+    a). Splits separate the 16 values of a, which are registers of the thread. An instruction handles both values of e.
     """
     b_s = b_s.reshape([b_s.shape[0], 2, 2, 2, 2, 4, 2]).permute((0, 5, 6, 1, 2, 3, 4))
     b_a, b_b = b_s.split()
